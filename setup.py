@@ -1,0 +1,26 @@
+"""Builds the C core; everything else is said in pyproject.toml."""
+
+import os
+import sys
+
+from setuptools import Extension, setup
+
+# The core needs futex and memfd: Linux only. Elsewhere, and where no compiler is found, the package installs
+# without it and every collective runs over Gloo.
+SOURCES = sorted(os.path.join("csrc", name) for name in os.listdir("csrc") if name.endswith(".c"))
+
+core = Extension(
+    "phalanx._core",
+    sources=SOURCES,
+    depends=sorted(os.path.join("csrc", name) for name in os.listdir("csrc") if name.endswith(".h")),
+    include_dirs=["csrc"],
+    define_macros=[("Py_LIMITED_API", "0x030A0000")],
+    extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"],
+    py_limited_api=True,
+    optional=True,
+)
+
+setup(
+    ext_modules=[core] if sys.platform == "linux" else [],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -1,0 +1,73 @@
+"""Phalanx: distributed training for PyTorch behind PyTorch's own names.
+
+Importing this package does no work: names are loaded on first use, so that the launcher, which never needs torch,
+starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# The public names, and the module that knows each. One line per name; the names are PyTorch's where PyTorch has one.
+_HOME = {
+    "DistributedDataParallel": "phalanx.ddp",
+    "DistributedSampler": "phalanx.data",
+    "shared_empty": "phalanx.backend",
+    "PhalanxError": "phalanx.errors",
+    "ClosedError": "phalanx.errors",
+    "DeadlineError": "phalanx.errors",
+    "MismatchError": "phalanx.errors",
+    "PeerLostError": "phalanx.errors",
+    "InternalError": "phalanx.errors",
+    "init": "phalanx.job",
+    "shutdown": "phalanx.job",
+    "Progress": "phalanx.progress",
+    "save_checkpoint": "phalanx.checkpoint",
+    "load_checkpoint": "phalanx.checkpoint",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from phalanx.backend import shared_empty as shared_empty
+    from phalanx.checkpoint import load_checkpoint as load_checkpoint
+    from phalanx.checkpoint import save_checkpoint as save_checkpoint
+    from phalanx.data import DistributedSampler as DistributedSampler
+    from phalanx.ddp import DistributedDataParallel as DistributedDataParallel
+    from phalanx.errors import (
+        ClosedError as ClosedError,
+    )
+    from phalanx.errors import (
+        DeadlineError as DeadlineError,
+    )
+    from phalanx.errors import (
+        InternalError as InternalError,
+    )
+    from phalanx.errors import (
+        MismatchError as MismatchError,
+    )
+    from phalanx.errors import (
+        PeerLostError as PeerLostError,
+    )
+    from phalanx.errors import (
+        PhalanxError as PhalanxError,
+    )
+    from phalanx.job import init as init
+    from phalanx.job import shutdown as shutdown
+    from phalanx.progress import Progress as Progress
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))

@@ -1,0 +1,43 @@
+"""A point in time by which something must have happened, on a clock that a test can turn."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A point on a monotonic clock; a span is given at the door and becomes a deadline inside.
+
+    `timeout_s` is kept for messages: people recognise the span that they set.
+    """
+
+    at: float
+    timeout_s: float
+    clock: Clock = field(default=time.monotonic, repr=False, compare=False)
+
+    @classmethod
+    def after(cls, timeout: float | timedelta | None, clock: Clock = time.monotonic) -> Deadline:
+        """The deadline `timeout` (seconds or a timedelta) from now; None never comes."""
+        if timeout is None:
+            return cls(math.inf, math.inf, clock)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        if math.isnan(seconds) or seconds < 0:
+            raise ValueError(f"timeout must be zero or more seconds, got {timeout!r}")
+        return cls(clock() + seconds, seconds, clock)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, never below zero."""
+        return max(0.0, self.at - self.clock())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time has come."""
+        return self.clock() >= self.at

@@ -1,0 +1,120 @@
+"""Every exception that Phalanx raises for what the world does, named by whose doing it was.
+
+    RuntimeError
+    └── PhalanxError
+        ├── ClosedError        you closed it: the group was destroyed, or this process is a fork of a rank
+        ├── MismatchError      ranks disagree: different operation, shape, dtype or model     (also DistBackendError)
+        ├── PeerLostError      a peer died or left                                          (also DistBackendError)
+        ├── DeadlineError      time ran out                                              (also TimeoutError)
+        ├── LaunchError        the job could not be started, or one of its ranks failed
+        ├── CheckpointError    a checkpoint could not be written, or is not what it should be
+        └── InternalError      our bug: please report it
+
+A wrong call (an argument that no world could make right) raises `ValueError` or `TypeError` at the door instead.
+
+`MismatchError` and `PeerLostError` are also `torch.distributed.DistBackendError`, which PyTorch's users already catch.
+They are built on first use, because the launcher raises errors of this module and never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+
+class PhalanxError(RuntimeError):
+    """The root of the tree: an operation failed, and the message says where, why and what to do."""
+
+
+class ClosedError(PhalanxError):
+    """The group, arena or job was closed before the call, by this process."""
+
+
+class DeadlineError(PhalanxError, TimeoutError):
+    """Time ran out. `missing` holds the ranks that had not answered, in the group's numbering."""
+
+    def __init__(self, message: str, *, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), {"missing": self.missing})
+
+
+class LaunchError(PhalanxError):
+    """The job could not be started as asked. `exit_code` is what the command should return."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), {"exit_code": self.exit_code})
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint could not be written, read, or does not fit what it is loaded into."""
+
+
+class InternalError(PhalanxError):
+    """Something that Phalanx guarantees did not hold. It is our bug; the message asks for a report."""
+
+
+def _rebuild(cls: type[PhalanxError], message: str, fields: Mapping[str, Any]) -> PhalanxError:
+    return cls(message, **fields)
+
+
+if TYPE_CHECKING:
+
+    class MismatchError(PhalanxError):
+        """Ranks disagree about what to do. `calls` maps each rank to its own call, in words."""
+
+        calls: dict[int, str]
+
+        def __init__(self, message: str, *, calls: Mapping[int, str] | None = None) -> None: ...
+
+    class PeerLostError(PhalanxError):
+        """A peer died or left. `ranks` names who, in the group's numbering."""
+
+        ranks: tuple[int, ...]
+
+        def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None: ...
+
+
+def _define_torch_errors() -> None:
+    """Create the two classes that are also torch's `DistBackendError`; costs one import of torch, once."""
+    try:
+        from torch.distributed import DistBackendError
+    except ImportError:  # a torch without torch.distributed, or no torch at all: the names still exist
+        DistBackendError = RuntimeError  # type: ignore[misc]
+
+    class MismatchError(PhalanxError, DistBackendError):
+        """Ranks disagree about what to do. `calls` maps each rank to its own call, in words."""
+
+        def __init__(self, message: str, *, calls: Mapping[int, str] | None = None) -> None:
+            super().__init__(message)
+            self.calls = dict(calls or {})
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _rebuild, (type(self), str(self), {"calls": self.calls})
+
+    class PeerLostError(PhalanxError, DistBackendError):
+        """A peer died or left. `ranks` names who, in the group's numbering."""
+
+        def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+            super().__init__(message)
+            self.ranks = ranks
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _rebuild, (type(self), str(self), {"ranks": self.ranks})
+
+    for cls in (MismatchError, PeerLostError):
+        cls.__module__, cls.__qualname__ = __name__, cls.__name__
+        globals()[cls.__name__] = cls
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("MismatchError", "PeerLostError"):
+        _define_torch_errors()
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

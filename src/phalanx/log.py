@@ -1,0 +1,19 @@
+"""A logger whose lines say which rank speaks."""
+
+from __future__ import annotations
+
+import logging
+
+_said: set[str] = set()
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger for a module of Phalanx; nothing is configured, the application decides where lines go."""
+    return logging.getLogger(name if name.startswith("phalanx") else f"phalanx.{name}")
+
+
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Log `message` as a warning, once per process."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
