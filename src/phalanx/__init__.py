@@ -15,49 +15,39 @@ __version__ = "0.1.0"
 _HOME = {
     "DistributedDataParallel": "phalanx.ddp",
     "DistributedSampler": "phalanx.data",
+    "init": "phalanx.backend",
     "shared_empty": "phalanx.backend",
-    "PhalanxError": "phalanx.errors",
-    "ClosedError": "phalanx.errors",
-    "DeadlineError": "phalanx.errors",
-    "MismatchError": "phalanx.errors",
-    "PeerLostError": "phalanx.errors",
-    "InternalError": "phalanx.errors",
-    "init": "phalanx.job",
-    "shutdown": "phalanx.job",
-    "Progress": "phalanx.progress",
+    "progress": "phalanx.trainer",
     "save_checkpoint": "phalanx.checkpoint",
     "load_checkpoint": "phalanx.checkpoint",
+    "PhalanxError": "phalanx.errors",
+    "CheckpointError": "phalanx.errors",
+    "ClosedError": "phalanx.errors",
+    "DeadlineError": "phalanx.errors",
+    "InternalError": "phalanx.errors",
+    "LaunchError": "phalanx.errors",
+    "MismatchError": "phalanx.errors",
+    "PeerLostError": "phalanx.errors",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from phalanx.backend import init as init
     from phalanx.backend import shared_empty as shared_empty
     from phalanx.checkpoint import load_checkpoint as load_checkpoint
     from phalanx.checkpoint import save_checkpoint as save_checkpoint
     from phalanx.data import DistributedSampler as DistributedSampler
     from phalanx.ddp import DistributedDataParallel as DistributedDataParallel
-    from phalanx.errors import (
-        ClosedError as ClosedError,
-    )
-    from phalanx.errors import (
-        DeadlineError as DeadlineError,
-    )
-    from phalanx.errors import (
-        InternalError as InternalError,
-    )
-    from phalanx.errors import (
-        MismatchError as MismatchError,
-    )
-    from phalanx.errors import (
-        PeerLostError as PeerLostError,
-    )
-    from phalanx.errors import (
-        PhalanxError as PhalanxError,
-    )
-    from phalanx.job import init as init
-    from phalanx.job import shutdown as shutdown
-    from phalanx.progress import Progress as Progress
+    from phalanx.errors import CheckpointError as CheckpointError
+    from phalanx.errors import ClosedError as ClosedError
+    from phalanx.errors import DeadlineError as DeadlineError
+    from phalanx.errors import InternalError as InternalError
+    from phalanx.errors import LaunchError as LaunchError
+    from phalanx.errors import MismatchError as MismatchError
+    from phalanx.errors import PeerLostError as PeerLostError
+    from phalanx.errors import PhalanxError as PhalanxError
+    from phalanx.trainer import progress as progress
 
 
 def __getattr__(name: str) -> Any:
