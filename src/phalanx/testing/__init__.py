@@ -1,0 +1,20 @@
+"""Tools for testing distributed code with real processes: ranks, faults at a chosen step, clocks, and leaks.
+
+from phalanx.testing import run_ranks
+
+def test_the_sum_arrives_everywhere():
+    def total(rank, world_size):
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    assert run_ranks(total, 3) == [3.0, 3.0, 3.0]
+"""
+
+from phalanx.testing.clock import ManualClock
+from phalanx.testing.faults import Fault
+from phalanx.testing.leaks import Snapshot
+from phalanx.testing.outcome import RankFailed
+from phalanx.testing.ranks import run_ranks
+
+__all__ = ["Fault", "ManualClock", "RankFailed", "Snapshot", "run_ranks"]

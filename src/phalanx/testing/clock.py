@@ -1,0 +1,24 @@
+"""A clock that stands still until a test turns it."""
+
+from __future__ import annotations
+
+
+class ManualClock:
+    """Stands in for `time.monotonic` wherever a `Clock` is taken: `Deadline.after(5, clock=ManualClock())`."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def __call__(self) -> float:
+        """The seconds that it shows."""
+        return self._now
+
+    def turn(self, seconds: float) -> None:
+        """Let `seconds` pass at once.
+
+        Raises:
+            ValueError: `seconds` is negative; the clocks that this one stands in for never go back.
+        """
+        if seconds < 0:
+            raise ValueError(f"a monotonic clock cannot be turned back: got {seconds} seconds")
+        self._now += seconds

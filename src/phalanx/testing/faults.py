@@ -1,0 +1,58 @@
+"""What can befall a rank, and when: a fault is data, and strikes where the code under test says it has got to.
+
+fault = faults.kill(rank=1, step=3)
+
+def train(rank, world_size):
+    for step in range(10):
+        fault.strike(rank, step)      # rank 1 dies here by SIGKILL when step is 3
+        dist.all_reduce(loss)
+
+run_ranks(train, 3, lost=(1,))
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to `rank` when it reaches `step`. It is real: the process truly dies, stops or sleeps."""
+
+    rank: int
+    step: int
+    happen: Callable[[], None]
+
+    def strike(self, rank: int, step: int = 0) -> None:
+        """Happen now if the caller is the chosen rank at the chosen step; otherwise do nothing."""
+        if (rank, step) == (self.rank, self.step):
+            self.happen()
+
+
+def kill(rank: int, *, step: int = 0) -> Fault:
+    """Die by SIGKILL, like a rank that the kernel's out-of-memory killer picked: no handler and no exit hook runs."""
+    return Fault(rank, step, functools.partial(_signal_self, signal.SIGKILL))
+
+
+def stop(rank: int, *, step: int = 0) -> Fault:
+    """Stop by SIGSTOP: the process exists and answers nothing, like a rank on a host that hangs."""
+    return Fault(rank, step, functools.partial(_signal_self, signal.SIGSTOP))
+
+
+def leave(rank: int, *, step: int = 0, exit_code: int = 1) -> Fault:
+    """Leave through `os._exit`: no exit hook runs, and the peers are told nothing."""
+    return Fault(rank, step, functools.partial(os._exit, exit_code))
+
+
+def delay(rank: int, *, step: int = 0, seconds: float) -> Fault:
+    """Sleep for `seconds`, like a rank whose input is slow."""
+    return Fault(rank, step, functools.partial(time.sleep, seconds))
+
+
+def _signal_self(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)

@@ -1,0 +1,177 @@
+"""What this process holds, and what a test left behind: processes, threads, descriptors, ports, variables.
+
+before = Snapshot.take()
+...
+assert not before.leaks()
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.deadline import Deadline
+
+# Set in this process and inherited by every program it starts: how an orphan is told from somebody else's process.
+MARK = "PHALANX_LEAK_WATCH"
+
+# Started once per process by the standard library, and kept on purpose.
+_KEPT_PROGRAMS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# PyTorch's and gloo's own, never joined: autograd's device threads, c10d's watchdogs, the pin-memory thread.
+_KEPT_THREADS = ("pt_", "pin_memory")
+# The first import of these starts thread pools (OpenMP, OpenBLAS) and sets variables that stay for good.
+_POOLS = ("torch", "numpy", "scipy", "sklearn")
+# Rewritten by pytest for each phase of a test.
+_KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", MARK)
+
+_Inode = str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process held at one moment. Linux only; elsewhere only Python's threads and variables are seen."""
+
+    processes: dict[int, str]
+    threads: frozenset[str]
+    native_threads: int
+    descriptors: dict[int, str]
+    variables: dict[str, str]
+    pools: frozenset[str]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        """What is held now. Reads a few files under /proc; takes a millisecond or two."""
+        return cls(
+            processes=_processes(),
+            threads=frozenset(thread.name for thread in threading.enumerate()),
+            native_threads=_native_threads(),
+            descriptors=_descriptors(),
+            variables={name: value for name, value in os.environ.items() if name not in _KEPT_VARIABLES},
+            pools=frozenset(name for name in _POOLS if name in sys.modules),
+        )
+
+    def leaks(self, *, patience_s: float = 2.0) -> list[str]:
+        """What is held now and was not at the time of this snapshot, in words; empty if nothing.
+
+        What is still ending on its own gets `patience_s` to do so; with nothing left behind there is no wait.
+        """
+        deadline = Deadline.after(patience_s)
+        found = self.difference(Snapshot.take())
+        while found and not deadline.passed:
+            gc.collect()  # a cycle may be all that holds a descriptor
+            time.sleep(0.02)
+            found = self.difference(Snapshot.take())
+        return found
+
+    def difference(self, now: Snapshot) -> list[str]:
+        """What `now` holds and this snapshot does not."""
+        found = [f"process {pid}: {name}" for pid, name in now.processes.items() if pid not in self.processes]
+        found += [f"thread {name!r}" for name in sorted(now.threads - self.threads)]
+        if not found and now.pools == self.pools and now.native_threads > self.native_threads:
+            found.append(f"{now.native_threads - self.native_threads} native threads (not started by Python)")
+        found += [
+            f"descriptor {fd}: {what}" for fd, what in now.descriptors.items() if self.descriptors.get(fd) != what
+        ]
+        if now.pools == self.pools:
+            found += [
+                f"variable {name}: {self.variables.get(name)!r} became {now.variables.get(name)!r}"
+                for name in sorted(self.variables.keys() | now.variables.keys())
+                if self.variables.get(name) != now.variables.get(name)
+            ]
+        return found
+
+    def restore(self) -> None:
+        """End the processes and undo the variables that came since, so that the next test is not blamed for them."""
+        for pid in _processes().keys() - self.processes.keys():
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except (ProcessLookupError, ChildProcessError):  # it has ended, or is not our own child
+                pass
+        for name in os.environ.keys() - self.variables.keys() - set(_KEPT_VARIABLES):
+            del os.environ[name]
+        os.environ.update(self.variables)
+
+
+def mark_descendants() -> None:
+    """Let snapshots see programs that are started from now on even when their parent dies before them."""
+    os.environ[MARK] = str(os.getpid())
+
+
+def _processes() -> dict[int, str]:
+    """Our children, and marked orphans. Zombies count: somebody did not wait for them."""
+    mark = f"{MARK}={os.environ[MARK]}".encode() if MARK in os.environ else None
+    me, found = str(os.getpid()), {}
+    for entry in _list("/proc"):
+        if not entry.isdigit() or entry == me:
+            continue
+        try:
+            stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            ours = stat[1] == me or (
+                mark is not None and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+            )
+            if not ours:
+                continue
+            command = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # it ended while we looked, or is not ours to look at
+            continue
+        if not any(kept in command for kept in _KEPT_PROGRAMS):
+            found[int(entry)] = f"{command or 'no command line'} (state {stat[0]})"
+    return found
+
+
+def _native_threads() -> int:
+    python = {thread.native_id for thread in threading.enumerate()}
+    count = 0
+    for task in _list("/proc/self/task"):
+        try:
+            name = Path(f"/proc/self/task/{task}/comm").read_text()
+        except OSError:
+            continue
+        count += int(task) not in python and not name.startswith(_KEPT_THREADS)
+    return count
+
+
+def _descriptors() -> dict[int, str]:
+    ports: dict[_Inode, str] | None = None
+    found = {}
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    kept = tracker._resource_tracker._fd if tracker else None  # see _KEPT_PROGRAMS; there is no public way to ask
+    for fd in _list("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the one that listed the folder
+            continue
+        if target.startswith("socket:["):
+            ports = _listening() if ports is None else ports
+            target += ports.get(target[len("socket:[") : -1], "")
+        if int(fd) != kept:
+            found[int(fd)] = target
+    return found
+
+
+def _listening() -> dict[_Inode, str]:
+    """The sockets of this network namespace that listen on a TCP port, by inode, in words."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for columns in map(str.split, lines):
+            if columns[3] == "0A":  # TCP_LISTEN
+                found[columns[9]] = f", listening on {table} port {int(columns[1].rpartition(':')[2], 16)}"
+    return found
+
+
+def _list(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []

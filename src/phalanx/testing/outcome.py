@@ -1,0 +1,75 @@
+"""How a rank ended, and the one exception that tells of all the ranks that ended badly."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import PhalanxError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How rank `rank` ended. `story` is empty when it returned, otherwise a headline and what is known, in words."""
+
+    rank: int
+    result: Any = None
+    story: str = ""
+    error: BaseException | None = None
+    running: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank did anything but return."""
+        return bool(self.story)
+
+
+class RankFailed(PhalanxError):
+    """Some ranks of a `run_ranks` did not return. The message holds each one's traceback or last known place.
+
+    `errors` maps a rank to the exception that it raised, where that can be pickled; `results` maps the ranks that
+    returned to what they returned; `running` names the ranks that were still running when time was up.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errors: dict[int, BaseException] | None = None,
+        results: dict[int, Any] | None = None,
+        running: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.errors = errors or {}
+        self.results = results or {}
+        self.running = running
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], *, call: str, timeout_s: float) -> RankFailed:
+        """The exception that tells of every failed outcome, in the order of the ranks."""
+        failed = [outcome for outcome in outcomes if outcome.failed]
+        running = tuple(outcome.rank for outcome in failed if outcome.running)
+        late = f", {_ranks(running)} still running after {timeout_s:.1f} s" if running else ""
+        title = f"{call} on {len(outcomes)} ranks: {_ranks([o.rank for o in failed])} did not return{late}."
+        return cls(
+            "\n\n".join([title, *(f"--- rank {o.rank}: {o.story.rstrip()}" for o in failed)]),
+            errors={o.rank: o.error for o in failed if o.error is not None},
+            results={o.rank: o.result for o in outcomes if not o.failed},
+            running=running,
+        )
+
+
+def describe_exit(exit_code: int) -> str:
+    """An exit code of `multiprocessing` in words: a signal by name, anything else by number."""
+    if exit_code >= 0:
+        return f"left with exit code {exit_code} before its function returned"
+    try:
+        return f"died by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"died by signal {-exit_code}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,183 @@
+"""Run a function on several ranks, each a real process, and hand back what each returned."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.deadline import Deadline
+from phalanx.testing.child import SHOW_STACK, Task, work
+from phalanx.testing.outcome import Outcome, RankFailed, describe_exit
+
+_GLANCE_S = 0.05  # a process that a rank started may keep the sentinel open: look at exit codes this often
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "phalanx",
+    timeout: float | timedelta = 60.0,
+    init: bool = True,
+    lost: Collection[int] = (),
+    start: Literal["fork", "spawn"] | None = None,
+) -> list[Any]:
+    """Call `fn(rank, world_size, *args)` on `world_size` processes and return what each returned, by rank.
+
+    Each rank has one intra-op thread and, with `init`, a default process group over `backend` whose timeout is half of
+    `timeout`, so that a collective that never ends is told by the group and not only by this function.
+    Results are pickled. No process, descriptor or file is left, whatever happens.
+
+    Arguments:
+        fn: a function of module level, or with "fork" a closure as well.
+        timeout: seconds or a timedelta for the whole run.
+        init: False leaves the process group to `fn`; one that it leaves behind is not destroyed.
+        lost: ranks that the test itself kills or stops. They must not return; they are not waited for when all others
+            have ended, and their result is None.
+        start: "fork" costs milliseconds and is the default on Linux; a caller with threads gets "spawn", which imports
+            torch again in each rank.
+
+    Raises:
+        RankFailed: some rank raised, died, or was still running when time was up: one message with every traceback.
+        ValueError: `world_size`, `timeout` or `lost` make no sense.
+        TypeError: "spawn" is used, and `fn` or `args` cannot be pickled.
+    """
+    deadline = Deadline.after(timeout)
+    if world_size < 1:
+        raise ValueError(f"world_size must be 1 or more, got {world_size}")
+    if deadline.timeout_s in (0.0, math.inf):
+        raise ValueError(f"timeout must be a finite span above zero, got {timeout!r}")
+    if strangers := sorted(set(lost) - set(range(world_size))):
+        raise ValueError(f"lost names ranks {strangers}, but the ranks are 0 to {world_size - 1}")
+
+    context = _context(start, fn, args)
+    if init:
+        import torch.distributed  # noqa: F401 - imported once here, not once in each rank that is forked
+    with tempfile.TemporaryDirectory(prefix="phalanx-ranks-", ignore_cleanup_errors=True) as folder:
+        tasks = [
+            Task(
+                fn=fn,
+                args=args,
+                rank=rank,
+                world_size=world_size,
+                backend=backend if init else None,
+                group_timeout_s=deadline.timeout_s / 2,
+                folder=Path(folder),
+                parent=os.getpid(),
+            )
+            for rank in range(world_size)
+        ]
+        with _processes(context, tasks) as processes:
+            _await([process for rank, process in enumerate(processes) if rank not in lost], deadline)
+            _await([process for rank, process in enumerate(processes) if rank in lost], deadline, or_stopped=True)
+            outcomes = [_outcome(task, process, lost) for task, process in zip(tasks, processes, strict=True)]
+    if any(outcome.failed for outcome in outcomes):
+        call = f"run_ranks of {getattr(fn, '__qualname__', repr(fn))}"
+        raise RankFailed.of(outcomes, call=call, timeout_s=deadline.timeout_s)
+    return [outcome.result for outcome in outcomes]
+
+
+def _context(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> BaseContext:
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if start is None:
+        start = "fork" if sys.platform == "linux" and not others else "spawn"
+    if start not in ("fork", "spawn"):
+        raise ValueError(f"start must be 'fork' or 'spawn', got {start!r}")
+    if start == "spawn":
+        try:
+            pickle.dumps((fn, args))
+        except Exception as error:
+            reason = f" (chosen because these threads run, which a fork would lose: {', '.join(others)})"
+            raise TypeError(
+                f"run_ranks: start='spawn'{reason if others else ''} needs a function of module level and arguments"
+                f" that can be pickled: {error}"
+            ) from error
+    return multiprocessing.get_context(start)
+
+
+@contextlib.contextmanager
+def _processes(context: BaseContext, tasks: Sequence[Task]) -> Iterator[list[BaseProcess]]:
+    """One running process per task; every one of them, and all that they started, has ended on the way out."""
+    processes: list[BaseProcess] = []
+    try:
+        for task in tasks:
+            process: BaseProcess = context.Process(target=work, args=(task,), name=f"rank {task.rank}")  # type: ignore[attr-defined]
+            processes.append(process)
+            with warnings.catch_warnings():
+                # Python 3.12 warns of native threads too; those of torch's pools are not used in the ranks.
+                warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+                process.start()
+        yield processes
+    finally:
+        for process in processes:
+            _end(process)
+
+
+def _end(process: BaseProcess) -> None:
+    if process.pid is None:  # it was never started
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # does nothing to one that has ended; reaches one that has no group of its own yet
+    process.join()
+    process.close()
+
+
+def _await(processes: Sequence[BaseProcess], deadline: Deadline, *, or_stopped: bool = False) -> None:
+    """Return when every process has ended (or stands still, where asked for), or time is up."""
+    while not deadline.passed:
+        running = [p for p in processes if p.exitcode is None and not (or_stopped and _is_stopped(p))]
+        if not running:
+            return
+        wait([process.sentinel for process in running], timeout=min(_GLANCE_S, deadline.left_s))
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is just ending, or there is no /proc here
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _outcome(task: Task, process: BaseProcess, lost: Collection[int]) -> Outcome:
+    exit_code = process.exitcode
+    if task.outcome_path.exists():
+        outcome: Outcome = pickle.loads(task.outcome_path.read_bytes())
+        if task.rank in lost and not outcome.failed:
+            return Outcome(task.rank, story="was to be lost, but its function returned")
+        return outcome
+    if task.rank in lost and (exit_code is not None or _is_stopped(process)):
+        return Outcome(task.rank)
+    if exit_code is None:
+        return Outcome(task.rank, running=True, story=f"still running when time was up, here:\n{_stack(task, process)}")
+    crash = task.stack_path.read_text() if task.stack_path.exists() else ""
+    return Outcome(task.rank, story=f"{describe_exit(exit_code)}\n{crash}")
+
+
+def _stack(task: Task, process: BaseProcess) -> str:
+    """The stacks of a running rank's threads; a stopped rank is woken to tell."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, SHOW_STACK)
+        os.kill(process.pid, signal.SIGCONT)
+    deadline = Deadline.after(1.0)
+    text = seen = ""
+    while not deadline.passed and not (text and text == seen):  # the same text twice: it is complete
+        time.sleep(0.02)
+        seen, text = text, task.stack_path.read_text() if task.stack_path.exists() else ""
+    return text or "(its stack could not be read; it had perhaps not begun)"

@@ -1,0 +1,30 @@
+"""What every test is held to: it leaves no process, thread, descriptor, port or variable behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx.testing import leaks
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _marked_descendants() -> None:
+    leaks.mark_descendants()
+
+
+def pytest_collection_finish() -> None:
+    # One intra-op thread: no pool starts in the middle of a test, and what is forked from here starts clean.
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _police() -> Iterator[None]:
+    before = leaks.Snapshot.take()
+    yield
+    if left := before.leaks():
+        before.restore()
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
