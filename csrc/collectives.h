@@ -1,0 +1,58 @@
+/* The collectives, one call each: every rank of the group makes the same call, in the same order.
+ *
+ * Each returns a plx_status. On PLX_MISMATCH no output was written; on any other failure outputs are undefined and the
+ * group is over. `in` and `out` may be the same where it says so; partial overlaps are not allowed. Sizes may be zero.
+ * P is the number of ranks, S the bytes of one rank's tensor, C the bytes of a stage.
+ */
+#ifndef PLX_COLLECTIVES_H
+#define PLX_COLLECTIVES_H
+
+#include "group.h"
+
+/* What the flight recorder keeps of a call. */
+struct plx_origin {
+  uint32_t site; /* index of "file:line" in the rank's table */
+  uint32_t ndim;
+  const uint64_t *shape;
+};
+
+/* One gate. */
+int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o);
+
+/* out = reduction over ranks of in, in the order of the ranks, on every rank (root < 0) or on `root` only.
+ * in == out allowed. One gate per C bytes when P == 2 or S is small, two per C bytes otherwise. Tensors that lie at one
+ * offset of every rank's heap are reduced where they are: two gates, nothing staged. */
+int plx_all_reduce(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *in, void *out,
+                   size_t count, int dtype, int redop, int root);
+
+/* counts[r] elements of every rank's `in` belong to rank r; in[r] is where they lie. out = their reduction, counts[rank]
+ * elements. out may be in[rank]. */
+int plx_reduce_scatter(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in,
+                       const size_t *counts, void *out, int dtype, int redop);
+
+/* out[r] (bytes[r] long) = rank r's `in`. in may be out[rank]. out is used on `root` only, or everywhere if root < 0. */
+int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *in, void *const *out,
+               const size_t *bytes, int dtype, int root);
+
+/* data (bytes long) = root's. */
+int plx_broadcast(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, void *data, size_t bytes,
+                  int dtype, int root);
+
+/* out (bytes long) = root's in[rank]; `in` is used on the root only. */
+int plx_scatter(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in, void *out,
+                size_t bytes, int dtype, int root);
+
+/* out[r] (out_bytes[r] long) = rank r's in[rank] (in_bytes[rank] long). `splits`: the sizes may differ between pairs;
+ * then one more gate makes sure that every sender's and receiver's sizes agree before anything is written. */
+int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in,
+                   const size_t *in_bytes, void *const *out, const size_t *out_bytes, int dtype, int splits);
+
+/* Point to point. Messages between two ranks keep their order per tag. */
+int plx_send(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *data, size_t bytes,
+             uint32_t dst, uint32_t tag, int dtype);
+/* src < 0: from whoever comes first; *from says who it was. */
+int plx_recv(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, void *data, size_t bytes, int32_t src,
+             uint32_t tag, int dtype, uint32_t *from);
+void plx_drop_early(struct plx_group *g);
+
+#endif

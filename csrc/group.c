@@ -1,0 +1,275 @@
+/* Arrive and wait: the one way in which ranks meet, on atomics and futex, with a deadline on every wait. */
+#define _GNU_SOURCE
+#include "group.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+uint64_t plx_now_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1000000000ull + (uint64_t)t.tv_nsec;
+}
+
+void plx_relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+/* The futex word of a 64-bit counter is its low half. */
+_Atomic uint32_t *plx_low_half(_Atomic uint64_t *word) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+  return (_Atomic uint32_t *)word + 1;
+#else
+  return (_Atomic uint32_t *)word;
+#endif
+}
+
+void plx_futex_wait(_Atomic uint32_t *word, uint32_t seen, uint64_t timeout_ns) {
+  struct timespec t = {(time_t)(timeout_ns / 1000000000ull), (long)(timeout_ns % 1000000000ull)};
+  syscall(SYS_futex, (uint32_t *)word, FUTEX_WAIT, seen, &t, NULL, 0);
+}
+
+void plx_futex_wake_all(_Atomic uint32_t *word) {
+  syscall(SYS_futex, (uint32_t *)word, FUTEX_WAKE, 0x7fffffff, NULL, NULL, 0);
+}
+
+static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+static size_t rank_stride(size_t stage_bytes) {
+  return round_up(sizeof(struct plx_rank), PLX_PAGE) + 2 * round_up(stage_bytes, PLX_PAGE);
+}
+
+static size_t channel_stride(size_t channel_bytes) { return round_up(sizeof(struct plx_channel) + channel_bytes, PLX_PAGE); }
+
+size_t plx_group_bytes(uint32_t world, size_t stage_bytes, size_t channel_bytes) {
+  if (world == 0 || world > PLX_MAX_WORLD || stage_bytes < PLX_PAGE || channel_bytes < PLX_PAGE ||
+      (channel_bytes & (channel_bytes - 1)) != 0)
+    return 0;
+  return PLX_PAGE + world * rank_stride(stage_bytes) + (size_t)world * world * channel_stride(channel_bytes);
+}
+
+int plx_group_format(void *base, uint32_t world, size_t stage_bytes, size_t channel_bytes, int crowded) {
+  size_t total = plx_group_bytes(world, stage_bytes, channel_bytes);
+  if (total == 0) return PLX_INVALID;
+  struct plx_header *h = base;
+  h->version = PLX_VERSION;
+  h->world = world;
+  h->total_bytes = total;
+  h->rank_offset = PLX_PAGE;
+  h->rank_stride = rank_stride(stage_bytes);
+  h->stage_bytes = round_up(stage_bytes, PLX_PAGE);
+  h->channel_offset = PLX_PAGE + world * h->rank_stride;
+  h->channel_stride = channel_stride(channel_bytes);
+  h->channel_bytes = channel_bytes;
+  h->crowded = crowded != 0;
+  h->magic = PLX_MAGIC;
+  return PLX_OK;
+}
+
+int plx_group_check(const void *base, size_t bytes) {
+  const struct plx_header *h = base;
+  if (bytes < PLX_PAGE || h->magic != PLX_MAGIC || h->version != PLX_VERSION || h->total_bytes > bytes) return PLX_INVALID;
+  return PLX_OK;
+}
+
+struct plx_rank *plx_rank_of(const struct plx_group *g, uint32_t rank) {
+  return (struct plx_rank *)(g->base + g->header->rank_offset + rank * g->header->rank_stride);
+}
+
+unsigned char *plx_stage_of(const struct plx_group *g, uint32_t rank, uint64_t turn) {
+  return (unsigned char *)plx_rank_of(g, rank) + round_up(sizeof(struct plx_rank), PLX_PAGE) + (turn & 1) * g->stage_bytes;
+}
+
+struct plx_channel *plx_channel_of(const struct plx_group *g, uint32_t src, uint32_t dst) {
+  return (struct plx_channel *)(g->base + g->header->channel_offset +
+                                ((uint64_t)src * g->world + dst) * g->header->channel_stride);
+}
+
+int plx_peer_alive(struct plx_group *g, uint32_t peer) {
+  if (peer == g->rank) return 1;
+  if (atomic_load_explicit(&plx_rank_of(g, peer)->life, memory_order_acquire) == PLX_LEFT) return 0;
+  if (g->pidfds[peer] < 0) return 1;
+  struct pollfd p = {g->pidfds[peer], POLLIN, 0};
+  return poll(&p, 1, 0) <= 0;
+}
+
+int plx_poison(struct plx_group *g, int code, uint32_t rank) {
+  uint64_t none = 0, mine = (uint64_t)code | (uint64_t)rank << 8;
+  atomic_compare_exchange_strong_explicit(&g->header->poison, &none, mine, memory_order_acq_rel, memory_order_acquire);
+  for (uint32_t r = 0; r < g->world; r++) {
+    struct plx_rank *peer = plx_rank_of(g, r);
+    plx_futex_wake_all(plx_low_half(&peer->step));
+    atomic_fetch_add_explicit(&peer->bell, 1, memory_order_release);
+    plx_futex_wake_all(&peer->bell);
+  }
+  plx_futex_wake_all(&g->header->gate);
+  return (int)(atomic_load_explicit(&g->header->poison, memory_order_acquire) & 0xff);
+}
+
+int plx_poisoned(struct plx_group *g, struct plx_wait *w) {
+  uint64_t poison = atomic_load_explicit(&g->header->poison, memory_order_acquire);
+  if (poison == 0) return PLX_OK;
+  w->culprit = (int32_t)(poison >> 8);
+  return (int)(poison & 0xff);
+}
+
+/* Whether waiting for `peer` still makes sense. `since_ns` is when this wait began. */
+static int look_around(struct plx_group *g, struct plx_wait *w, uint32_t peer, uint64_t since_ns) {
+  int code = plx_poisoned(g, w);
+  if (code != PLX_OK) return code;
+  uint64_t now = plx_now_ns();
+  if (now >= w->deadline_ns) {
+    w->culprit = (int32_t)peer;
+    return plx_poison(g, PLX_DEADLINE, g->rank);
+  }
+  if (w->idle != NULL && w->idle(w->context, now - since_ns) != 0) {
+    w->culprit = (int32_t)g->rank;
+    plx_poison(g, PLX_INTERRUPTED, g->rank);
+    return PLX_INTERRUPTED;
+  }
+  return PLX_OK;
+}
+
+static uint64_t slice_ns(const struct plx_wait *w) {
+  uint64_t now = plx_now_ns();
+  if (w->deadline_ns <= now) return 1;
+  uint64_t left = w->deadline_ns - now;
+  return left < PLX_SLICE_NS ? left : PLX_SLICE_NS;
+}
+
+/* A peer that is gone will never reach `step`; but it may have reached it just before it went. */
+static int lost(struct plx_group *g, struct plx_wait *w, uint32_t peer, uint64_t step) {
+  if (plx_peer_alive(g, peer)) return PLX_OK;
+  if (atomic_load_explicit(&plx_rank_of(g, peer)->step, memory_order_acquire) >= step) return PLX_OK;
+  w->culprit = (int32_t)peer;
+  return plx_poison(g, PLX_PEER_LOST, peer);
+}
+
+/* Each rank has a core: look at each peer's counter, and sleep only when it takes long. */
+static int wait_for_each(struct plx_group *g, struct plx_wait *w, uint64_t step) {
+  uint64_t since = 0;
+  for (uint32_t i = 1; i < g->world; i++) {
+    uint32_t peer = (g->rank + i) % g->world;
+    struct plx_rank *p = plx_rank_of(g, peer);
+    for (uint32_t spins = 1; atomic_load_explicit(&p->step, memory_order_acquire) < step; spins++) {
+      plx_relax();
+      if (spins % 256 != 0) continue;
+      uint64_t now = plx_now_ns();
+      if (since == 0) since = now;
+      if (now - since < w->spin_ns) continue;
+      /* Announce the sleep first, look again, then sleep: a rank that arrives in between sees the announcement. */
+      atomic_fetch_add_explicit(&p->sleepers, 1, memory_order_seq_cst);
+      uint64_t seen = atomic_load_explicit(&p->step, memory_order_seq_cst);
+      if (seen < step && atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
+        plx_futex_wait(plx_low_half(&p->step), (uint32_t)seen, slice_ns(w));
+      atomic_fetch_sub_explicit(&p->sleepers, 1, memory_order_relaxed);
+      if (atomic_load_explicit(&p->step, memory_order_acquire) >= step) break;
+      int code = lost(g, w, peer, step);
+      if (code == PLX_OK) code = look_around(g, w, peer, since);
+      if (code != PLX_OK) return code;
+    }
+  }
+  return PLX_OK;
+}
+
+/* More ranks than cores: yield the core a few times to those who still have to arrive, then sleep at the gate. */
+static int wait_at_gate(struct plx_group *g, struct plx_wait *w, uint64_t step) {
+  uint64_t since = plx_now_ns();
+  for (int yields = 0;; yields++) {
+    uint32_t seen = atomic_load_explicit(&g->header->gate, memory_order_acquire);
+    if ((int32_t)(seen - (uint32_t)step) >= 0) return PLX_OK;
+    if (yields < 8) {
+      sched_yield();
+      continue;
+    }
+    atomic_fetch_add_explicit(&g->header->gate_sleepers, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(&g->header->gate, memory_order_seq_cst) == seen &&
+        atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
+      plx_futex_wait(&g->header->gate, seen, slice_ns(w));
+    atomic_fetch_sub_explicit(&g->header->gate_sleepers, 1, memory_order_relaxed);
+    seen = atomic_load_explicit(&g->header->gate, memory_order_acquire);
+    if ((int32_t)(seen - (uint32_t)step) >= 0) return PLX_OK;
+    uint32_t late = g->rank;
+    for (uint32_t r = 0; r < g->world; r++) {
+      if (atomic_load_explicit(&plx_rank_of(g, r)->step, memory_order_acquire) >= step) continue;
+      late = r;
+      int code = lost(g, w, r, step);
+      if (code != PLX_OK) return code;
+    }
+    int code = look_around(g, w, late, since);
+    if (code != PLX_OK) return code;
+  }
+}
+
+int plx_gate(struct plx_group *g, struct plx_wait *w) {
+  int code = plx_poisoned(g, w);
+  if (code != PLX_OK) return code;
+  uint64_t step = ++g->step;
+  struct plx_rank *me = plx_rank_of(g, g->rank);
+  /* seq_cst: the store must be seen before we look for sleepers, or both sides would miss each other. */
+  atomic_store_explicit(&me->step, step, memory_order_seq_cst);
+  if (g->world == 1) return PLX_OK;
+  if (!g->crowded) {
+    if (atomic_load_explicit(&me->sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(plx_low_half(&me->step));
+    return wait_for_each(g, w, step);
+  }
+  if (atomic_fetch_add_explicit(&g->header->arrivals, 1, memory_order_acq_rel) + 1 == step * g->world) {
+    atomic_store_explicit(&g->header->gate, (uint32_t)step, memory_order_seq_cst);
+    if (atomic_load_explicit(&g->header->gate_sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(&g->header->gate);
+    return PLX_OK;
+  }
+  return wait_at_gate(g, w, step);
+}
+
+void plx_publish(struct plx_group *g, const struct plx_call *call) {
+  plx_rank_of(g, g->rank)->call[g->turn & 1] = *call;
+}
+
+int plx_agree(struct plx_group *g, const struct plx_call *mine) {
+  for (uint32_t r = 0; r < g->world; r++) {
+    const struct plx_call *c = &plx_rank_of(g, r)->call[g->turn & 1];
+    if (c->seq != mine->seq || c->count != mine->count || c->digest != mine->digest || c->kind != mine->kind ||
+        c->dtype != mine->dtype || c->redop != mine->redop || c->root != mine->root)
+      return plx_poison(g, PLX_MISMATCH, g->rank);
+  }
+  return PLX_OK;
+}
+
+struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
+                                    uint32_t ndim, const uint64_t *shape) {
+  struct plx_rank *me = plx_rank_of(g, g->rank);
+  uint64_t at = atomic_fetch_add_explicit(&me->next_record, 1, memory_order_relaxed);
+  struct plx_record *r = &me->records[at % PLX_RECORDS];
+  /* A reader skips a record whose sequence number is 0 or changes while it reads. */
+  atomic_store_explicit(&r->seq, 0, memory_order_relaxed);
+  atomic_thread_fence(memory_order_release);
+  r->count = call->count;
+  r->enter_ns = plx_now_ns();
+  atomic_store_explicit(&r->leave_ns, 0, memory_order_relaxed);
+  r->kind = call->kind;
+  r->dtype = call->dtype;
+  r->redop = call->redop;
+  r->root = call->root;
+  r->peer = peer;
+  r->site = site;
+  r->status = 0;
+  r->ndim = ndim;
+  for (uint32_t i = 0; i < ndim && i < PLX_MAX_DIMS; i++) r->shape[i] = shape[i];
+  atomic_store_explicit(&r->seq, call->seq, memory_order_release);
+  return r;
+}
+
+void plx_record_leave(struct plx_record *record, int status) {
+  record->status = (uint32_t)status;
+  atomic_store_explicit(&record->leave_ns, plx_now_ns(), memory_order_release);
+}

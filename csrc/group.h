@@ -1,0 +1,79 @@
+/* A rank's own view of the shared memory, and the gate that all collectives are made of. */
+#ifndef PLX_GROUP_H
+#define PLX_GROUP_H
+
+#include "layout.h"
+
+/* Called about every 50 ms while a rank waits. Returns non-zero to give up (a signal handler raised). */
+typedef int (*plx_idle_fn)(void *context, uint64_t waited_ns);
+
+struct plx_message; /* a message that came before its receive; see p2p.c */
+
+struct plx_group {
+  unsigned char *base;
+  struct plx_header *header;
+  uint32_t rank;
+  uint32_t world;
+  size_t stage_bytes;
+  uint64_t step; /* gates that this rank has reached */
+  uint64_t turn; /* stages that this rank has used */
+  uint64_t seq;  /* collectives that this rank has begun */
+  uint64_t spin_ns;
+  int crowded;
+  int *pidfds;             /* world entries; -1 where the process cannot be watched */
+  unsigned char **heaps;   /* world entries: where each rank's heap is mapped here; NULL without an arena */
+  uint64_t heap_bytes;     /* of each heap */
+  struct plx_message **early; /* world entries: messages that came before their receive */
+};
+
+/* One call into the core: how long it may take, and whom to ask while it waits. */
+struct plx_wait {
+  uint64_t deadline_ns; /* CLOCK_MONOTONIC; UINT64_MAX never comes */
+  uint64_t spin_ns;
+  plx_idle_fn idle;
+  void *context;
+  /* filled on failure */
+  int32_t culprit; /* the rank that is lost or late, or -1 */
+};
+
+uint64_t plx_now_ns(void);
+
+/* Bytes of shared memory for a group; 0 when the arguments make no sense. */
+size_t plx_group_bytes(uint32_t world, size_t stage_bytes, size_t channel_bytes);
+/* Write the header into zeroed memory. Leader only, before anybody else maps it. */
+int plx_group_format(void *base, uint32_t world, size_t stage_bytes, size_t channel_bytes, int crowded);
+/* Check a mapping's magic, version and size. */
+int plx_group_check(const void *base, size_t bytes);
+
+struct plx_rank *plx_rank_of(const struct plx_group *g, uint32_t rank);
+struct plx_channel *plx_channel_of(const struct plx_group *g, uint32_t src, uint32_t dst);
+unsigned char *plx_stage_of(const struct plx_group *g, uint32_t rank, uint64_t turn);
+
+/* Reach the next gate and wait until every rank has. Release before, acquire after. */
+int plx_gate(struct plx_group *g, struct plx_wait *w);
+
+/* Sleep until `*word` differs from `seen`, at most one slice; then look whether waiting still makes sense: the
+ * group's poison, the peers' processes (those for which `behind(peer)` holds), the deadline, the idle function. */
+int plx_poisoned(struct plx_group *g, struct plx_wait *w);
+int plx_peer_alive(struct plx_group *g, uint32_t peer);
+/* End the group for everybody; the first cause wins. Wakes all sleepers. Returns the cause that holds. */
+int plx_poison(struct plx_group *g, int code, uint32_t rank);
+
+void plx_futex_wait(_Atomic uint32_t *word, uint32_t seen, uint64_t timeout_ns);
+void plx_futex_wake_all(_Atomic uint32_t *word);
+void plx_relax(void);
+_Atomic uint32_t *plx_low_half(_Atomic uint64_t *word);
+
+#define PLX_SLICE_NS 50000000ull /* how long a rank sleeps before it looks around */
+
+/* The flight recorder. `enter` returns the record to pass to `leave`. */
+struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
+                                    uint32_t ndim, const uint64_t *shape);
+void plx_record_leave(struct plx_record *record, int status);
+
+/* Publish `call` for this turn. */
+void plx_publish(struct plx_group *g, const struct plx_call *call);
+/* Compare every rank's call of this turn with ours. Only after a gate. */
+int plx_agree(struct plx_group *g, const struct plx_call *mine);
+
+#endif

@@ -1,0 +1,645 @@
+/* The one file that knows Python: addresses and sizes in, a status out, the GIL released in between. */
+#include <Python.h>
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+
+#include "collectives.h"
+#include "reduce.h"
+
+typedef struct {
+  PyObject_HEAD
+  struct plx_group g;
+  PyObject *idle; /* called with the seconds waited, from the first second on; may raise */
+  int culprit;
+  int closed;
+} Group;
+
+/* Waiting: every slice, take the GIL for a moment so that Ctrl-C works and the user hears about long waits. */
+struct patience {
+  PyThreadState *thread;
+  Group *group;
+  uint64_t said_ns;
+};
+
+static int idle(void *context, uint64_t waited_ns) {
+  struct patience *p = context;
+  PyEval_RestoreThread(p->thread);
+  int failed = PyErr_CheckSignals() != 0;
+  if (!failed && p->group->idle != NULL && waited_ns >= 1000000000ull && waited_ns - p->said_ns >= 500000000ull) {
+    p->said_ns = waited_ns;
+    PyObject *result = PyObject_CallFunction(p->group->idle, "d", (double)waited_ns * 1e-9);
+    failed = result == NULL;
+    Py_XDECREF(result);
+  }
+  p->thread = PyEval_SaveThread();
+  return failed;
+}
+
+#define BEGIN(self, timeout_ns, spin)                                                                   \
+  struct patience patience = {NULL, (self), 0};                                                         \
+  struct plx_wait wait = {UINT64_MAX, (spin), idle, &patience, -1};                                     \
+  uint64_t begun_ns = plx_now_ns();                                                                     \
+  if ((timeout_ns) < UINT64_MAX - begun_ns) wait.deadline_ns = begun_ns + (timeout_ns);                 \
+  patience.thread = PyEval_SaveThread();
+
+#define END(self, code)                                          \
+  PyEval_RestoreThread(patience.thread);                         \
+  (self)->culprit = wait.culprit;                                \
+  if ((code) == PLX_INTERRUPTED && PyErr_Occurred()) return NULL; \
+  return PyLong_FromLong(code);
+
+/* Arguments. Every operation ends with (timeout_ns, site, shape). */
+static int to_u64(PyObject *o, uint64_t *v) {
+  *v = PyLong_AsUnsignedLongLong(o);
+  return *v == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
+static int to_int(PyObject *o, int *v) {
+  *v = (int)PyLong_AsLong(o);
+  return *v == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int to_address(PyObject *o, void **v) {
+  uint64_t u;
+  if (to_u64(o, &u) != 0) return -1;
+  *v = (void *)(uintptr_t)u;
+  return 0;
+}
+
+struct tail {
+  uint64_t timeout_ns;
+  struct plx_origin origin;
+  uint64_t shape[PLX_MAX_DIMS];
+};
+
+static int to_tail(Group *self, PyObject *const *args, struct tail *t) {
+  uint64_t site;
+  if (self->closed) {
+    PyErr_SetString(PyExc_ValueError, "the group is closed");
+    return -1;
+  }
+  if (to_u64(args[0], &t->timeout_ns) != 0 || to_u64(args[1], &site) != 0) return -1;
+  Py_ssize_t dims = PyTuple_Check(args[2]) ? PyTuple_Size(args[2]) : 0;
+  t->origin.site = (uint32_t)site;
+  t->origin.ndim = (uint32_t)dims;
+  for (Py_ssize_t i = 0; i < dims && i < (Py_ssize_t)PLX_MAX_DIMS; i++)
+    if (to_u64(PyTuple_GetItem(args[2], i), &t->shape[i]) != 0) return -1;
+  t->origin.shape = t->shape;
+  return 0;
+}
+
+static int want(Py_ssize_t have, Py_ssize_t need, const char *name) {
+  if (have == need) return 0;
+  PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, need, have);
+  return -1;
+}
+
+/* `world` numbers from a tuple; NULL with an error set. None gives zeros. */
+static uint64_t *to_array(PyObject *o, uint32_t world) {
+  uint64_t *v = calloc(world, sizeof *v);
+  if (v == NULL) {
+    PyErr_NoMemory();
+    return NULL;
+  }
+  if (o == Py_None) return v;
+  if (!PyTuple_Check(o) || PyTuple_Size(o) != (Py_ssize_t)world) {
+    PyErr_Format(PyExc_ValueError, "expected a tuple of %u numbers, one per rank", world);
+    free(v);
+    return NULL;
+  }
+  for (uint32_t i = 0; i < world; i++)
+    if (to_u64(PyTuple_GetItem(o, i), &v[i]) != 0) {
+      free(v);
+      return NULL;
+    }
+  return v;
+}
+
+static PyObject *group_barrier(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  if (want(n, 3, "barrier") != 0 || to_tail(self, a, &t) != 0) return NULL;
+  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  int code = plx_barrier(&self->g, &wait, &t.origin);
+  END(self, code)
+}
+
+static PyObject *group_all_reduce(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  void *in, *out;
+  uint64_t count;
+  int dtype, redop, root;
+  if (want(n, 9, "all_reduce") != 0 || to_address(a[0], &in) || to_address(a[1], &out) || to_u64(a[2], &count) ||
+      to_int(a[3], &dtype) || to_int(a[4], &redop) || to_int(a[5], &root) || to_tail(self, a + 6, &t))
+    return NULL;
+  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  int code = plx_all_reduce(&self->g, &wait, &t.origin, in, out, count, dtype, redop, root);
+  END(self, code)
+}
+
+static PyObject *group_broadcast(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  void *data;
+  uint64_t bytes;
+  int dtype, root;
+  if (want(n, 7, "broadcast") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &dtype) ||
+      to_int(a[3], &root) || to_tail(self, a + 4, &t))
+    return NULL;
+  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  int code = plx_broadcast(&self->g, &wait, &t.origin, data, bytes, dtype, root);
+  END(self, code)
+}
+
+static PyObject *group_reduce_scatter(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  void *out;
+  int dtype, redop;
+  if (want(n, 8, "reduce_scatter") != 0 || to_address(a[2], &out) || to_int(a[3], &dtype) || to_int(a[4], &redop) ||
+      to_tail(self, a + 5, &t))
+    return NULL;
+  uint64_t *in = to_array(a[0], self->g.world), *counts = in ? to_array(a[1], self->g.world) : NULL;
+  if (counts == NULL) {
+    free(in);
+    return NULL;
+  }
+  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  int code = plx_reduce_scatter(&self->g, &wait, &t.origin, (const void *const *)in, counts, out, dtype, redop);
+  free(in);
+  free(counts);
+  END(self, code)
+}
+
+static PyObject *group_gather(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  void *in;
+  int dtype, root;
+  if (want(n, 8, "gather") != 0 || to_address(a[0], &in) || to_int(a[3], &dtype) || to_int(a[4], &root) ||
+      to_tail(self, a + 5, &t))
+    return NULL;
+  uint64_t *out = to_array(a[1], self->g.world), *bytes = out ? to_array(a[2], self->g.world) : NULL;
+  if (bytes == NULL) {
+    free(out);
+    return NULL;
+  }
+  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  int code = plx_gather(&self->g, &wait, &t.origin, in, (void *const *)out, bytes, dtype, root);
+  free(out);
+  free(bytes);
+  END(self, code)
+}
+
+static PyObject *group_scatter(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  void *out;
+  uint64_t bytes;
+  int dtype, root;
+  if (want(n, 8, "scatter") != 0 || to_address(a[1], &out) || to_u64(a[2], &bytes) || to_int(a[3], &dtype) ||
+      to_int(a[4], &root) || to_tail(self, a + 5, &t))
+    return NULL;
+  uint64_t *in = to_array(a[0], self->g.world);
+  if (in == NULL) return NULL;
+  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  int code = plx_scatter(&self->g, &wait, &t.origin, (const void *const *)in, out, bytes, dtype, root);
+  free(in);
+  END(self, code)
+}
+
+static PyObject *group_all_to_all(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  int dtype, splits;
+  if (want(n, 9, "all_to_all") != 0 || to_int(a[4], &dtype) || to_int(a[5], &splits) || to_tail(self, a + 6, &t)) return NULL;
+  uint64_t *v[4] = {NULL, NULL, NULL, NULL};
+  for (int i = 0; i < 4; i++)
+    if ((v[i] = to_array(a[i], self->g.world)) == NULL) {
+      while (i-- > 0) free(v[i]);
+      return NULL;
+    }
+  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  int code = plx_all_to_all(&self->g, &wait, &t.origin, (const void *const *)v[0], v[1], (void *const *)v[2], v[3], dtype,
+                            splits);
+  for (int i = 0; i < 4; i++) free(v[i]);
+  END(self, code)
+}
+
+static PyObject *group_send(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  void *data;
+  uint64_t bytes;
+  int dst, tag, dtype;
+  if (want(n, 8, "send") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &dst) ||
+      to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t))
+    return NULL;
+  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  int code = plx_send(&self->g, &wait, &t.origin, data, bytes, (uint32_t)dst, (uint32_t)tag, dtype);
+  END(self, code)
+}
+
+/* Returns (status, source). */
+static PyObject *group_recv(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  void *data;
+  uint64_t bytes;
+  int src, tag, dtype;
+  uint32_t from = 0;
+  if (want(n, 8, "recv") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &src) ||
+      to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t))
+    return NULL;
+  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  int code = plx_recv(&self->g, &wait, &t.origin, data, bytes, src, (uint32_t)tag, dtype, &from);
+  PyEval_RestoreThread(patience.thread);
+  self->culprit = wait.culprit;
+  if (code == PLX_INTERRUPTED && PyErr_Occurred()) return NULL;
+  return Py_BuildValue("iI", code, from);
+}
+
+/* ---- what a rank says about itself, and what can be read of the others ---- */
+
+static int to_rank(Group *self, PyObject *o, uint32_t *rank) {
+  int r;
+  if (to_int(o, &r) != 0) return -1;
+  if (self->closed || r < 0 || r >= (int)self->g.world) {
+    PyErr_Format(PyExc_ValueError, "no rank %d in a group of %u that is %s", r, self->g.world, self->closed ? "closed" : "open");
+    return -1;
+  }
+  *rank = (uint32_t)r;
+  return 0;
+}
+
+static PyObject *group_join(Group *self, PyObject *args) {
+  int pid;
+  unsigned long long ticks;
+  if (!PyArg_ParseTuple(args, "iK", &pid, &ticks)) return NULL;
+  struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
+  me->pid = pid;
+  me->start_ticks = ticks;
+  atomic_store_explicit(&me->life, PLX_JOINED, memory_order_release);
+  Py_RETURN_NONE;
+}
+
+/* Remember a "file:line"; returns its index. The table is a ring: the oldest names are written over. */
+static PyObject *group_add_site(Group *self, PyObject *args) {
+  const char *text;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(args, "s#", &text, &length)) return NULL;
+  struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
+  uint32_t at = atomic_fetch_add_explicit(&me->num_sites, 1, memory_order_relaxed) % PLX_SITES;
+  if (length > (Py_ssize_t)PLX_SITE_BYTES - 1) { /* the end of a path says more than its beginning */
+    text += length - (PLX_SITE_BYTES - 1);
+    length = PLX_SITE_BYTES - 1;
+  }
+  memset(me->sites[at], 0, PLX_SITE_BYTES);
+  memcpy(me->sites[at], text, (size_t)length);
+  return PyLong_FromUnsignedLong(at);
+}
+
+static PyObject *group_set_note(Group *self, PyObject *args) {
+  const char *text;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(args, "s#", &text, &length)) return NULL;
+  struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
+  if (length > (Py_ssize_t)sizeof me->note - 1) length = sizeof me->note - 1;
+  memcpy(me->note, text, (size_t)length);
+  me->note[length] = 0;
+  Py_RETURN_NONE;
+}
+
+static PyObject *text_of(const char *bytes, size_t limit) {
+  return PyUnicode_DecodeUTF8(bytes, (Py_ssize_t)strnlen(bytes, limit), "replace");
+}
+
+/* (life, pid, start_ticks, step, finished, note) of a rank. */
+static PyObject *group_state(Group *self, PyObject *arg) {
+  uint32_t rank;
+  if (to_rank(self, arg, &rank) != 0) return NULL;
+  struct plx_rank *r = plx_rank_of(&self->g, rank);
+  PyObject *note = text_of(r->note, sizeof r->note);
+  if (note == NULL) return NULL;
+  return Py_BuildValue("IiKKKN", (unsigned)atomic_load(&r->life), (int)r->pid, (unsigned long long)r->start_ticks,
+                       (unsigned long long)atomic_load(&r->step), (unsigned long long)atomic_load(&r->finished), note);
+}
+
+/* The flight recorder of a rank, oldest first: tuples
+ * (seq, kind, dtype, redop, root, peer, count, shape, enter_ns, leave_ns, status, site). */
+static PyObject *group_records(Group *self, PyObject *arg) {
+  uint32_t rank;
+  if (to_rank(self, arg, &rank) != 0) return NULL;
+  struct plx_rank *owner = plx_rank_of(&self->g, rank);
+  PyObject *list = PyList_New(0);
+  uint64_t end = atomic_load(&owner->next_record), begin = end > PLX_RECORDS ? end - PLX_RECORDS : 0;
+  for (uint64_t at = begin; list != NULL && at < end; at++) {
+    struct plx_record *slot = &owner->records[at % PLX_RECORDS], r;
+    uint64_t seq = atomic_load_explicit(&slot->seq, memory_order_acquire);
+    memcpy(&r, (const void *)slot, sizeof r);
+    atomic_thread_fence(memory_order_acquire);
+    if (seq == 0 || atomic_load_explicit(&slot->seq, memory_order_relaxed) != seq) continue; /* being written */
+    uint32_t dims = r.ndim < PLX_MAX_DIMS ? r.ndim : PLX_MAX_DIMS;
+    PyObject *shape = PyTuple_New(dims), *site = text_of(owner->sites[r.site % PLX_SITES], PLX_SITE_BYTES);
+    for (uint32_t i = 0; shape != NULL && i < dims; i++) PyTuple_SetItem(shape, i, PyLong_FromUnsignedLongLong(r.shape[i]));
+    PyObject *item = shape != NULL && site != NULL
+                         ? Py_BuildValue("KiiiiiKNKKiN", (unsigned long long)seq, (int)r.kind, (int)r.dtype, (int)r.redop,
+                                         (int)r.root, (int)r.peer, (unsigned long long)r.count, shape,
+                                         (unsigned long long)r.enter_ns, (unsigned long long)atomic_load(&r.leave_ns),
+                                         (int)r.status, site)
+                         : NULL;
+    if (item == NULL || PyList_Append(list, item) != 0) Py_CLEAR(list);
+    Py_XDECREF(item);
+  }
+  return list;
+}
+
+/* (code, rank) that ended the group, or (0, 0). */
+static PyObject *group_get_poison(Group *self, PyObject *unused) {
+  (void)unused;
+  uint64_t p = atomic_load(&self->g.header->poison);
+  return Py_BuildValue("iI", (int)(p & 0xff), (unsigned)(p >> 8));
+}
+
+static PyObject *group_set_poison(Group *self, PyObject *args) {
+  int code;
+  unsigned rank;
+  if (!PyArg_ParseTuple(args, "iI", &code, &rank)) return NULL;
+  return PyLong_FromLong(plx_poison(&self->g, code, rank));
+}
+
+static PyObject *group_alive(Group *self, PyObject *arg) {
+  uint32_t rank;
+  if (to_rank(self, arg, &rank) != 0) return NULL;
+  return PyBool_FromLong(plx_peer_alive(&self->g, rank));
+}
+
+static PyObject *group_set_heaps(Group *self, PyObject *args) {
+  PyObject *addresses;
+  unsigned long long bytes;
+  if (!PyArg_ParseTuple(args, "OK", &addresses, &bytes)) return NULL;
+  uint64_t *v = to_array(addresses, self->g.world);
+  if (v == NULL) return NULL;
+  free(self->g.heaps);
+  self->g.heaps = (unsigned char **)v;
+  self->g.heap_bytes = bytes;
+  Py_RETURN_NONE;
+}
+
+/* Heap blocks: a rank lets block `index` go; a block is free when all have. */
+static PyObject *group_release(Group *self, PyObject *arg) {
+  uint64_t index;
+  if (to_u64(arg, &index) != 0) return NULL;
+  if (!self->closed && index < PLX_BLOCKS)
+    atomic_store_explicit(&plx_rank_of(&self->g, self->g.rank)->released[index], 1, memory_order_release);
+  Py_RETURN_NONE;
+}
+
+static PyObject *group_claim(Group *self, PyObject *arg) {
+  uint64_t index;
+  if (to_u64(arg, &index) != 0) return NULL;
+  if (!self->closed && index < PLX_BLOCKS)
+    atomic_store_explicit(&plx_rank_of(&self->g, self->g.rank)->released[index], 0, memory_order_release);
+  Py_RETURN_NONE;
+}
+
+static PyObject *group_is_released(Group *self, PyObject *arg) {
+  uint64_t index;
+  if (to_u64(arg, &index) != 0) return NULL;
+  int all = !self->closed && index < PLX_BLOCKS;
+  for (uint32_t r = 0; all && r < self->g.world; r++)
+    all = atomic_load_explicit(&plx_rank_of(&self->g, r)->released[index], memory_order_acquire);
+  return PyBool_FromLong(all);
+}
+
+/* Leave: peers that wait for us hear it at once. The mapping itself belongs to the arena. */
+static PyObject *group_close(Group *self, PyObject *unused) {
+  (void)unused;
+  if (!self->closed) {
+    struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
+    atomic_store_explicit(&me->life, PLX_LEFT, memory_order_release);
+    plx_futex_wake_all(plx_low_half(&me->step));
+    plx_drop_early(&self->g);
+    self->closed = 1;
+  }
+  Py_RETURN_NONE;
+}
+
+/* In a forked child: forget, touch nothing that is shared. */
+static PyObject *group_abandon(Group *self, PyObject *unused) {
+  (void)unused;
+  self->closed = 1;
+  Py_RETURN_NONE;
+}
+
+static int group_init(PyObject *object, PyObject *args, PyObject *kwargs) {
+  Group *self = (Group *)object;
+  unsigned long long base, bytes, spin_ns;
+  unsigned rank;
+  PyObject *pidfds, *idle_fn;
+  (void)kwargs;
+  if (!PyArg_ParseTuple(args, "KKIKO!O", &base, &bytes, &rank, &spin_ns, &PyTuple_Type, &pidfds, &idle_fn)) return -1;
+  struct plx_group *g = &self->g;
+  g->base = (unsigned char *)(uintptr_t)base;
+  g->header = (struct plx_header *)g->base;
+  if (plx_group_check(g->base, bytes) != PLX_OK || rank >= g->header->world ||
+      PyTuple_Size(pidfds) != (Py_ssize_t)g->header->world) {
+    PyErr_SetString(PyExc_ValueError, "the shared memory was not written by this version of Phalanx, or not for this group");
+    return -1;
+  }
+  g->rank = rank;
+  g->world = g->header->world;
+  g->stage_bytes = g->header->stage_bytes;
+  g->crowded = (int)g->header->crowded;
+  g->spin_ns = spin_ns;
+  g->pidfds = calloc(g->world, sizeof *g->pidfds);
+  g->early = calloc(g->world, sizeof *g->early);
+  if (g->pidfds == NULL || g->early == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  for (uint32_t r = 0; r < g->world; r++)
+    if (to_int(PyTuple_GetItem(pidfds, r), &g->pidfds[r]) != 0) return -1;
+  Py_INCREF(idle_fn);
+  self->idle = idle_fn == Py_None ? NULL : idle_fn;
+  if (idle_fn == Py_None) Py_DECREF(idle_fn);
+  return 0;
+}
+
+static int group_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(((Group *)object)->idle);
+  return 0;
+}
+
+static int group_clear(PyObject *object) {
+  Py_CLEAR(((Group *)object)->idle);
+  return 0;
+}
+
+static void group_dealloc(PyObject *object) {
+  Group *self = (Group *)object;
+  PyTypeObject *type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  group_clear(object);
+  if (self->g.early != NULL && !self->closed) plx_drop_early(&self->g);
+  free(self->g.pidfds);
+  free(self->g.early);
+  free(self->g.heaps);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  release(object);
+  Py_DECREF(type);
+}
+
+static PyObject *group_get_culprit(PyObject *self, void *unused) {
+  (void)unused;
+  return PyLong_FromLong(((Group *)self)->culprit);
+}
+
+static PyObject *group_get_seq(PyObject *self, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLongLong(((Group *)self)->g.seq);
+}
+
+static PyObject *group_get_crowded(PyObject *self, void *unused) {
+  (void)unused;
+  return PyBool_FromLong(((Group *)self)->g.crowded);
+}
+
+#define FAST(name) {#name, (PyCFunction)(void (*)(void))group_##name, METH_FASTCALL, NULL}
+static PyMethodDef group_methods[] = {
+    FAST(barrier), FAST(all_reduce), FAST(broadcast), FAST(reduce_scatter), FAST(gather), FAST(scatter),
+    FAST(all_to_all), FAST(send), FAST(recv),
+    {"join", (PyCFunction)group_join, METH_VARARGS, NULL},
+    {"add_site", (PyCFunction)group_add_site, METH_VARARGS, NULL},
+    {"set_note", (PyCFunction)group_set_note, METH_VARARGS, NULL},
+    {"state", (PyCFunction)group_state, METH_O, NULL},
+    {"records", (PyCFunction)group_records, METH_O, NULL},
+    {"poison", (PyCFunction)group_get_poison, METH_NOARGS, NULL},
+    {"set_poison", (PyCFunction)group_set_poison, METH_VARARGS, NULL},
+    {"alive", (PyCFunction)group_alive, METH_O, NULL},
+    {"set_heaps", (PyCFunction)group_set_heaps, METH_VARARGS, NULL},
+    {"claim", (PyCFunction)group_claim, METH_O, NULL},
+    {"release", (PyCFunction)group_release, METH_O, NULL},
+    {"is_released", (PyCFunction)group_is_released, METH_O, NULL},
+    {"close", (PyCFunction)group_close, METH_NOARGS, NULL},
+    {"abandon", (PyCFunction)group_abandon, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef group_getset[] = {{"culprit", group_get_culprit, NULL, NULL, NULL},
+                                     {"seq", group_get_seq, NULL, NULL, NULL},
+                                     {"crowded", group_get_crowded, NULL, NULL, NULL},
+                                     {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot group_slots[] = {{Py_tp_init, group_init},
+                                    {Py_tp_traverse, group_traverse},
+                                    {Py_tp_clear, group_clear},
+                                    {Py_tp_dealloc, group_dealloc},
+                                    {Py_tp_methods, group_methods},
+                                    {Py_tp_getset, group_getset},
+                                    {Py_tp_doc, (void *)"A rank's side of the shared memory of one group."},
+                                    {0, NULL}};
+
+static PyType_Spec group_spec = {"phalanx._core.Group", sizeof(Group), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, group_slots};
+
+/* ---- module functions ---- */
+
+static PyObject *core_map(PyObject *module, PyObject *args) {
+  int fd;
+  unsigned long long bytes;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "iK", &fd, &bytes)) return NULL;
+  void *at = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (at == MAP_FAILED) return PyErr_SetFromErrno(PyExc_OSError);
+  return PyLong_FromVoidPtr(at);
+}
+
+static PyObject *core_unmap(PyObject *module, PyObject *args) {
+  unsigned long long at, bytes;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KK", &at, &bytes)) return NULL;
+  if (munmap((void *)(uintptr_t)at, (size_t)bytes) != 0) return PyErr_SetFromErrno(PyExc_OSError);
+  Py_RETURN_NONE;
+}
+
+/* Give the pages of a part of a shared mapping back to the system; they read as zero afterwards. */
+static PyObject *core_discard(PyObject *module, PyObject *args) {
+  unsigned long long at, bytes;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KK", &at, &bytes)) return NULL;
+  if (madvise((void *)(uintptr_t)at, (size_t)bytes, MADV_REMOVE) != 0) return PyErr_SetFromErrno(PyExc_OSError);
+  Py_RETURN_NONE;
+}
+
+static PyObject *core_group_bytes(PyObject *module, PyObject *args) {
+  unsigned world;
+  unsigned long long stage, channel;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "IKK", &world, &stage, &channel)) return NULL;
+  return PyLong_FromSize_t(plx_group_bytes(world, (size_t)stage, (size_t)channel));
+}
+
+static PyObject *core_format(PyObject *module, PyObject *args) {
+  unsigned long long at, stage, channel;
+  unsigned world;
+  int crowded;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KIKKi", &at, &world, &stage, &channel, &crowded)) return NULL;
+  if (plx_group_format((void *)(uintptr_t)at, world, (size_t)stage, (size_t)channel, crowded) != PLX_OK) {
+    PyErr_SetString(PyExc_ValueError, "a group needs 1 to 1024 ranks, and stages and channels of whole pages");
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject *core_can_reduce(PyObject *module, PyObject *args) {
+  int dtype, redop;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "ii", &dtype, &redop)) return NULL;
+  return PyBool_FromLong(plx_reduce_kernel(dtype, redop) != NULL);
+}
+
+/* dst = src[0] op src[1] op ...: the kernel alone, for tests and for measurement. */
+static PyObject *core_reduce(PyObject *module, PyObject *args) {
+  unsigned long long dst, count;
+  PyObject *sources;
+  int dtype, redop;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KO!Kii", &dst, &PyTuple_Type, &sources, &count, &dtype, &redop)) return NULL;
+  plx_reduce_fn kernel = plx_reduce_kernel(dtype, redop);
+  if (kernel == NULL || PyTuple_Size(sources) < 1) {
+    PyErr_SetString(PyExc_ValueError, "no such reduction");
+    return NULL;
+  }
+  uint32_t n = (uint32_t)PyTuple_Size(sources);
+  uint64_t *src = to_array(sources, n);
+  if (src == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  kernel((void *)(uintptr_t)dst, (const void *const *)src, n, (size_t)count);
+  Py_END_ALLOW_THREADS
+  free(src);
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef core_methods[] = {{"map", core_map, METH_VARARGS, NULL},
+                                     {"unmap", core_unmap, METH_VARARGS, NULL},
+                                     {"discard", core_discard, METH_VARARGS, NULL},
+                                     {"group_bytes", core_group_bytes, METH_VARARGS, NULL},
+                                     {"format", core_format, METH_VARARGS, NULL},
+                                     {"can_reduce", core_can_reduce, METH_VARARGS, NULL},
+                                     {"reduce", core_reduce, METH_VARARGS, NULL},
+                                     {NULL, NULL, 0, NULL}};
+
+static int core_exec(PyObject *module) {
+  PyObject *type = PyType_FromSpec(&group_spec);
+  if (type == NULL || PyModule_AddObject(module, "Group", type) != 0) return -1;
+  static const struct {
+    const char *name;
+    long value;
+  } numbers[] = {{"VERSION", PLX_VERSION}, {"MAX_WORLD", PLX_MAX_WORLD}, {"BLOCKS", PLX_BLOCKS}, {"PAGE", PLX_PAGE}};
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+    if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].value) != 0) return -1;
+  return 0;
+}
+
+static PyModuleDef_Slot core_slots[] = {{Py_mod_exec, core_exec}, {0, NULL}};
+static struct PyModuleDef core_module = {PyModuleDef_HEAD_INIT, "phalanx._core", "The shared-memory core of Phalanx.", 0,
+                                         core_methods, core_slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&core_module); }

@@ -1,0 +1,52 @@
+/* What the staged collectives share: begin an operation, and the two pointers of a copy. */
+#ifndef PLX_STAGED_H
+#define PLX_STAGED_H
+
+#include <string.h>
+
+#include "collectives.h"
+
+/* Fill the fields that must agree. */
+static inline struct plx_call plx_new_call(struct plx_group *g, int kind, size_t count, int dtype, int redop, int root) {
+  struct plx_call c = {0};
+  c.seq = ++g->seq;
+  c.count = count;
+  c.heap = PLX_NO_HEAP;
+  c.kind = (uint16_t)kind;
+  c.dtype = (uint8_t)dtype;
+  c.redop = (uint8_t)redop;
+  c.root = root;
+  return c;
+}
+
+/* A digest of uneven sizes; 0 when they are all the same, so that even calls need none. FNV-1a over the sizes. */
+static inline uint64_t plx_digest(const size_t *sizes, uint32_t n) {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  int even = 1;
+  for (uint32_t i = 0; i < n; i++) {
+    hash = (hash ^ sizes[i]) * 0x100000001b3ull;
+    even &= sizes[i] == sizes[0];
+  }
+  return even ? 0 : (hash | 1);
+}
+
+static inline void plx_copy(void *to, const void *from, size_t n) {
+  if (n != 0 && to != from) memcpy(to, from, n);
+}
+
+static inline size_t plx_min(size_t a, size_t b) { return a < b ? a : b; }
+
+/* The gate that ends the first turn's writes; then all calls are compared, before anybody writes an output. */
+static inline int plx_first_gate(struct plx_group *g, struct plx_wait *w, const struct plx_call *call) {
+  int code = plx_gate(g, w);
+  return code != PLX_OK ? code : plx_agree(g, call);
+}
+
+static inline int plx_finish(struct plx_group *g, struct plx_record *record, const struct plx_call *call, int code) {
+  if (code == PLX_OK)
+    atomic_store_explicit(&plx_rank_of(g, g->rank)->finished, call->seq, memory_order_release);
+  plx_record_leave(record, code);
+  return code;
+}
+
+#endif
