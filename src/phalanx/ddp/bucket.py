@@ -1,0 +1,154 @@
+"""One bucket's memory, and the views in it that serve as gradients.
+
+buffer   |<- grad of w4 ->|gap|<- grad of b4 ->|gap|        one allocation; on backend `phalanx` in the arena
+views     parameter.grad       parameter.grad               same memory, the parameter's shape and strides
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.ddp.plan import Bucket, Slot
+
+
+def allocate(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
+    """Zeroed memory for a bucket; on backend `phalanx` a collective that returns memory which all ranks can reach."""
+    if bucket.device.type == "cpu" and dist.get_backend(group) == "phalanx":
+        from phalanx.backend import shared_empty  # only this backend needs the C core
+
+        return shared_empty(bucket.numel, dtype=bucket.dtype, group=group).zero_()
+    return torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+
+
+class DenseBucket:
+    """A planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
+
+    With `as_view` a parameter's `.grad` becomes the view in the bucket; without it, gradients are copied in and out.
+    """
+
+    def __init__(self, plan: Bucket, parameters: Sequence[Tensor], buffer: Tensor, *, as_view: bool) -> None:
+        self.plan = plan
+        self.parameters = list(parameters)
+        self.buffer = buffer
+        self._as_view = as_view
+        self.views = [self._view(position) for position in range(len(plan.slots))]
+
+    def _view(self, position: int) -> Tensor:
+        slot, parameter = self.plan.slots[position], self.parameters[position]
+        if _is_dense(parameter):  # autograd keeps a gradient in place only when its strides are the parameter's
+            return self.buffer.as_strided(parameter.shape, parameter.stride(), slot.offset)
+        return self.buffer[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+
+    def _address(self, slot: Slot) -> int:
+        return self.buffer.data_ptr() + slot.offset * self.plan.dtype.itemsize
+
+    def fill(self, position: int, scale: float) -> None:
+        """Put `scale` times the parameter's gradient into its slot: zero where it has none, nothing moved where it lies there.
+
+        A gradient that autograd has just made is copied, once, and its memory given back. The other way, to zero the slot
+        and let autograd add to it, touches each byte of the bucket three times instead of once, and measured slower.
+
+        Raises:
+            RuntimeError: the gradient does not fit: it is sparse, was built with create_graph=True, or the parameter
+                changed its dtype, device or shape since it was wrapped.
+        """
+        slot, parameter, view = self.plan.slots[position], self.parameters[position], self.views[position]
+        grad = parameter.grad
+        if grad is None:
+            view.zero_()
+            return
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"Gradient of {slot.name!r}: backward(create_graph=True) under DistributedDataParallel is refused, because "
+                "the mean over ranks can't be differentiated. Use torch.autograd.grad(..., create_graph=True), or call "
+                "`ddp.module` in place of `ddp` for this step."
+            )
+        moved = view.data_ptr() != self._address(slot)  # module.to(...) swaps the memory under a gradient
+        if grad is view and not moved:
+            if scale != 1.0:
+                view.mul_(scale)
+            return
+        if grad.is_sparse:
+            raise RuntimeError(
+                f"Gradient of {slot.name!r} is sparse, but was planned as dense: only nn.Embedding(sparse=True) and "
+                "nn.EmbeddingBag(sparse=True) are known to have sparse gradients. Make the gradient dense."
+            )
+        if grad.dtype != self.plan.dtype or grad.device != self.plan.device or grad.shape != parameter.shape:
+            raise RuntimeError(
+                f"Gradient of {slot.name!r} is {_form(grad)}, but the parameter was {self.plan.dtype} on "
+                f"{self.plan.device} with {slot.numel} elements when it was wrapped. Convert and move the module first, "
+                "then wrap it in DistributedDataParallel, then build the optimizer."
+            )
+        if moved:
+            view = self.views[position] = self._view(position)
+        if scale == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
+        if self._as_view:
+            parameter.grad = view
+
+    def publish(self, position: int) -> None:
+        """Make the slot's content the parameter's gradient."""
+        parameter, view = self.parameters[position], self.views[position]
+        if self._as_view:
+            if parameter.grad is not view:
+                parameter.grad = view
+        elif parameter.grad is None:
+            parameter.grad = view.clone()
+        else:
+            parameter.grad.copy_(view)
+
+    def adopt(self, position: int, grad: Tensor | None) -> None:
+        """Take over a gradient that lay in another bucket, when buckets are planned anew."""
+        if grad is not None and self._as_view:
+            self.views[position].copy_(grad)
+            self.parameters[position].grad = self.views[position]
+
+
+class SparseBucket:
+    """One parameter whose gradient is sparse: it keeps the gradient that autograd made, and has no memory of its own."""
+
+    def __init__(self, plan: Bucket, parameter: Tensor) -> None:
+        self.plan = plan
+        self.parameters = [parameter]
+        self.mean: Tensor | None = None  # what the ranks have gathered, until it is published
+
+    def fill(self, position: int, scale: float) -> None:
+        """Check that the gradient is what was planned.
+
+        Raises:
+            RuntimeError: the gradient is dense.
+        """
+        grad = self.parameters[position].grad
+        if grad is not None and not grad.is_sparse:
+            raise RuntimeError(
+                f"Gradient of {self.plan.slots[0].name!r} is dense, but its module says sparse=True, and ranks have "
+                "planned for it. Use the parameter through its module only, or set sparse=False."
+            )
+
+    def publish(self, position: int) -> None:
+        """Make the gathered mean the parameter's gradient."""
+        self.parameters[position].grad, self.mean = self.mean, None
+
+    def adopt(self, position: int, grad: Tensor | None) -> None:
+        """Nothing: there is no memory to move to."""
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the strides visit each element of one block exactly once, in some order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device} with {tensor.numel()} elements"

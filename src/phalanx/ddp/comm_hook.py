@@ -1,0 +1,110 @@
+"""Communication hooks with PyTorch's interface: the user's function in the place of all_reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.ddp.bucket import DenseBucket
+
+
+class GradBucket:
+    """A bucket as a hook sees it: the methods of `torch.distributed.GradBucket`, which Python can't construct.
+
+    Unlike PyTorch's, the buffer may have gaps of up to 63 bytes between gradients; they hold zeros.
+    """
+
+    def __init__(self, bucket: DenseBucket, *, is_last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.buffer
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """The bucket's number in the plan, which is the order of launching."""
+        return self._bucket.plan.index
+
+    def buffer(self) -> Tensor:
+        """All gradients of the bucket as one flat tensor, not yet divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace what `buffer()` returns; the gradients are taken from the hook's future in any case."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients, as views of the bucket's memory."""
+        return list(self._bucket.views)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of `gradients()`."""
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        """Whether no bucket follows in this backward."""
+        return self._is_last
+
+
+Hook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
+
+
+class _BucketCount(Protocol):
+    def __call__(self) -> int: ...
+
+
+class HookPending:
+    """A bucket whose hook has been called."""
+
+    def __init__(self, bucket: DenseBucket, future: torch.futures.Future[Tensor]) -> None:
+        self._bucket = bucket
+        self._future = future
+
+    def wait(self) -> None:
+        """Copy what the hook's future holds into the bucket, unless it is the bucket's own memory.
+
+        Raises:
+            TypeError: the future holds no tensor.
+            ValueError: the tensor has another number of elements than the bucket.
+        """
+        value: object = self._future.wait()
+        if isinstance(value, (list, tuple)) and len(value) == 1:  # a work's future holds a list of its tensors
+            value = value[0]
+        index, buffer = self._bucket.plan.index, self._bucket.buffer
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"The communication hook's future of bucket {index} holds {type(value).__name__}, not a tensor"
+            )
+        if value.numel() != buffer.numel():
+            raise ValueError(
+                f"The communication hook returned {value.numel()} elements for bucket {index}, which has {buffer.numel()}"
+            )
+        if value.data_ptr() != buffer.data_ptr():
+            buffer.copy_(value.view_as(buffer))
+
+
+class HookExchange:
+    """Hands each bucket to `hook(state, bucket)` and takes the future's value for the result."""
+
+    scale = 1.0
+
+    def __init__(self, state: object, hook: Hook, num_buckets: _BucketCount) -> None:
+        self._state = state
+        self._hook = hook
+        self._num_buckets = num_buckets
+
+    def launch(self, bucket: DenseBucket) -> HookPending:
+        """Call the hook.
+
+        Raises:
+            TypeError: the hook returned something else than a future.
+        """
+        future = self._hook(self._state, GradBucket(bucket, is_last=bucket.plan.index == self._num_buckets() - 1))
+        if not isinstance(future, torch.futures.Future):
+            name = getattr(self._hook, "__qualname__", repr(self._hook))
+            raise TypeError(
+                f"The communication hook {name} returned {type(future).__name__} for bucket {bucket.plan.index}; "
+                "it must return a torch.futures.Future that will hold the bucket's new content"
+            )
+        return HookPending(bucket, future)

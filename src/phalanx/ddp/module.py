@@ -1,0 +1,257 @@
+"""The wrapper that users see."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
+
+from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse
+from phalanx.ddp.comm_hook import Hook, HookExchange
+from phalanx.ddp.graph import tensors_in
+from phalanx.ddp.plan import BucketPlan, ParameterSpec
+from phalanx.ddp.reducer import Reducer
+from phalanx.ddp.replicate import broadcast_tensors
+from phalanx.ddp.structure import describe, verify_same
+
+_PREFIX = "module."
+
+
+class DistributedDataParallel(nn.Module):
+    """Train one model on many ranks: each computes the gradients of its own batch, and backward leaves their mean on all.
+
+    A drop-in for `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`; on `"phalanx"`
+    gradients lie in memory that the ranks share, and are reduced where they lie. All ranks construct it together, with
+    the same model; rank 0's parameters and buffers become everybody's.
+
+    Arguments are PyTorch's, with these differences: `gradient_as_bucket_view` is True unless you say otherwise, that is,
+    `.grad` is a view of a bucket and its memory is reused in the next backward; `batched_grad_copy` and `dim` change
+    nothing; what is not supported is refused by name. Where a backward reaches each parameter exactly once, gradients are
+    averaged per backward, not per forward: two forwards with their two backwards end in the right mean.
+
+    Names: `state_dict()` has the wrapped module's own keys, without `module.`, and `load_state_dict` takes both kinds.
+    `named_parameters()`, `get_parameter()` and `torch.func.functional_call` follow the tree of modules, as in PyTorch:
+    there the wrapped module is the child `module`.
+
+    Numerics: every rank ends with the same bits, every run; the mean over two ranks of half a batch is that of the whole
+    batch up to rounding, when the loss is a mean over samples.
+
+    Raises:
+        ValueError: an argument is refused, or disagrees with the module's devices.
+        RuntimeError: no process group, or no parameter requires a gradient.
+        MismatchError: the ranks' models or settings differ; raised on all ranks.
+
+    Source: Li et al. (2020), PyTorch Distributed: Experiences on Accelerating Data Parallel Training.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: object = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
+        if check_reduction:
+            warnings.warn("check_reduction has no effect: reduction is always checked", FutureWarning, stacklevel=2)
+        caps_mb = decide_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self.process_group = decide_group(process_group, device_mesh)
+        self.module = module
+        self.dim = dim
+        self.device_ids = device_ids
+        self.output_device = output_device
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = True
+        # Both arguments of PyTorch name one thing here; it differs between them only with False, and then only at the start.
+        given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.broadcast_buffers = True if given is None else given
+        self._buffers_stale = True  # ranks' buffers may differ since the last forward that trained
+
+        self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = [(name, p) for name, p in module.named_parameters() if name not in self._ignored]
+        _refuse_uninitialized(named)
+        device = named[0][1].device if named else torch.device("cpu")
+        if init_sync:
+            settings = {
+                "bucket caps in MiB": caps_mb,
+                "find_unused_parameters": find_unused_parameters,
+                "static_graph": static_graph,
+                "broadcast_buffers": self.broadcast_buffers,
+            }
+            verify_same(describe(module, self._ignored), settings, self.process_group, device)
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        if not trained:
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient: "
+                "use the module as it is"
+            )
+        self._inputs_to = decide_device({parameter.device for _, parameter in named}, device_ids, output_device)
+        self.device = device
+        if init_sync:
+            tensors = [parameter for _, parameter in named]
+            if self.broadcast_buffers or forward_sync_buffers is not None:
+                tensors += self._synced_buffers()
+            broadcast_tensors(tensors, self.process_group)
+        self._reducer = Reducer(
+            _specify(module, trained),
+            [parameter for _, parameter in trained],
+            caps_mb=caps_mb,
+            group=self.process_group,
+            as_view=gradient_as_bucket_view,
+            find_unused=find_unused_parameters,
+            static_graph=static_graph,
+        )
+        self._has_comm_hook = False
+        self.register_load_state_dict_pre_hook(_restore_prefix)
+
+    @property
+    def plan(self) -> BucketPlan:
+        """Which gradient lies in which bucket; `print` draws it. It is rebuilt once, at the end of the first backward."""
+        return self._reducer.plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module, and note whether the backward that follows averages gradients."""
+        reducer = self._reducer
+        if reducer.in_backward and torch._C._current_graph_task_id() != -1:
+            # Checkpointing runs a forward again in the middle of a backward that is already known: compute, nothing else.
+            return self.module(*args, **kwargs)
+        grad_enabled = torch.is_grad_enabled()
+        sync = grad_enabled and self.require_backward_grad_sync
+        if sync:
+            reducer.prepare_forward()
+        if self.broadcast_buffers and self._buffers_stale:
+            broadcast_tensors(self._synced_buffers(), self.process_group)
+        # As in PyTorch: the forward after one that trained starts from rank 0's buffers, be it for training or evaluation.
+        self._buffers_stale = sync
+        if self._inputs_to is not None:
+            args, kwargs = tree_map(self._move, (args, kwargs))
+        output = self.module(*args, **kwargs)
+        if grad_enabled:
+            reducer.prepare_backward(tensors_in(output), sync=sync)
+        return output
+
+    def _move(self, value: Any) -> Any:
+        return value.to(self._inputs_to, non_blocking=True) if isinstance(value, Tensor) else value
+
+    def _synced_buffers(self) -> list[Tensor]:
+        return [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, forward and its backward accumulate gradients on this rank only; the first outside averages the sum.
+
+        The forward must be inside: it is where a backward's kind is decided.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook(state, bucket)` combine each bucket in the place of all_reduce; it returns a future of a tensor.
+
+        PyTorch's interface: the hooks of torch.distributed.algorithms.ddp_comm_hooks work. Gradients are not divided by
+        the number of ranks before the hook sees them. Once per module, before the first backward.
+
+        Raises:
+            TypeError: `hook` can't be called.
+            RuntimeError: a hook is already registered, or a parameter has sparse gradients.
+        """
+        if not callable(hook):
+            raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}")
+        if self._has_comm_hook:
+            raise RuntimeError("register_comm_hook can only be called once per module")
+        sparse = [bucket.slots[0].name for bucket in self.plan.buckets if bucket.sparse]
+        if sparse:
+            raise RuntimeError(f"register_comm_hook: {sparse[0]!r} has sparse gradients, which hooks are not given")
+        self._has_comm_hook = True
+        self._reducer.exchange = HookExchange(state, hook, lambda: len(self.plan.buckets))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's state, under its own keys: it loads into the bare module."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load state with the module's own keys, or with PyTorch's `module.` in front of every key.
+
+        Raises:
+            ValueError: `assign=True`, which would replace the parameters whose gradients lie in buckets.
+        """
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) would replace parameters that the buckets were planned for: load into the "
+                "module first, then wrap it"
+            )
+        own = self.module.state_dict().keys()
+        # A wrapped module may have a child named `module` of its own, so the prefix alone decides nothing.
+        if not own & state_dict.keys() and state_dict and all(key.startswith(_PREFIX) for key in state_dict):
+            state_dict = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "DistributedDataParallel can't be pickled or copied: it holds a process group and memory shared with other "
+            "ranks. Save ddp.state_dict(), or pickle or copy ddp.module"
+        )
+
+
+def _specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
+    specs = []
+    for name, parameter in trained:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
+        specs.append(
+            ParameterSpec(
+                name, tuple(parameter.shape), parameter.dtype, parameter.device, type(owner).__name__, sparse=sparse
+            )
+        )
+    return specs
+
+
+def _refuse_uninitialized(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    lazy = [name for name, parameter in named if isinstance(parameter, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise RuntimeError(
+            f"Parameter {lazy[0]!r} has no shape yet: run one forward of the module on every rank, then wrap it"
+        )
+
+
+def _restore_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
+    """Loading through a module that contains this one walks the tree, in which our keys have `module.` in front."""
+    own = module.module.state_dict().keys()
+    for key in own:
+        if prefix + key in state_dict and prefix + _PREFIX + key not in own:
+            state_dict[prefix + _PREFIX + key] = state_dict.pop(prefix + key)

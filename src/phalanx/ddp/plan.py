@@ -1,0 +1,147 @@
+"""Which gradient lies where: parameters laid out in buckets, as pure data.
+
+    order in which gradients become ready  ->   w4 b4 w3 b3 ... w1 b1
+    bucket 0 (small: it leaves early)           [w4 |b4 ]
+    bucket 1                                            [w3      |b3 |w2      |b2 ]
+    bucket 2                                                                       [w1      |b1 ]
+
+A plan is the same on every rank, because it is computed from what all ranks have in common: the parameters in order of
+registration, or an order of readiness that rank 0 has handed out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+MIB = 1024 * 1024
+DEFAULT_CAP_MB = 25.0
+FIRST_CAP_MB = 1.0  # PyTorch's: the first bucket is small, so that communication starts early in backward
+ALIGN_BYTES = 64  # a cache line: no two gradients share one, and every slot suits the widest vector instructions
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the plan has to know of one parameter. `owner` is the class of the module that holds it, for messages."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    owner: str = "Module"
+    sparse: bool = False
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the parameter and of its gradient."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.owner})"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One gradient's place in a bucket. `parameter` is its position in registration; `offset` counts elements."""
+
+    parameter: int
+    name: str
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel together. A sparse bucket holds one parameter and no memory: its size is known late."""
+
+    index: int
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    slots: tuple[Slot, ...]
+    sparse: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """The bucket's memory, the gaps of alignment included."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """All buckets in the order in which every rank sends them. `print(plan)` draws it."""
+
+    buckets: tuple[Bucket, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def plan_buckets(
+    parameters: Sequence[ParameterSpec], caps_mb: Sequence[float], order: Sequence[int] | None = None
+) -> BucketPlan:
+    """Lay out the gradients of `parameters` in buckets, in the `order` in which they become ready.
+
+    `order` lists positions in `parameters`; without it, the reverse of registration, which is how backward usually goes.
+    A bucket is closed by the parameter that reaches its cap; the k-th bucket of a dtype and device has the k-th of
+    `caps_mb` (MiB), the last cap serves all that follow. Buckets are numbered by when their last gradient becomes ready.
+
+    Raises:
+        ValueError: a cap is not a positive number, or `order` is not a permutation of the parameters.
+
+    Source: Li et al. (2020), PyTorch Distributed, section 3.2.3.
+    """
+    if not caps_mb or any(not cap > 0 for cap in caps_mb):
+        raise ValueError(f"bucket caps must be positive numbers of MiB, got {list(caps_mb)}")
+    if order is None:
+        order = range(len(parameters) - 1, -1, -1)
+    elif sorted(order) != list(range(len(parameters))):
+        raise ValueError(f"order must name each of the {len(parameters)} parameters once, got {list(order)}")
+
+    finished: list[tuple[int, list[int]]] = []  # (when the last member is ready, members)
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
+    for moment, index in enumerate(order):
+        spec = parameters[index]
+        if spec.sparse:
+            finished.append((moment, [index]))
+            continue
+        key = (spec.dtype, spec.device)
+        members = filling.setdefault(key, [])
+        members.append(index)
+        closed = num_closed.get(key, 0)
+        cap_bytes = caps_mb[min(closed, len(caps_mb) - 1)] * MIB
+        if sum(parameters[i].numel for i in members) * spec.dtype.itemsize >= cap_bytes:
+            finished.append((moment, filling.pop(key)))
+            num_closed[key] = closed + 1
+    moments = {index: moment for moment, index in enumerate(order)}
+    finished += [(moments[members[-1]], members) for members in filling.values()]
+    finished.sort()
+    return BucketPlan(tuple(_place(number, parameters, members) for number, (_, members) in enumerate(finished)))
+
+
+def _place(number: int, parameters: Sequence[ParameterSpec], members: Sequence[int]) -> Bucket:
+    first = parameters[members[0]]
+    align = max(1, ALIGN_BYTES // first.dtype.itemsize)
+    slots, offset = [], 0
+    for index in members:
+        spec = parameters[index]
+        slots.append(Slot(index, spec.name, offset, spec.numel))
+        if not first.sparse:
+            offset += math.ceil(spec.numel / align) * align
+    return Bucket(number, first.dtype, first.device, offset, tuple(slots), first.sparse)
+
+
+def _lines(plan: BucketPlan) -> Iterator[str]:
+    gradients = sum(len(bucket.slots) for bucket in plan.buckets)
+    total = sum(bucket.num_bytes for bucket in plan.buckets)
+    yield f"{gradients} gradients in {len(plan.buckets)} buckets, {total / MIB:.2f} MiB"
+    for bucket in plan.buckets:
+        dtype = str(bucket.dtype).removeprefix("torch.")
+        size = "sparse" if bucket.sparse else f"{bucket.num_bytes / MIB:.2f} MiB"
+        yield f"bucket {bucket.index}: {dtype} on {bucket.device}, {size}"
+        for slot in bucket.slots:
+            yield f"  {slot.offset:>10}  {slot.name} ({slot.numel})"

@@ -1,0 +1,316 @@
+"""When each bucket is sent, and when gradients may be read: the order of a backward.
+
+    autograd    w4 ready   b4 ready   w3 ready ...                        backward ends
+    slot        fill       fill       fill                                     |
+    bucket                 launch 0                launch 1 ...     launch n   |
+    here                                                                      wait 0 .. n, publish
+
+A *round* begins with the first gradient and ends when all buckets hold the mean. Buckets are launched in the plan's order
+on every rank: a complete bucket waits for those before it, because collectives must be issued in one order everywhere.
+
+Everything here runs in the thread that runs autograd for the module's one device, so there is no lock.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
+from phalanx.ddp.exchange import Exchange, Pending, SparsePending, WorkExchange
+from phalanx.ddp.graph import Reach, find_reach
+from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
+
+_SHOWN = 8  # parameter names in a message
+
+
+class Reducer:
+    """Averages the gradients of `parameters` over the ranks of `group`, once per backward.
+
+    `specs` describe `parameters`, one for one. Collective where the group's memory is shared: all ranks build theirs.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[nn.Parameter],
+        *,
+        caps_mb: Sequence[float],
+        group: dist.ProcessGroup,
+        as_view: bool,
+        find_unused: bool,
+        static_graph: bool,
+    ) -> None:
+        self._specs = list(specs)
+        self._parameters = list(parameters)
+        self._caps_mb = list(caps_mb)
+        self._group = group
+        self._as_view = as_view
+        self._find_unused = find_unused
+        self._rebuild_pending = static_graph or not find_unused
+        self._learning = static_graph  # a static graph is learnt in the first round: how often each gradient is written
+        self._fires_expected = [1] * len(self._parameters)
+        self._idle: frozenset[int] = frozenset()  # parameters of a static graph that no rank uses
+        self.exchange: Exchange = WorkExchange(group)
+
+        self._forward_syncs = False  # what the latest forward decided
+        self._backward_syncs: bool | None = None  # what the backward in progress does; None before it is known
+        self.in_backward = False
+        self._reach: Reach | None = None  # of all forwards since the last round; None where nobody looked
+        self._used = [False] * len(self._parameters)  # since the last round, local backwards included
+        self._num_rounds = 0
+        self._adopt(plan_buckets(self._specs, self._caps_mb))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_when_accumulated(weakref.ref(self), index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        weakref.finalize(self, _remove, self._hooks)
+
+    # Before and after the module's forward
+
+    def prepare_forward(self) -> None:
+        """Check that the round before this forward has ended.
+
+        Raises:
+            RuntimeError: some parameters got no gradient, or backward was interrupted by an exception.
+        """
+        if self.in_backward:  # its last callback never ran
+            self.in_backward, self._backward_syncs = False, None
+            if self._num_launched:
+                raise RuntimeError(
+                    f"{self._here()}: the backward before this forward was interrupted after {self._num_launched} of "
+                    f"{len(self._buckets)} buckets had been sent, so ranks are out of step. Let the exception that "
+                    "interrupted it end the job, and start again from a checkpoint."
+                )
+            self._begin_round()
+        if self._started:
+            raise self._missing_gradients()
+
+    def prepare_backward(self, outputs: Iterable[Tensor], *, sync: bool) -> None:
+        """Note what a backward from `outputs` will have to do: sync, or only accumulate."""
+        outputs = list(outputs)
+        self._forward_syncs = sync
+        # A hook on the outputs' nodes tells that a backward begins, in the outermost one: with reentrant checkpointing
+        # gradients arrive in a backward of their own, whose end is not the end. Two forwards may also have decided
+        # differently, and either may be followed by its backward first.
+        announce = _when_begun(weakref.ref(self), sync)
+        for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+            node.register_prehook(announce)
+        # Without find_unused the walk serves the first rounds' error message only: models that are wrong are wrong at once.
+        if sync and (self._find_unused or self._num_rounds == 0):
+            reach = find_reach(outputs)
+            self._reach = reach if self._reach is None else self._reach | reach
+
+    # During backward
+
+    def on_begin(self, sync: bool) -> None:
+        """A backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
+        self._backward_syncs = sync or bool(self._backward_syncs)
+        self._enter()
+
+    def on_gradient(self, index: int) -> None:
+        """Autograd has written a parameter's gradient."""
+        self._used[index] = True
+        if self._backward_syncs is None:  # outputs that hide their tensors: nothing announced this backward
+            self._backward_syncs = self._forward_syncs
+        if not self._backward_syncs:
+            return
+        self._enter()
+        if not self._started:
+            self._started = True
+            self._skip_unused()
+        self._fires[index] += 1
+        if self._ready[index]:
+            raise RuntimeError(
+                f"{self._here()}: parameter {self._specs[index]} received another gradient in one backward, after its "
+                "bucket was closed. Reentrant checkpointing of a module that is used twice does that, and so do two "
+                "backwards that each reach only a part of the parameters. Pass static_graph=True if every iteration does "
+                "the same, use checkpoint(..., use_reentrant=False), or add the losses and call backward once."
+            )
+        if self._learning:
+            self._order.pop(index, None)  # the last time counts
+            self._order[index] = None
+        elif self._fires[index] >= self._fires_expected[index]:
+            self._order[index] = None
+            self._mark_ready(index)
+
+    def _enter(self) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+
+    def _skip_unused(self) -> None:
+        """At the first gradient: parameters that this backward can't reach shall not hold up their buckets."""
+        if self._learning:
+            return
+        if any(expected == 0 for expected in self._fires_expected):
+            unused = [index for index, expected in enumerate(self._fires_expected) if expected == 0]
+        elif self._find_unused and self._reach is not None and self._reach.complete:
+            leaves = self._reach.leaves
+            unused = [index for index, parameter in enumerate(self._parameters) if id(parameter) not in leaves]
+        else:
+            return
+        for index in unused:
+            self._mark_ready(index)
+
+    def _mark_ready(self, index: int) -> None:
+        number, position = self._places[index]
+        self._buckets[number].fill(position, self.exchange.scale)
+        self._ready[index] = True
+        self._num_missing[number] -= 1
+        while self._num_launched < len(self._buckets) and self._num_missing[self._num_launched] == 0:
+            bucket = self._buckets[self._num_launched]
+            self._num_launched += 1
+            if isinstance(bucket, SparseBucket):
+                self._pending.append(SparsePending(bucket, self._group))
+            else:
+                self._pending.append(self.exchange.launch(bucket))
+
+    # At the end of backward
+
+    def _leave(self) -> None:
+        """Runs when autograd has nothing left to do in this backward."""
+        self.in_backward, self._backward_syncs = False, None
+        if not self._started:  # torch.autograd.grad, or a backward that only accumulates
+            return
+        if self._learning or self._find_unused:
+            # What did not come will not come. That holds even for a forward with several backwards: each is a round of
+            # its own, and the mean of values that are already equal, plus new local ones, is what it should be.
+            for index, ready in enumerate(self._ready):
+                if not ready:
+                    self._mark_ready(index)
+        if self._num_launched == len(self._buckets):
+            self._finish()
+        elif self._is_hopeless():
+            raise self._missing_gradients()
+
+    def _is_hopeless(self) -> bool:
+        """Whether no further backward could bring the missing gradients, as far as anyone has looked."""
+        if self._reach is None or not self._reach.complete:
+            return False
+        return not any(
+            id(self._parameters[index]) in self._reach.leaves for index, ready in enumerate(self._ready) if not ready
+        )
+
+    def _finish(self) -> None:
+        used_by_none = self._agree_on_unused()
+        for pending in self._pending:
+            pending.wait()
+        for bucket in self._buckets:
+            for position, slot in enumerate(bucket.plan.slots):
+                if slot.parameter not in used_by_none:
+                    bucket.publish(position)
+        order = [*self._order, *(index for index in range(len(self._parameters)) if index not in self._order)]
+        if self._learning:
+            self._learning = False
+            self._fires_expected, self._idle = list(self._fires), used_by_none
+        self._begin_round()
+        self._reach = None
+        self._used = [False] * len(self._parameters)
+        self._num_rounds += 1
+        if self._rebuild_pending:
+            self._rebuild_pending = False
+            self._rebuild(order)
+
+    def _agree_on_unused(self) -> frozenset[int]:
+        """Parameters that no rank has used since the last round: their `.grad` stays as it is."""
+        if not (self._learning or self._find_unused):
+            return self._idle
+        if self._idle:
+            return self._idle
+        used = torch.tensor(self._used, dtype=torch.int32, device=self._parameters[0].device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        return frozenset(index for index, flag in enumerate(used.tolist()) if not flag)
+
+    # The plan
+
+    def _rebuild(self, order: list[int]) -> None:
+        """Plan anew, in the order in which the first round's gradients became ready on rank 0.
+
+        Here, at the end of a backward, all ranks are in step for certain, and activations are already freed, so that
+        the old and new buckets together stay below the step's peak.
+        """
+        shared = torch.tensor(order, dtype=torch.int64, device=self._parameters[0].device)
+        dist.broadcast(shared, group=self._group, group_src=0)
+        plan = plan_buckets(self._specs, self._caps_mb, shared.tolist())
+        if plan != self.plan:
+            self._adopt(plan)
+
+    def _adopt(self, plan: BucketPlan) -> None:
+        grads = [parameter.grad for parameter in self._parameters] if self._num_rounds else None
+        self.plan = plan
+        self._buckets: list[DenseBucket | SparseBucket] = []
+        for bucket in plan.buckets:
+            members = [self._parameters[slot.parameter] for slot in bucket.slots]
+            if bucket.sparse:
+                self._buckets.append(SparseBucket(bucket, members[0]))
+            else:
+                memory = allocate(bucket, self._group)
+                self._buckets.append(DenseBucket(bucket, members, memory, as_view=self._as_view))
+        self._places = {
+            slot.parameter: (bucket.index, position)
+            for bucket in plan.buckets
+            for position, slot in enumerate(bucket.slots)
+        }
+        if grads is not None:
+            for index, (number, position) in self._places.items():
+                self._buckets[number].adopt(position, grads[index])
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._started = False
+        self._fires = [0] * len(self._parameters)
+        self._ready = [False] * len(self._parameters)
+        self._num_missing = [len(bucket.plan.slots) for bucket in self._buckets]
+        self._num_launched = 0
+        self._pending: list[Pending] = []
+        self._order: dict[int, None] = {}
+
+    # Messages
+
+    def _here(self) -> str:
+        return f"DistributedDataParallel on rank {self._group.rank()}"
+
+    def _missing_gradients(self) -> RuntimeError:
+        missing = [index for index, ready in enumerate(self._ready) if not ready]
+        shown = ", ".join(str(self._specs[index]) for index in missing[:_SHOWN])
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        frozen = [self._specs[index] for index in missing if not self._parameters[index].requires_grad]
+        advice = (
+            f"{frozen[0]} no longer requires a gradient: freeze parameters before wrapping the module, or wrap it again."
+            if frozen
+            else "Every parameter must take part in the loss, through the outputs of forward. If some are meant to be left "
+            "out, pass find_unused_parameters=True; parameters that are never used are better frozen."
+        )
+        return RuntimeError(
+            f"{self._here()}: backward left {len(missing)} of {len(self._specs)} parameters without a gradient: "
+            f"{shown}{more}. {len(self._buckets) - self._num_launched} of {len(self._buckets)} buckets could not be sent, so "
+            f"the gradients of this step are not averaged. {advice}"
+        )
+
+
+def _when_accumulated(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+    def hook(_parameter: Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.on_gradient(index)
+
+    return hook
+
+
+def _when_begun(reducer: weakref.ref[Reducer], sync: bool) -> Callable[[object], None]:
+    def hook(_gradients: object) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.on_begin(sync)
+
+    return hook
+
+
+def _remove(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

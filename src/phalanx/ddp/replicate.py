@@ -1,0 +1,48 @@
+"""Rank 0's tensors, made everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_MESSAGE_BYTES = 32 * 1024 * 1024  # bounds the memory beside the model
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite `tensors` on every rank with rank 0's, bit by bit.
+
+    They travel as bytes, so one message carries any mixture of dtypes. Widest elements go first, which keeps each
+    tensor's place in the message aligned for its dtype. Version counters stay as they are: autograd may have saved a
+    buffer (batch norm in evaluation does) for a backward that is still to come.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+    for members in by_device.values():
+        members.sort(key=lambda tensor: -tensor.dtype.itemsize)
+        message: list[Tensor] = []
+        num_bytes = 0
+        for tensor in members:
+            message.append(tensor)
+            num_bytes += tensor.numel() * tensor.dtype.itemsize
+            if num_bytes >= _MESSAGE_BYTES:
+                _broadcast(message, group)
+                message, num_bytes = [], 0
+        if message:
+            _broadcast(message, group)
+
+
+def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+    dist.broadcast(packed, group=group, group_src=0)
+    if group.rank() == 0:
+        return
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.numel() * tensor.dtype.itemsize
+        tensor.data.copy_(packed[start:stop].view(tensor.dtype).view(tensor.shape))
+        start = stop

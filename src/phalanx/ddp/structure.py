@@ -1,0 +1,103 @@
+"""Whether all ranks wrap the same model, found out before anything else depends on it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.errors import MismatchError
+
+_SHOWN = 8  # differences in a message; more would hide the first
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What ranks must agree on for one parameter or buffer."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"shape {self.shape}, {self.dtype}" + (", requires_grad" if self.requires_grad else "")
+
+
+Structure = dict[str, Entry]
+
+
+def describe(module: nn.Module, ignored: frozenset[str]) -> Structure:
+    """The parameters and buffers of a module, by dotted name, in order of registration."""
+    found = [("parameter", name, tensor) for name, tensor in module.named_parameters()]
+    found += [("buffer", name, tensor) for name, tensor in module.named_buffers()]
+    return {
+        name: Entry(kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+        for kind, name, tensor in found
+        if name not in ignored
+    }
+
+
+def compare(mine: Structure, reference: Structure, rank: int) -> list[str]:
+    """How the model of `rank` differs from rank 0's, one sentence each; empty when it does not."""
+    differences = []
+    for name, entry in mine.items():
+        other = reference.get(name)
+        if other is None:
+            differences.append(f"rank {rank} has {entry.kind} {name!r} ({entry}), rank 0 has none of that name")
+        elif entry != other:
+            differences.append(f"rank {rank} has {entry.kind} {name!r} with {entry}; rank 0 has it with {other}")
+    for name, entry in reference.items():
+        if name not in mine:
+            differences.append(f"rank {rank} lacks {entry.kind} {name!r} ({entry}), which rank 0 has")
+    if not differences and list(mine) != list(reference):
+        first = next(name for name, other in zip(mine, reference, strict=True) if name != other)
+        differences.append(f"rank {rank} registers the same names in another order, from {first!r} on")
+    return differences
+
+
+def verify_same(
+    structure: Structure, settings: Mapping[str, object], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Return on every rank, or raise on every rank.
+
+    Cost: one all_gather of 32 bytes; descriptions travel only when they differ.
+
+    Raises:
+        MismatchError: models or settings differ; the message says how, and on which rank.
+    """
+    settings_text = {name: repr(value) for name, value in settings.items()}
+    digest = hashlib.sha256(repr((structure, settings_text)).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    digests = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(digests, mine, group=group)
+    if all(torch.equal(digests[0], other) for other in digests[1:]):
+        return
+    everyone: list[tuple[Structure, dict[str, str]]] = [({}, {})] * group.size()
+    dist.all_gather_object(everyone, (structure, settings_text), group=group)
+    raise _mismatch(everyone)
+
+
+def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]]) -> MismatchError:
+    reference, reference_settings = everyone[0]
+    differences = []
+    for rank, (structure, settings) in enumerate(everyone):
+        differences += compare(structure, reference, rank)
+        differences += [
+            f"rank {rank} passes {name}={value}, rank 0 {name}={reference_settings[name]}"
+            for name, value in settings.items()
+            if value != reference_settings[name]
+        ]
+    shown = differences[:_SHOWN]
+    if len(differences) > _SHOWN:
+        shown.append(f"and {len(differences) - _SHOWN} more")
+    return MismatchError(
+        "DistributedDataParallel: the ranks' models differ.\n  "
+        + "\n  ".join(shown)
+        + "\nBuild the model from the same arguments on every rank, before wrapping it.",
+        calls={rank: f"a model of {len(structure)} tensors" for rank, (structure, _) in enumerate(everyone)},
+    )

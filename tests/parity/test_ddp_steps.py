@@ -1,0 +1,84 @@
+"""Training with our DistributedDataParallel against one process with the whole batch, and against PyTorch's own."""
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx import DistributedDataParallel
+from phalanx.testing import run_ranks
+
+STEPS = 20
+BATCH = 64
+
+
+def _model(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(13, 37), nn.Tanh(), nn.Linear(37, 24), nn.ReLU(), nn.Linear(24, 5))
+
+
+def _batch(step, rank, world_size):
+    generator = torch.Generator().manual_seed(1000 + step)
+    inputs = torch.randn(BATCH, 13, generator=generator)
+    targets = torch.randint(5, (BATCH,), generator=generator)
+    return inputs[rank::world_size], targets[rank::world_size]
+
+
+def _train(model, rank, world_size):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        inputs, targets = _batch(step, rank, world_size)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _train_ours(rank, world_size):
+    # Each rank starts from other weights: construction has to make them rank 0's.
+    return _train(DistributedDataParallel(_model(seed=rank), bucket_cap_mb=0.002), rank, world_size)
+
+
+def _train_torch(rank, world_size):
+    return _train(nn.parallel.DistributedDataParallel(_model(seed=rank), bucket_cap_mb=0.002), rank, world_size)
+
+
+def _digest(tensors):
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_with_parts_of_a_batch_train_like_one_process_with_all_of_it(backend, world_size):
+    alone = _train(_model(seed=0), 0, 1)
+    for weights in run_ranks(_train_ours, world_size, backend=backend):
+        for mine, reference in zip(weights, alone, strict=True):
+            torch.testing.assert_close(mine, reference, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_and_two_runs_end_with_the_same_bits(backend, world_size):
+    digests = {_digest(weights) for _ in range(2) for weights in run_ranks(_train_ours, world_size, backend=backend)}
+    assert len(digests) == 1
+
+
+def test_two_ranks_on_gloo_end_with_the_bits_of_pytorchs_own():
+    ours, theirs = (run_ranks(train, 2, backend="gloo") for train in (_train_ours, _train_torch))
+    assert _digest(ours[0]) == _digest(theirs[0])
+
+
+def test_pytorchs_own_over_the_same_backend_ends_within_rounding(backend):
+    ours, theirs = (run_ranks(train, 3, backend=backend) for train in (_train_ours, _train_torch))
+    for mine, reference in zip(ours[0], theirs[0], strict=True):
+        torch.testing.assert_close(mine, reference, rtol=0, atol=1e-6)
+
+
+def test_the_mean_of_gradients_counts_every_rank_once(backend):
+    def gradient(rank, world_size):
+        model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        model(torch.full((1, 1), float(rank + 1))).sum().backward()
+        assert dist.get_world_size() == world_size
+        return model.module.weight.grad.item()
+
+    assert run_ranks(gradient, 4, backend=backend) == [2.5] * 4
