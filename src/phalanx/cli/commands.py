@@ -1,0 +1,48 @@
+"""The list of commands: every module of this folder with a click command named `command`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+
+import click
+
+import phalanx
+import phalanx.cli
+
+_NOT_COMMANDS = ("commands", "__main__")
+
+
+class _Commands(click.Group):
+    """A group that imports a command's module when the command is used, or listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(
+            module.name for module in pkgutil.iter_modules(phalanx.cli.__path__) if module.name not in _NOT_COMMANDS
+        )
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = importlib.import_module(f"phalanx.cli.{cmd_name}").command
+        assert isinstance(command, click.Command), f"phalanx.cli.{cmd_name}.command is not a click command"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], names, n=1)
+            advice = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(names)}."
+            if args[0].endswith(".py"):
+                advice = f"To run a script: phalanx run {args[0]}"
+            ctx.fail(f"no command {args[0]!r}. {advice}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(phalanx.__version__, prog_name="phalanx")
+def group() -> None:
+    """Train PyTorch models on many processes."""

@@ -1,0 +1,44 @@
+"""The signals that the agent receives, as bytes on a pipe: handled in the event loop, between two events."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_CAUGHT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT", "SIGCHLD")
+
+
+@contextmanager
+def caught_signals() -> Iterator[int]:
+    """A descriptor on which each signal that arrives is a byte, its number; dispositions are restored afterwards.
+
+    A signal that whoever started us chose to ignore (nohup, a background job) stays ignored.
+    """
+    read, write = os.pipe()
+    for end in (read, write):
+        os.set_blocking(end, False)
+    numbers = [signal.Signals[name] for name in _CAUGHT]
+    before = {number: signal.getsignal(number) for number in numbers}
+    previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    try:
+        for number in numbers:
+            if before[number] != signal.SIG_IGN:
+                signal.signal(number, lambda signum, frame: None)
+        yield read
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+        signal.set_wakeup_fd(previous)
+        os.close(read)
+        os.close(write)
+
+
+def read_signals(fd: int) -> list[int]:
+    """The signals that have arrived."""
+    try:
+        return list(os.read(fd, 4096))
+    except BlockingIOError:
+        return []

@@ -1,0 +1,75 @@
+"""The zygote as the agent sees it: a child, a socket, and an end that must be noticed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from phalanx.launch import wire, zygote
+from phalanx.launch.target import Target
+
+
+class ZygoteProcess:
+    """The one zygote of this host. Sending to a dead zygote does nothing: its end shows on the socket."""
+
+    def __init__(self, environment: Mapping[str, str], *, preload: bool) -> None:
+        self.control, theirs = socket.socketpair()
+        boot = zygote.BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload)
+        # -O, -X, -W and their like are this interpreter's and hold for the ranks
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
+        stdin = subprocess.DEVNULL if os.isatty(0) else None
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", boot],
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=stdin,
+                stdout=2,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the zygote itself."""
+        return self._process.pid
+
+    def assign(self, target: Target) -> None:
+        """Say what the ranks will run; to be called once, before `fork`."""
+        fields = {"kind": target.kind, "name": target.name, "arguments": target.arguments}
+        self._send({"command": "target", "target": fields})
+
+    def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
+        """Have `rank` forked, with `fds`: stdout, stderr, reports, dump."""
+        self._send({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
+
+    def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
+        """Have `signum` sent to `ranks`."""
+        self._send({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
+
+    def sweep(self) -> None:
+        """Have every process below the zygote killed; it answers `swept`."""
+        self._send({"command": "sweep"})
+
+    def kill(self) -> None:
+        """End the zygote at once, and with it the ranks: the kernel sees to that."""
+        self._process.kill()
+
+    def wait_exit(self) -> int:
+        """The exit code of the zygote, whose socket has closed; minus the signal that killed it."""
+        return self._process.wait()
+
+    def close(self, reaped: Mapping[int, int]) -> None:
+        """Let go of the socket. `reaped` are wait statuses by pid that were collected elsewhere."""
+        self.control.close()
+        if self._process.returncode is None and self.pid in reaped:
+            self._process.returncode = os.waitstatus_to_exitcode(reaped[self.pid])
+
+    def _send(self, message: dict[str, object], fds: Sequence[int] = ()) -> None:
+        try:
+            wire.send(self.control, message, fds)
+        except OSError:
+            pass

@@ -1,0 +1,53 @@
+"""`phalanx run`, from its words to its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from phalanx.errors import LaunchError
+from phalanx.launch.agent.agent import is_terminal, run_job
+from phalanx.launch.devices import count_gpus, find_cpus
+from phalanx.launch.environment import find_disagreements
+from phalanx.launch.placement import plan_placement
+from phalanx.launch.plan import JobPlan
+from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, format_help, parse
+from phalanx.launch.target import find_problem
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the job that `words` describe; returns the exit code, having said on stderr what was wrong."""
+    if words and words[0] in ("-h", "--help"):
+        print(format_help())
+        return 0
+    try:
+        return run_job(plan_job(parse(words), os.environ))
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
+    """Look at the host and decide everything that can be decided before a process is started.
+
+    Raises:
+        LaunchError: with all the problems that were found.
+    """
+    problems = []
+    cpus = find_cpus()
+    gpus = count_gpus(environ) if settings.nproc in ("auto", "gpu") else 0
+    num_ranks = 0
+    try:
+        num_ranks = decide_num_ranks(settings.nproc, len(cpus), gpus)
+    except LaunchError as error:
+        problems.append(str(error))
+    else:
+        problems += [f"phalanx run: {problem}" for problem in find_disagreements(environ, num_ranks)]
+    target_problem = find_problem(settings.target)
+    if target_problem is not None:
+        problems.append(f"phalanx run: {target_problem}")
+    if problems:
+        raise LaunchError("\n".join(problems), exit_code=USAGE_EXIT_CODE)
+    placement = plan_placement(cpus, num_ranks, pin=settings.affinity and hasattr(os, "sched_setaffinity"))
+    return JobPlan(settings, num_ranks, placement, is_terminal(), dict(environ))

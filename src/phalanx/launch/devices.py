@@ -1,0 +1,52 @@
+"""How many processors and GPUs this job may use, found without importing torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+
+
+def find_cpus() -> tuple[int, ...]:
+    """The cores that this process may run on: fewer than the machine has under taskset, Slurm or a container."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """The CUDA devices that torch would see: the driver's, limited by CUDA_VISIBLE_DEVICES."""
+    return count_visible(_count_installed(), environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def count_visible(installed: int, visible: str | None) -> int:
+    """How many of `installed` devices CUDA_VISIBLE_DEVICES leaves.
+
+    CUDA reads the list up to the first entry that isn't a device; an index out of range or -1 ends it. Names (GPU-…,
+    MIG-…) are taken to exist.
+    """
+    if visible is None:
+        return installed
+    count = 0
+    for entry in visible.split(","):
+        name = entry.strip()
+        known = name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < installed)
+        if not known:
+            break
+        count += 1
+    return count if installed else 0
+
+
+def _count_installed() -> int:
+    """What NVML counts, the library that comes with the driver; 0 without one."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    try:
+        count = ctypes.c_uint(0)
+        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+    finally:
+        nvml.nvmlShutdown()

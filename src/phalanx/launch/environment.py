@@ -1,0 +1,95 @@
+"""The environment variables that a rank sees: torchrun's, and two of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# What a launcher sets for a rank. An outer launcher's values must never reach our ranks.
+RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_TTY",
+)  # fmt: skip
+
+# Each says that this process is one of several that another launcher started, and how many they are.
+_OUTER_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of one attempt have in common. `store` is empty where the platform has no memfd."""
+
+    world_size: int
+    master_addr: str
+    master_port: int
+    run_id: str
+    restart_count: int
+    max_restarts: int
+    store: str = ""
+    columns: int | None = None
+    terminal: bool = False
+
+
+def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
+    """The variables of `rank`; on one host its global and its local rank are the same."""
+    world_size = str(job.world_size)
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": str(job.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(job.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_RUN_ID": job.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if job.store:
+        variables["PHALANX_STORE"] = job.store
+    if job.terminal:
+        variables["PHALANX_TTY"] = "1"
+    if job.columns is not None:
+        variables["COLUMNS"] = str(job.columns)
+    return variables
+
+
+def plan_zygote_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The user's environment without any launcher's variables; OMP_NUM_THREADS is `threads` unless the user set it."""
+    variables = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
+    variables.setdefault("OMP_NUM_THREADS", str(threads))
+    return variables
+
+
+def find_disagreements(environ: Mapping[str, str], world_size: int) -> list[str]:
+    """Why a job of `world_size` ranks must not be started from this environment; empty when it may."""
+    problems = []
+    ranks = [f"{name}={environ[name]}" for name in ("RANK", "LOCAL_RANK") if environ.get(name)]
+    if ranks:
+        problems.append(
+            f"{' and '.join(ranks)} in the environment: this process is already a rank of another launcher, "
+            "which would start the whole job once per rank. "
+            "Use one launcher; to nest on purpose: env -u RANK -u LOCAL_RANK -u WORLD_SIZE phalanx run …"
+        )
+    size = environ.get("WORLD_SIZE")
+    if size and not ranks and size != str(world_size):
+        problems.append(
+            f"WORLD_SIZE={size} in the environment, but {world_size} ranks are to be started. "
+            f"Unset WORLD_SIZE, or pass --nproc-per-node {size}."
+        )
+    for name in _OUTER_WORLD_SIZES:
+        if environ.get(name, "1") not in ("", "1"):
+            problems.append(
+                f"{name}={environ[name]} in the environment: MPI started this command {environ[name]} times, "
+                "and each would start a job of its own. Run the script under mpiexec directly (phalanx.init joins "
+                "the MPI job), or phalanx run without mpiexec."
+            )
+    return problems

@@ -1,0 +1,96 @@
+"""Identical lines of several ranks become one, and each rank's own order is kept.
+
+rank 0:  a  b  c            pending, in order of release:
+rank 1:  a     c            a {0,1}   b {0}   c {0,1}
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+WINDOW_S = 0.1  # how long a line waits for its twins; ranks in step print within a few milliseconds
+_MAX_PENDING = 4096
+
+
+@dataclass
+class Folded:
+    """A line, the stream it came from (1 or 2), and the ranks that printed it."""
+
+    stream: int
+    text: bytes
+    ranks: set[int]
+    due: float
+    order: int
+
+
+class Folder:
+    """Holds lines until all live ranks have printed them, or for `window_s`. Time is an argument: no clock inside."""
+
+    def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
+        self._live = set(ranks)
+        self._window_s = window_s
+        self._pending: deque[Folded] = deque()
+        self._waiting: dict[tuple[int, bytes], list[Folded]] = {}
+        self._last: dict[int, int] = {}  # rank -> order of its latest line: its next may join only behind that
+        self._order = 0
+
+    def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
+        """`rank` printed the line `text`."""
+        twins = self._waiting.setdefault((stream, text), [])
+        last = self._last.get(rank, -1)
+        for twin in twins:
+            if twin.order > last:
+                twin.ranks.add(rank)
+                self._last[rank] = twin.order
+                return
+        self._order += 1
+        entry = Folded(stream, text, {rank}, now + self._window_s, self._order)
+        twins.append(entry)
+        self._pending.append(entry)
+        self._last[rank] = self._order
+
+    def end(self, rank: int) -> None:
+        """`rank` will print nothing more: nobody needs to wait for it."""
+        self._live.discard(rank)
+
+    def begin(self, ranks: Iterable[int]) -> None:
+        """These ranks print again (after a restart)."""
+        self._live |= set(ranks)
+
+    def release(self, now: float) -> list[Folded]:
+        """The lines that are due, in order: complete, or waited for long enough."""
+        released = []
+        while self._pending:
+            head = self._pending[0]
+            if not (self._live <= head.ranks or head.due <= now or len(self._pending) > _MAX_PENDING):
+                break
+            self._pending.popleft()
+            key = (head.stream, head.text)
+            twins = self._waiting[key]
+            twins.remove(head)
+            if not twins:
+                del self._waiting[key]
+            released.append(head)
+        return released
+
+    def flush(self) -> list[Folded]:
+        """All lines that are left."""
+        return self.release(float("inf"))
+
+    @property
+    def next_due(self) -> float | None:
+        """When `release` will next have something to do by time alone; None when nothing is pending."""
+        return self._pending[0].due if self._pending else None
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """`0-3,7` for 0, 1, 2, 3, 7."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,53 @@
+"""Where the lines go: the agent's own stdout and stderr, written without ever blocking the agent."""
+
+from __future__ import annotations
+
+import os
+import select
+
+_PIECE_BYTES = 4096  # PIPE_BUF: when poll says that a pipe is writable, this much goes in without blocking
+
+
+class Writer:
+    """A queue of bytes in front of a descriptor that may be a terminal, a pipe or a file.
+
+    The descriptor is shared with the user's shell, so it can't be made non-blocking; instead no more is written at
+    a time than is certain not to block. Thus Ctrl-C works while a pager holds up the output.
+    """
+
+    LIMIT_BYTES = 1 << 20
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.broken = False
+        self._queue = bytearray()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is still to be written."""
+        return bool(self._queue)
+
+    @property
+    def full(self) -> bool:
+        """Whether so much is waiting that nothing more should be read from the ranks."""
+        return len(self._queue) > self.LIMIT_BYTES
+
+    def put(self, data: bytes) -> None:
+        """Queue `data`; dropped when the reader has gone."""
+        if not self.broken:
+            self._queue += data
+
+    def write_some(self) -> None:
+        """Write what fits without blocking."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        while self._queue and poll.poll(0):
+            try:
+                written = os.write(self.fd, self._queue[:_PIECE_BYTES])
+            except BlockingIOError:
+                return
+            except OSError:  # EPIPE: the reader has gone; EIO: the terminal has
+                self.broken = True
+                self._queue.clear()
+                return
+            del self._queue[:written]

@@ -1,0 +1,110 @@
+"""What the system knows of processes: who descends from whom, who adopts orphans, who dies with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no adoption of orphans and no /proc
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_MEANINGS = {
+    "SIGSEGV": "segmentation fault",
+    "SIGBUS": "bus error; often /dev/shm or a mapped file is full",
+    "SIGABRT": "abort; the program or a library gave up, its own message stands above",
+    "SIGFPE": "arithmetic fault",
+    "SIGILL": "illegal instruction; built for another processor?",
+    "SIGKILL": "killed; out of memory? see `dmesg` or the job's memory limit",
+    "SIGTERM": "asked to stop",
+    "SIGINT": "interrupted",
+    "SIGPIPE": "wrote to a closed pipe",
+    "SIGHUP": "the terminal was closed",
+}
+
+
+def name_signal(number: int) -> str:
+    """`SIGSEGV (segmentation fault)`; the bare name where nothing is to add, the number where it has no name."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    return f"{name} ({_MEANINGS[name]})" if name in _MEANINGS else name
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies, daemons included."""
+    if SUPPORTED:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when `parent`, its parent, dies; exits if it is dead already."""
+    if SUPPORTED:
+        _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(128 + signum)
+
+
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    if SUPPORTED:
+        _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def find_descendants(ancestor: int) -> list[int]:
+    """Every process below `ancestor`, zombies included, parents before children. One scan of /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if SUPPORTED else ():
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                # the command's name stands in parentheses and may itself hold any character
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            continue  # it ended while we looked
+        children.setdefault(parent, []).append(int(entry))
+    found = []
+    level = [ancestor]
+    while level:
+        level = [child for pid in level for child in children.get(pid, ())]
+        found += level
+    return found
+
+
+def kill_descendants(limit_s: float = 5.0) -> dict[int, int]:
+    """SIGKILL and reap every descendant of this process; returns the wait status of each that it reaped.
+
+    Repeats until none is left, because a process can fork between the scan and its death; for that to find orphans this
+    process must have called `adopt_orphans`. Gives up after `limit_s` on processes that the kernel doesn't let die (a
+    hung disk).
+    """
+    reaped: dict[int, int] = {}
+    end = time.monotonic() + limit_s
+    while True:
+        living = find_descendants(os.getpid())
+        for pid in living:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass  # gone already, or a set-uid program that only root may kill
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                reaped[found[0]] = found[1]
+        except ChildProcessError:
+            return reaped
+        if time.monotonic() > end:
+            return reaped
+        time.sleep(0.002)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")

@@ -1,0 +1,71 @@
+"""What the ranks are to run: a script, a module or a program; found wanting before anything is started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["script", "module", "program"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A script's path, a module's name or a program, and the arguments that belong to it."""
+
+    kind: Kind
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
+def find_problem(target: Target) -> str | None:
+    """Why `target` can't run, in the words for the user; None when nothing speaks against it. Runs none of it."""
+    if target.kind == "script":
+        return _find_script_problem(target.name)
+    if target.kind == "program":
+        if shutil.which(target.name) is None:
+            return f"program {target.name!r}: not found, or not executable. Give its path, or look at PATH."
+        return None
+    if not all(part.isidentifier() for part in target.name.split(".")):
+        return (
+            f"module {target.name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
+        )
+    return None
+
+
+def _find_script_problem(path: str) -> str | None:
+    if os.path.isdir(path):
+        return f"script {path!r}: is a directory. Name the file in it, or run a package with -m."
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except FileNotFoundError:
+        program = shutil.which(path)
+        advice = f" To run the program {program}, use --no-python." if program else _suggest_neighbour(path)
+        return f"script {path!r}: no such file in {os.getcwd()}.{advice}"
+    except OSError as error:
+        return f"script {path!r}: cannot be read: {error.strerror}. Look at its permissions: ls -l {path}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks' own compilation shows them
+            compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        text = (error.text or "").rstrip()
+        caret = f"\n    {' ' * (max(1, error.offset or 1) - 1)}^" if text else ""
+        shown = f"\n    {text}{caret}" if text else ""
+        return f"script {path!r}, line {error.lineno}: {type(error).__name__}: {error.msg}{shown}"
+    except ValueError as error:
+        advice = "" if path.endswith(".py") else " To run a program, use --no-python."
+        return f"script {path!r}: not Python source: {error}.{advice}"
+    return None
+
+
+def _suggest_neighbour(path: str) -> str:
+    import difflib
+
+    folder = os.path.dirname(path) or "."
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    near = difflib.get_close_matches(os.path.basename(path), [name for name in names if name.endswith(".py")], n=1)
+    return f" Did you mean {os.path.join(os.path.dirname(path), near[0])!r}?" if near else ""

@@ -1,0 +1,186 @@
+"""What runs in a rank: a fork of the zygote becomes the user's `python script.py`, `python -m module` or program.
+
+The script is the process's real `__main__`, run at the bottom of the stack; when it ends, the interpreter's own
+finalisation follows (threads joined, atexit run, output flushed) and its own exit code. We only listen: an exception
+that nobody caught is reported to the agent with its time before the interpreter prints it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import NoReturn
+
+from phalanx.launch.failure import Report
+from phalanx.launch.processes import die_with_parent
+
+_LAUNCHER_FILES = (__file__, "<string>", runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """All that a rank needs; the first four are descriptors, owned by the rank."""
+
+    stdout: int
+    stderr: int
+    reports: int
+    dump: int
+    parent: int
+    rank: int
+    kind: str
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+    cpus: list[int]
+
+
+def run_worker(assignment: Assignment) -> None:
+    """Become the assigned rank; returns, or raises what the user's code raised, when its code has ended."""
+    _become_own_process(assignment)
+    report = _reporter(assignment)
+    if assignment.kind == "program":
+        _execute(assignment, report)
+    _reseed()
+    if not faulthandler.is_enabled():  # else the user asked for dumps on stderr
+        faulthandler.enable(file=assignment.dump)
+    code = _prepare_main(assignment)
+    try:
+        code()
+    except BaseException as error:
+        failed_at = time.monotonic()
+        error.__traceback__ = _without_launcher(error.__traceback__)
+        if os.getpid() != report.pid:
+            raise  # a child that the script forked by hand: its end is the script's affair
+        if isinstance(error, SystemExit):
+            if error.code not in (None, 0):
+                report.send(error, failed_at)
+            raise
+        report.send(error, failed_at)
+        # As the interpreter does, but without our frames. What follows, the exit code and for KeyboardInterrupt the
+        # death by SIGINT, is the interpreter's own.
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook = lambda *_: None
+        raise
+
+
+def _become_own_process(assignment: Assignment) -> None:
+    die_with_parent(assignment.parent)
+    os.setpgid(0, 0)  # the terminal's signals reach the agent only; it passes them on, once
+    os.dup2(assignment.stdout, 1)
+    os.dup2(assignment.stderr, 2)
+    os.close(assignment.stdout)
+    os.close(assignment.stderr)
+    os.environ.update(assignment.environment)
+    if assignment.cpus:
+        try:
+            os.sched_setaffinity(0, assignment.cpus)
+        except OSError:
+            pass  # the cores were taken from us since the agent looked; running unpinned is right, only slower
+    for stream in (sys.stdout, sys.stderr):
+        # Output goes to a pipe but is meant to be seen live, as on a terminal.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _execute(assignment: Assignment, report: _Reporter) -> NoReturn:
+    """Replace this process by the program."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an ignored signal would stay ignored
+    try:
+        os.execvpe(assignment.name, [assignment.name, *assignment.arguments], os.environ)
+    except OSError as error:
+        report.send(error, time.monotonic())
+        print(f"cannot run {assignment.name}: {error.strerror}", file=sys.stderr)
+        os._exit(126)
+
+
+def _reseed() -> None:
+    """Give each rank the random state that a fresh interpreter would have: its own, from the operating system."""
+    # Python's `random` reseeds itself after a fork.
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()  # not torch.seed(): that would queue a seed for CUDA too
+
+
+def _prepare_main(assignment: Assignment) -> Callable[[], object]:
+    """Set up `__main__`, `sys.argv` and `sys.path` as the interpreter does; returns what runs the code."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = main
+    safe_path = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+    if assignment.kind == "module":
+        sys.argv = ["-m", *assignment.arguments]
+        sys.orig_argv = [sys.executable, "-m", assignment.name, *assignment.arguments]
+        if not safe_path:
+            sys.path.insert(0, os.getcwd())
+        # private, but it is what `python -m` itself calls, and unchanged since Python 3.3
+        run_module: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
+        return lambda: run_module(assignment.name)
+    sys.argv = [assignment.name, *assignment.arguments]
+    sys.orig_argv = [sys.executable, assignment.name, *assignment.arguments]
+    path = os.path.abspath(assignment.name)
+    if not safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(assignment.name)))
+    from importlib.machinery import SourceFileLoader
+
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+
+    def run_script() -> None:
+        with io.open_code(path) as file:
+            source = file.read()
+        code: CodeType = compile(source, path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)
+
+    return run_script
+
+
+class _Reporter:
+    """Tells the agent of this rank's failure over `reports`."""
+
+    def __init__(self, rank: int, reports: int) -> None:
+        self.pid = os.getpid()
+        self._rank = rank
+        self._reports = reports
+
+    def send(self, error: BaseException, at: float) -> None:
+        """Send `error`, raised at `at` on the monotonic clock; never raises."""
+        try:
+            place = _find_place(error.__traceback__)
+            names = tuple(cls.__name__ for cls in type(error).__mro__)
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            summary = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
+            report = Report(self._rank, self.pid, at, names, summary, place, text)
+            os.write(self._reports, report.to_bytes())
+        except Exception:
+            pass  # the exception's own __str__ failed, or the agent has gone: the exit code still tells
+
+
+def _reporter(assignment: Assignment) -> _Reporter:
+    return _Reporter(assignment.rank, assignment.reports)
+
+
+def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and _is_launcher(trace.tb_frame):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_launcher(frame: FrameType) -> bool:
+    return frame.f_code.co_filename in _LAUNCHER_FILES
+
+
+def _find_place(trace: TracebackType | None) -> str:
+    """`train.py:88`, the innermost line of the traceback; empty when there is none."""
+    frames = traceback.extract_tb(trace)
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,155 @@
+"""The process that imports torch once and forks the ranks.
+
+    agent ──control socket──▶ zygote ──fork──▶ rank 0, 1, 2 …        (each becomes `python script.py`)
+
+It holds no CUDA context, starts no thread and never runs user code. It adopts every orphan below it, and when the
+agent's end of the socket closes, for whatever reason, it kills all that descends from it before it ends itself. When
+the zygote dies, the kernel kills the ranks (their death signal) and the agent adopts and kills what they leave.
+
+Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump;
+           signal {signum, ranks, group};  sweep;
+Events:    started {rank, pid};  exit {rank, pid, status, at};  swept
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import time
+from typing import Any
+
+from phalanx.launch import wire
+from phalanx.launch.processes import adopt_orphans, die_with_parent, kill_descendants, outlive_parent
+from phalanx.launch.worker import Assignment, run_worker
+
+# Run by `python -c`, so that below the script there are as few frames as can be. The empty entry is the working
+# directory, which must not shadow modules (the user's `random.py`) while torch is imported.
+BOOT = (
+    "import sys; '' in sys.path and sys.path.remove(''); "
+    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload})"
+)
+
+
+def main(control: int, agent: int, preload: bool) -> None:
+    """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended."""
+    die_with_parent(agent)  # while torch is being imported nobody watches the socket, and there is nothing to clean up
+    adopt_orphans()
+    if preload:
+        _import_torch()
+    gc.collect()
+    gc.freeze()  # the ranks' collector leaves the pages of the imported modules shared
+    assignment = _Zygote(socket.socket(fileno=control), agent).serve()
+    run_worker(assignment)
+
+
+def _import_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        pass  # a script without torch runs all the same; one with it fails in its own import, which says why
+
+
+class _Zygote:
+    def __init__(self, control: socket.socket, agent: int) -> None:
+        self._control = control
+        self._agent = agent
+        self._ranks: dict[int, int] = {}  # pid -> rank, of those that were not reaped yet
+        self._target: dict[str, Any] = {}
+
+    def serve(self) -> Assignment:
+        """Follow the agent's commands; returns in each rank that it forks, and nowhere else."""
+        wake, woken = os.pipe()
+        for end in (wake, woken):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        outlive_parent()
+        if os.getppid() != self._agent:
+            os._exit(1)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poll.poll()]
+            if wake in ready:
+                _drain(wake)
+                self._reap()
+            if self._control.fileno() not in ready:
+                continue
+            received = wire.receive(self._control)
+            if received is None:
+                kill_descendants()
+                os._exit(0)
+            message, fds = received
+            command = message["command"]
+            if command == "target":
+                self._target = message["target"]
+            elif command == "signal":
+                self._signal(message["signum"], message["ranks"], message["group"])
+            elif command == "sweep":
+                self._tell_exits(kill_descendants())
+                self._tell({"event": "swept"})
+            elif command == "fork":
+                parent = os.getpid()
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for fd in (wake, woken):
+                        os.close(fd)
+                    self._control.close()
+                    stdout, stderr, reports, dump = fds
+                    return Assignment(
+                        parent=parent, stdout=stdout, stderr=stderr, reports=reports, dump=dump, rank=message["rank"],
+                        environment=message["environment"], cpus=message["cpus"], **self._target,
+                    )  # fmt: skip
+                self._ranks[pid] = message["rank"]
+                for fd in fds:
+                    os.close(fd)
+                try:
+                    os.setpgid(pid, pid)  # also done by the rank: whoever comes first, so that signals find the group
+                except OSError:
+                    pass
+                self._tell({"event": "started", "rank": message["rank"], "pid": pid})
+
+    def _reap(self) -> None:
+        exits = {}
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                exits[found[0]] = found[1]
+        except ChildProcessError:
+            pass
+        self._tell_exits(exits)
+
+    def _tell_exits(self, exits: dict[int, int]) -> None:
+        for pid, status in exits.items():
+            rank = self._ranks.pop(pid, None)  # None: an orphan that we adopted
+            if rank is not None:
+                code = os.waitstatus_to_exitcode(status)
+                self._tell({"event": "exit", "rank": rank, "pid": pid, "status": code, "at": time.monotonic()})
+
+    def _signal(self, signum: int, ranks: list[int], group: bool) -> None:
+        # Only the parent can do this safely: a pid that was not reaped yet can't belong to anybody else.
+        for pid, rank in self._ranks.items():
+            if rank in ranks:
+                try:
+                    (os.killpg if group else os.kill)(pid, signum)
+                except (ProcessLookupError, PermissionError):
+                    pass
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        try:
+            wire.send(self._control, event)
+        except OSError:
+            pass  # the agent has gone; the next receive sees it
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        pass
