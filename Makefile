@@ -1,0 +1,98 @@
+# Every target does its own set-up: it needs Python 3.10 to 3.13, make and a C compiler, and nothing else.
+#
+#   make demo PYTHON=python3.12                use this Python
+#   make test ARGS="tests/ddp -k bucket"       hand arguments to pytest (or to the demo, or to each benchmark)
+#   make demo TORCH_INDEX=<address>            take PyTorch from this package index as well: on Linux, the default
+#                                              index serves the build for NVIDIA GPUs (gigabytes), and the "CPU" address
+#                                              of PyTorch's "Get started" page serves the small one; where both are
+#                                              seen, pip takes the small one
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+CORE := $(sort $(wildcard csrc/*.c csrc/*.h))
+# module.c alone knows Python; all other sources can be linked into a plain C program.
+PLAIN_CORE := $(filter-out csrc/module.c,$(filter %.c,$(CORE)))
+STRESS := $(sort $(wildcard tests/csrc/*.c))
+BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint bench sanitize clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: setup ## Train a small network on two ranks, evaluate it, write a checkpoint
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: setup ## Run all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## Check style, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: setup ## Run every benchmark, one after another, in its quick form
+	@set -e; for run in $(BENCHMARKS); do echo "== $$run"; $(BIN)/python $$run $(or $(ARGS),--quick); done
+
+# A sanitizer that finds something ends the program with an error, and that ends this target.
+sanitize: ## Run the C core's stress programs under ASan, UBSan and TSan
+	@test -n "$(STRESS)" || { echo "make sanitize: there is no stress program in tests/csrc/ to run." >&2; exit 1; }
+	@mkdir -p build/sanitize
+	@set -e; for stress in $(STRESS); do for sanitizer in address,undefined thread; do \
+	    program=build/sanitize/$$(basename $$stress .c)-$${sanitizer%,*}; \
+	    echo "== $$program"; \
+	    $(CC) -std=c11 -D_GNU_SOURCE -O1 -g -fno-omit-frame-pointer -ffp-contract=off -pthread -Icsrc \
+	        -fsanitize=$$sanitizer -fno-sanitize-recover=all $(PLAIN_CORE) $$stress -o $$program -lm; \
+	    $$program; \
+	done; done; echo "make sanitize: nothing found."
+
+clean: ## Remove the environment and everything that was built
+	rm -rf $(VENV) build dist src/*.egg-info src/phalanx/*.so .mypy_cache .ruff_cache .pytest_cache
+
+# Set-up: three steps, each skipped while what it depends on has not changed.
+
+setup: $(VENV)/package.stamp
+
+$(VENV)/python.stamp:
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "make: there is no $(PYTHON). Install Python 3.10 to 3.13, or name one: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+	    echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1); 3.10 to 3.13 is needed. Name one: make PYTHON=python3.12" >&2; \
+	    exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "make: $(PYTHON) cannot make virtual environments. Install its venv package (Debian, Ubuntu:" \
+	        "apt install python3-venv), or name another Python: make PYTHON=..." >&2; exit 1; }
+	@test "$$(uname)" != Linux || command -v $(CC) >/dev/null || { \
+	    echo "make: there is no C compiler ($(CC)) to build the core with. Install one (Debian, Ubuntu: apt install gcc)," \
+	        "or name one: make CC=..." >&2; exit 1; }
+	@test "$$(uname)" != Linux || $(PYTHON) -c \
+	    'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || { \
+	    echo "make: the C headers of $(PYTHON) are missing. Install them (Debian, Ubuntu: apt install python3-dev)," \
+	        "or name another Python: make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# PyTorch comes first and alone: it is by far the largest, and nothing else may decide which build of it is taken.
+$(VENV)/requirements.stamp: $(VENV)/python.stamp constraints.txt pyproject.toml
+	@test -n "$(TORCH_INDEX)" || command -v nvidia-smi >/dev/null || test "$$(uname)" != Linux || echo \
+	    "make: no NVIDIA GPU here. If pip downloads the GPU build of PyTorch, stop it and see TORCH_INDEX in the Makefile."
+	$(PIP) $(INDEX) torch
+	$(PIP) $(INDEX) setuptools wheel
+	@touch $@
+
+# The build runs in the environment itself, with the setuptools that constraints.txt names.
+$(VENV)/package.stamp: $(VENV)/requirements.stamp setup.py $(CORE)
+	@rm -f src/phalanx/_core*.so # a build that fails must not leave yesterday's core in place
+	$(PIP) $(INDEX) --no-build-isolation --editable '.[dev]'
+	@test "$$(uname)" != Linux || $(BIN)/python -c 'import phalanx._core' || { \
+	    echo "make: the C core was not built. The compiler says:" >&2; \
+	    CC="$(CC)" $(BIN)/python setup.py -q build_ext --inplace >&2; exit 1; }
+	@touch $@
