@@ -1,0 +1,194 @@
+"""The picture in docs/architecture, enforced: imports only go down, and importing the package does nothing."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
+
+LAYERS = [
+    {"errors", "deadline", "dtypes", "log"},
+    {"_core", "arena", "engines", "coordination"},
+    {"collectives"},
+    {"backend"},
+    {"ddp", "nn", "optim", "data", "pipeline", "checkpoint", "rpc"},
+    {"strategies", "trainer", "elastic", "launch", "testing", "doctor"},
+    {"cli"},
+]
+LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
+FEATURES = 4
+
+# The facade and the entry point that torch calls stand outside the layers: they name rooms and load them on first use.
+OUTSIDE = {"__init__", "_autoload"}
+
+# An import that goes sideways or up on purpose, with the reason.
+ALLOWED: dict[tuple[str, str], str] = {}
+
+TORCH_FREE = {
+    "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
+    "coordination": "it is used by the agent",
+    "cli": "`phalanx run` must not pay for torch",
+    "errors": "the agent raises them",
+    "deadline": "the agent waits with them",
+    "log": "the agent logs",
+    "doctor": "it must be able to say that torch cannot be imported",
+    "testing": "a test of the launcher needs ranks and clocks, not torch",
+}
+
+READS_ENVIRONMENT = {
+    "cli": "on a user's behalf",
+    "launch": "on a user's behalf",
+    "backend/rendezvous.py": "reads what launchers set",
+    "doctor/facts.py": "the variables that steer torch and gloo are part of what it examines",
+    "testing/child.py": "sets the thread count of a rank, a process of its own",
+    "testing/leaks.py": "compares the variables before and after a test",
+}
+
+VAGUE = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import in a module: of what, on which line, and whether it runs when the module is imported."""
+
+    name: str
+    line: int
+    at_module_level: bool
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(module: Path) -> str:
+    return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(module: Path) -> Iterator[Import]:
+    yield from _imports(ast.parse(module.read_text(), str(module)), module, at_module_level=True)
+
+
+def _imports(node: ast.AST, module: Path, *, at_module_level: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, at_module_level) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = _absolute(child, module)
+            yield from (Import(f"{base}.{alias.name}", child.lineno, at_module_level) for alias in child.names)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for statement in child.orelse:  # types go with no import at run time
+                yield from _imports(statement, module, at_module_level=at_module_level)
+        else:
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _imports(child, module, at_module_level=at_module_level and not inside)
+
+
+def _absolute(node: ast.ImportFrom, module: Path) -> str:
+    if not node.level:
+        return node.module or ""
+    package = ("phalanx", *module.relative_to(PACKAGE).parts[:-1])
+    return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+
+
+def where(module: Path, line: int) -> str:
+    return f"{module.relative_to(PACKAGE.parent)}:{line}"
+
+
+def test_every_module_lies_in_a_room_of_the_picture():
+    assert {room_of(module) for module in modules()} <= LAYER_OF.keys() | OUTSIDE
+
+
+def test_imports_only_go_down():
+    wrong = []
+    for module in modules():
+        room = room_of(module)
+        if room in OUTSIDE:
+            continue
+        for imported in imports(module):
+            parts = imported.name.split(".")
+            if parts[0] != "phalanx" or len(parts) == 1 or parts[1] not in LAYER_OF or parts[1] == room:
+                continue
+            target = parts[1]
+            down = LAYER_OF[target] < LAYER_OF[room]
+            beside = LAYER_OF[target] == LAYER_OF[room] != FEATURES
+            if not (down or beside or (room, target) in ALLOWED):
+                wrong.append(f"{where(module, imported.line)}: {room} must not import {target}")
+    assert wrong == []
+
+
+def test_no_rooms_import_each_other_in_a_circle():
+    edges = {(room_of(m), i.name.split(".")[1]) for m in modules() for i in imports(m) if i.name.startswith("phalanx.")}
+    graph = {room: {b for a, b in edges if a == room != b and b in LAYER_OF} for room in LAYER_OF}
+    while ends := [room for room, targets in graph.items() if not targets]:
+        graph = {room: targets - set(ends) for room, targets in graph.items() if room not in ends}
+    assert graph == {}
+
+
+def test_what_must_start_fast_never_imports_torch_at_module_level():
+    wrong = [
+        f"{where(module, imported.line)}: {TORCH_FREE[room_of(module)]}"
+        for module in modules()
+        if room_of(module) in TORCH_FREE
+        for imported in imports(module)
+        if imported.at_module_level and imported.name.split(".")[0] == "torch"
+    ]
+    assert wrong == []
+
+
+def test_only_the_rooms_that_face_the_user_read_the_environment():
+    wrong = []
+    for module in modules():
+        place = module.relative_to(PACKAGE).as_posix()
+        if room_of(module) in READS_ENVIRONMENT or place in READS_ENVIRONMENT:
+            continue
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.Attribute | ast.Name):
+                name = node.attr if isinstance(node, ast.Attribute) else node.id
+                if name in ("environ", "environb", "getenv", "putenv"):
+                    wrong.append(where(module, node.lineno))
+    assert wrong == []
+
+
+def test_no_module_has_a_name_that_says_nothing():
+    assert [str(module) for module in modules() if module.stem in VAGUE or room_of(module) in VAGUE] == []
+
+
+def test_every_exception_to_a_rule_is_still_needed():
+    present = {room_of(module) for module in modules()} | {m.relative_to(PACKAGE).as_posix() for m in modules()}
+    assert READS_ENVIRONMENT.keys() <= present
+
+
+PROBE = """
+import json, logging, os, sys
+before = dict(os.environ), set(os.listdir("/proc/self/fd")), list(logging.root.handlers)
+import phalanx{name}
+after = dict(os.environ), set(os.listdir("/proc/self/fd")), list(logging.root.handlers)
+print(json.dumps({{
+    "same": before == after,
+    "handlers": len(logging.getLogger("phalanx").handlers),
+    "threads": len(os.listdir("/proc/self/task")),
+    "modules": sorted(sys.modules),
+}}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["", ".cli.__main__", ".launch", ".doctor", ".testing"])
+def test_importing_does_no_work(name):
+    run = subprocess.run([sys.executable, "-c", PROBE.format(name=name)], stdout=subprocess.PIPE, check=True)
+    seen = json.loads(run.stdout)
+    assert seen["same"], "an import changed the environment, opened a descriptor or configured logging"
+    assert (seen["handlers"], seen["threads"]) == (0, 1)
+    assert not {"torch", "numpy"} & set(seen["modules"])
+
+
+def test_importing_the_facade_loads_no_room():
+    code = "import sys, phalanx; print(*sorted(m for m in sys.modules if m.startswith('phalanx')))"
+    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert run.stdout.split() == ["phalanx"]
