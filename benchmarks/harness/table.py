@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def format_time(seconds: float) -> str:
     """Three significant digits in the unit that a reader expects: 1.05 µs, 730 µs, 2.07 ms, 1.30 s."""
     for unit, scale in (("µs", 1e-6), ("ms", 1e-3)):
-        if seconds < 1000 * scale:
+        if seconds < 999.5 * scale:
             return f"{_three_digits(seconds / scale)} {unit}"
     return f"{_three_digits(seconds)} s"
 
@@ -41,10 +41,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
 
 
 def _three_digits(value: float) -> str:
-    if value >= 100:
+    # The thresholds are where rounding adds a digit: 9.996 is 10.0, not 10.00.
+    if value >= 99.95:
         return f"{value:.0f}"
-    if value >= 10:
+    if value >= 9.995:
         return f"{value:.1f}"
-    if value >= 1:
+    if value >= 0.9995:
         return f"{value:.2f}"
     return f"{value:.3f}"
