@@ -1,0 +1,183 @@
+"""PyTorch's `DistributedSampler`, with a shuffle that can be indexed and a position that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import distributed as torch_sampler
+
+from phalanx.data.handout import Handout
+from phalanx.data.permutation import Permutation
+from phalanx.data.share import Share, plan_share
+from phalanx.errors import CheckpointError
+
+
+class DistributedSampler(torch_sampler.DistributedSampler[int]):
+    """Gives every sample of a dataset to exactly one rank, once per epoch.
+
+    A drop-in for `torch.utils.data.DistributedSampler`: the same arguments, the same lengths, and with `shuffle=False`
+    the same indices. It is a subclass, so that code which asks for PyTorch's class finds it. What differs:
+
+    - The shuffle is a keyed permutation that is computed where it is needed: an epoch over any number of samples
+      starts at once and takes the memory of one block of indices. The order is another than PyTorch's.
+    - `padding=False` shares out the exact data, for evaluation: the last samples go to the first ranks, nothing is
+      repeated, and ranks may differ by one in how many they get.
+    - An epoch that nobody sets advances by itself: the k-th iteration uses epoch k. `set_epoch(e)` makes the next
+      iteration epoch e and the one after it e + 1. An iteration begins with its first index, not with `iter()`.
+      Ranks must therefore iterate alike; a loop in which one rank alone looks at a batch must call `set_epoch`.
+    - `state_dict()` is the position of the whole job in samples, and another number of ranks can go on from it.
+    - Without a process group it is a job of one rank, so that a script also runs alone.
+
+    Args:
+        dataset: anything with a length, which is read once, here.
+        num_replicas: how many ranks share the data; that of the default process group if None.
+        rank: which of them this is; that of the default process group if None.
+        shuffle: False leaves the dataset's order.
+        seed: the same on every rank; another seed gives another sequence of orders.
+        drop_last: leave out the remainder that does not divide by the number of ranks.
+        padding: repeat the first samples until all ranks have the same number; no effect with `drop_last`.
+
+    Raises:
+        TypeError: `dataset` has no length.
+        ValueError: `rank` is not one of `num_replicas`, or only one of the two is known.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        padding: bool = True,
+    ) -> None:
+        self.length = _length_of(dataset)
+        num_replicas, rank = _place(num_replicas, rank)
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.padding = padding
+        self.num_samples = self._share(consumed=0).count
+        self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
+        self._consumed = 0  # of epoch `self.epoch`, before the pass to come
+        self._pass: Handout | None = None  # the latest; None while the pass to come is to be epoch `self.epoch`
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._begin())
+
+    def __len__(self) -> int:
+        """How many indices this rank gets in the pass at hand, or else in the next; fewer if the epoch was taken up."""
+        if self._pass is None:
+            return self._share(self._consumed).count
+        return self.num_samples if self._pass.is_over else self._pass.share.count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration epoch `epoch`: from its start, unless `load_state_dict` put us inside that epoch."""
+        if self._pass is not None or epoch != self.epoch:
+            self._consumed = 0
+        self.epoch = epoch
+        self._pass = None
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """The position of the whole job: its epoch, and how many samples of it all ranks together have consumed.
+
+        It is the same on every rank, provided that they stand at the same step.
+
+        A DataLoader with workers takes indices ahead of the training loop. `consumed` is what this rank has really
+        used since the epoch's first batch, in samples; without it, all that were handed out count:
+
+            for step, batch in enumerate(loader, start=1):
+                train(batch)
+                state = sampler.state_dict(consumed=step * loader.batch_size)
+
+        A number beyond the rank's share, as after a short last batch, counts as all of it.
+
+        Raises:
+            ValueError: `consumed` is negative.
+        """
+        if consumed is not None and consumed < 0:
+            raise ValueError(f"consumed must be zero or more samples of this rank, got {consumed}")
+        epoch, done = self.epoch, self._consumed
+        if self._pass is not None:
+            done = self._pass.share.consumed_after(self._pass.taken if consumed is None else consumed)
+            if done == self.length:
+                epoch, done = epoch + 1, 0
+        return {"epoch": epoch, "consumed": done, "length": self.length, "seed": self.seed, "shuffle": self.shuffle}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position that `state_dict` gave, on any number of ranks: the next iteration is the rest.
+
+        Nothing that was consumed comes again and nothing else is left out; padding and `drop_last` apply to the rest.
+
+        Raises:
+            CheckpointError: `state` is not such a position, or belongs to other data or another order.
+        """
+        _check_fits(state, {"length": self.length, "seed": self.seed, "shuffle": self.shuffle})
+        self.epoch = state["epoch"]
+        self._consumed = state["consumed"]
+        self._pass = None
+
+    def _begin(self) -> Iterator[Iterator[int]]:
+        # A generator, so that this runs when the first index is asked for: a DataLoader with workers calls iter()
+        # twice for one epoch.
+        if self._pass is not None:
+            self.epoch, self._consumed = self.epoch + 1, 0
+        order = Permutation(self.length, f"seed {self.seed}, epoch {self.epoch}") if self.shuffle else None
+        self._pass = Handout(self._share(self._consumed), order)
+        yield from self._pass.blocks()
+
+    def _share(self, consumed: int) -> Share:
+        return plan_share(
+            self.length,
+            self.num_replicas,
+            self.rank,
+            consumed=consumed,
+            padding=self.padding,
+            drop_last=self.drop_last,
+        )
+
+
+def _length_of(dataset: Dataset[Any]) -> int:
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        kind = "is an IterableDataset" if isinstance(dataset, IterableDataset) else "has no __len__"
+        raise TypeError(
+            f"DistributedSampler: {type(dataset).__name__} {kind}, so it has no positions to share out. "
+            "Give each rank its own part inside the dataset, and no sampler."
+        )
+    return len(dataset)
+
+
+def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Fill in from the default process group what was not given; without one, a job of one rank."""
+    if dist.is_available() and dist.is_initialized():
+        return (
+            dist.get_world_size() if num_replicas is None else num_replicas,
+            dist.get_rank() if rank is None else rank,
+        )
+    if num_replicas is None and rank is None:
+        return 1, 0
+    if num_replicas is None or rank is None:
+        missing = "num_replicas" if num_replicas is None else "rank"
+        raise ValueError(
+            f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): there is no process group to take "
+            f"{missing} from. Give both, or start the group first (phalanx.init())."
+        )
+    return num_replicas, rank
+
+
+def _check_fits(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    missing = [name for name in ("epoch", "consumed", *expected) if name not in state]
+    if missing:
+        raise CheckpointError(f"load_state_dict: the sampler's state lacks {', '.join(missing)}.")
+    wrong = [f"{name} {state[name]} (here {value})" for name, value in expected.items() if state[name] != value]
+    if not 0 <= state["consumed"] <= state["length"]:
+        wrong.append(f"consumed {state['consumed']} of {state['length']}")
+    if wrong:
+        raise CheckpointError(
+            f"load_state_dict: the saved position belongs to another order: {', '.join(wrong)}. "
+            "Build the sampler over the same data with the same arguments, or start the epoch again with set_epoch."
+        )
