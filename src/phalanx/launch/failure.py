@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from phalanx.launch.output.fold import format_ranks
 from phalanx.launch.processes import name_signal
 
 # How much later than its cause a silent death (a signal, os._exit) may be seen: the kernel closes the dying rank's
@@ -59,11 +61,22 @@ class Exit:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed: its report, its exit, or both. A rank can report and then hang in its own clean-up."""
+    """A rank that failed: its report, its exit, or both. A rank can report and then hang in its own clean-up.
+
+    `stopped`: it ended by a signal that we sent to stop it, and had not failed before.
+    """
 
     rank: int
     report: Report | None
     exit: Exit | None
+    stopped: bool = False
+
+    @property
+    def pid(self) -> int:
+        """Of the rank's process."""
+        known = self.exit or self.report
+        assert known is not None
+        return known.pid
 
     @property
     def code(self) -> int:
@@ -83,61 +96,66 @@ def decide_failures(
         reports: by rank.
         sent: when we first sent which signal to stop ranks: a death by one of them, later, is our doing.
 
-    In order of time, with two corrections: a silent death is dated back by `SILENT_LAG_S`, and a rank whose exception
-    says that a peer was lost stands behind all that don't.
+    In order of time, with three corrections. A silent death is dated back by `SILENT_LAG_S`; but SIGABRT is not,
+    because a library that aborts has often waited for its peers. A rank whose exception says that a peer was lost
+    stands behind all that don't. What ends after we began to stop ranks stands behind what failed before, unless the
+    kernel killed it for a fault of its own.
     """
     stopping_since = min(sent.values(), default=float("inf"))
-    failures = []
+    placed: list[tuple[tuple[int, float], Failure]] = []
     for rank in sorted(set(exits) | set(reports)):
         end, report = exits.get(rank), reports.get(rank)
-        if report is None and (end is None or end.status == 0):
-            continue
-        failures.append(Failure(rank, report, end))
-
-    def key(failure: Failure) -> tuple[int, float, int]:
-        report, end = failure.report, failure.exit
         if report is not None:
-            late = report.at > stopping_since
-            return (2 if late else "PeerLostError" in report.types, report.at, failure.rank)
-        assert end is not None
-        if end.at <= stopping_since:
-            lag = 0.0 if end.status == -signal.SIGABRT else SILENT_LAG_S
-            return (0, end.at - lag, failure.rank)
-        ours = -end.status in sent or -end.status not in _OUTSIDE_CAUSES
-        return (2 if ours else 0, end.at, failure.rank)
+            group = 2 if report.at > stopping_since else 1 if "PeerLostError" in report.types else 0
+            placed.append(((group, report.at), Failure(rank, report, end)))
+        elif end is not None and end.status != 0:
+            early = end.at <= stopping_since
+            stopped = not early and -end.status in sent
+            fault = -end.status in _OUTSIDE_CAUSES and not stopped
+            lag = SILENT_LAG_S if early and end.status != -signal.SIGABRT else 0.0
+            placed.append(((0 if early or fault else 2, end.at - lag), Failure(rank, None, end, stopped)))
+    return [failure for _, failure in sorted(placed, key=lambda pair: pair[0])]
 
-    return sorted(failures, key=key)
 
-
-def describe_failures(failures: Sequence[Failure], world_size: int, host: str, running: Sequence[int] = ()) -> str:
+def describe_failures(failures: Sequence[Failure], world_size: int, host: str) -> str:
     """The last words of the command: consequences in one line each, then the first failure with its traceback."""
-    first, others = failures[0], failures[1:]
+    first = failures[0]
+    others = [failure for failure in failures[1:] if not failure.stopped]
+    stopped = [failure.rank for failure in failures[1:] if failure.stopped]
     lines = []
-    if others:
-        lines.append("Later, and probably because of it:")
-        lines += [f"  rank {failure.rank}: {_summarise(failure)}" for failure in others[:16]]
-        if len(others) > 16:
-            lines.append(f"  and {len(others) - 16} more ranks")
+    if others or stopped:
+        lines.append("After it, and probably because of it:")
+        same: dict[str, list[int]] = {}
+        for failure in others:
+            same.setdefault(_summarise(failure), []).append(failure.rank)
+        if stopped:
+            same["stopped by phalanx run"] = stopped
+        lines += [f"  rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}: {how}" for how, ranks in same.items()]
         lines.append("")
-    pid = first.exit.pid if first.exit else first.report.pid if first.report else 0
-    lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {pid}): {_summarise(first)}")
+    lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {first.pid}): {_summarise(first)}")
     if first.report and first.report.traceback:
         lines += ["", first.report.traceback.rstrip()]
     elif first.exit and first.exit.dump:
-        lines += ["", first.exit.dump.rstrip()]
+        lines += ["", _without_launcher(first.exit.dump)]
     return "\n".join(lines)
+
+
+def _without_launcher(dump: str) -> str:
+    """faulthandler's dump without the frames below the script, which are ours and always last."""
+    lines = dump.rstrip().splitlines()
+    ours = [i for i, line in enumerate(lines) if os.path.join("phalanx", "launch", "worker.py") in line]
+    return "\n".join(line for i, line in enumerate(lines) if not (ours and ours[0] <= i < ours[-1] + 3))
 
 
 def _summarise(failure: Failure) -> str:
     report, end = failure.report, failure.exit
-    how = "had to be stopped" if end is None else _describe_status(end.status)
+    if end is None:
+        how = "had not ended yet"
+    elif report is not None and end.status == -signal.SIGKILL:
+        how = "did not end by itself afterwards and was killed"
+    else:
+        how = f"exit code {end.status}" if end.status >= 0 else name_signal(-end.status)
     if report is None:
         return how
-    if end is not None and end.status == -signal.SIGKILL:
-        how = "did not end by itself afterwards and was killed"
     place = f" at {report.place}" if report.place else ""
     return f"{report.summary}{place} ({how})"
-
-
-def _describe_status(status: int) -> str:
-    return f"exit code {status}" if status >= 0 else name_signal(-status)

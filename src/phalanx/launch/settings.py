@@ -6,6 +6,7 @@ Purely data: nothing here looks at the machine, so that every rule can be tested
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,23 +215,27 @@ def format_help() -> str:
         "       phalanx run [OPTIONS] -m MODULE [ARGUMENTS]…",
         "       phalanx run [OPTIONS] --no-python PROGRAM [ARGUMENTS]…",
         "",
-        "Start one process per core or GPU of this host, each with its rank in the environment, as torchrun does.",
-        "What stands behind the script belongs to the script. --nproc-per-node and --nproc_per_node are the same.",
+        "Start one process per core or GPU of this host, each with its rank in the",
+        "environment, as torchrun does. What stands behind the script belongs to the",
+        "script. Dashes and underscores are the same: --nproc_per_node.",
         "",
         "Options:",
     ]
     for option in OPTIONS:
         flag = f"-{option.short}, --{option.name}" if option.short else f"--{option.name}"
         lines.append(f"  {flag} {option.value}".rstrip())
-        lines.append(f"        {option.help}")
+        lines += textwrap.wrap(option.help, 80, initial_indent=" " * 8, subsequent_indent=" " * 8)
     lines += [
         "  -h, --help",
         "        Show this and exit.",
         "",
-        "Output: a line carries its rank, `[2] text`; the same line from several ranks within 0.1 s is shown once,",
-        "`[0-3] text`. What a carriage return redraws (a progress bar) stays at the bottom of a terminal; in a pipe or",
-        "a file only its final state appears. When ranks fail, the first failure is told last; its exit code is",
-        "the command's, 128 + n for signal n. NO_COLOR and FORCE_COLOR are honoured.",
+        *textwrap.wrap(
+            "Output: a line carries its rank, `[2] text`; the same line from several ranks within 0.1 s is shown once, "
+            "`[0-3] text`. What a carriage return redraws (a progress bar) stays at the bottom of a terminal; in a "
+            "pipe or a file only its final state appears. When ranks fail, the first failure is told last; its exit "
+            "code is the command's, 128 + n for signal n. NO_COLOR and FORCE_COLOR are honoured.",
+            80,
+        ),
     ]
     return "\n".join(lines)
 
@@ -238,7 +243,7 @@ def format_help() -> str:
 def _explain_unknown(given: str, name: str) -> str:
     if name in _REFUSED:
         return f"{given}: not in this version: {_REFUSED[name]}."
-    known = [f"--{option.name}" for option in OPTIONS]
-    near = difflib.get_close_matches(f"--{name}", known, n=1)
-    advice = f"Did you mean {near[0]}?" if near else "`phalanx run --help` lists the options."
+    known = [option.name for option in OPTIONS]
+    near = [other for other in known if name and other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+    advice = f"Did you mean --{near[0]}?" if near else "`phalanx run --help` lists the options."
     return f"{given}: no such option. {advice} Options of the script go behind the script."

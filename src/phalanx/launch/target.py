@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import os
 import shutil
 import warnings
@@ -28,11 +30,7 @@ def find_problem(target: Target) -> str | None:
         if shutil.which(target.name) is None:
             return f"program {target.name!r}: not found, or not executable. Give its path, or look at PATH."
         return None
-    if not all(part.isidentifier() for part in target.name.split(".")):
-        return (
-            f"module {target.name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
-        )
-    return None
+    return _find_module_problem(target.name)
 
 
 def _find_script_problem(path: str) -> str | None:
@@ -59,6 +57,17 @@ def _find_script_problem(path: str) -> str | None:
     except ValueError as error:
         advice = "" if path.endswith(".py") else " To run a program, use --no-python."
         return f"script {path!r}: not Python source: {error}.{advice}"
+    return None
+
+
+def _find_module_problem(name: str) -> str | None:
+    """Only the top package is looked for: looking further would import it."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
+    top = name.partition(".")[0]
+    here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+    if here is None and importlib.util.find_spec(top) is None:
+        return f"module {name!r}: no module or package {top!r} in {os.getcwd()} or among the installed ones."
     return None
 
 

@@ -36,17 +36,17 @@ class Assignment:
     dump: int
     parent: int
     rank: int
+    environment: dict[str, str]
+    cpus: list[int]
     kind: str
     name: str
     arguments: list[str]
-    environment: dict[str, str]
-    cpus: list[int]
 
 
 def run_worker(assignment: Assignment) -> None:
     """Become the assigned rank; returns, or raises what the user's code raised, when its code has ended."""
     _become_own_process(assignment)
-    report = _reporter(assignment)
+    report = _Reporter(assignment.rank, assignment.reports)
     if assignment.kind == "program":
         _execute(assignment, report)
     _reseed()
@@ -158,16 +158,15 @@ class _Reporter:
         try:
             place = _find_place(error.__traceback__)
             names = tuple(cls.__name__ for cls in type(error).__mro__)
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            summary = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
+            if isinstance(error, SystemExit):
+                text, summary = "", f"sys.exit({error.code!r})"  # a decision of the script: the place says enough
+            else:
+                text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+                summary = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
             report = Report(self._rank, self.pid, at, names, summary, place, text)
             os.write(self._reports, report.to_bytes())
         except Exception:
             pass  # the exception's own __str__ failed, or the agent has gone: the exit code still tells
-
-
-def _reporter(assignment: Assignment) -> _Reporter:
-    return _Reporter(assignment.rank, assignment.reports)
 
 
 def _without_launcher(trace: TracebackType | None) -> TracebackType | None:

@@ -25,13 +25,6 @@ from phalanx.launch import wire
 from phalanx.launch.processes import adopt_orphans, die_with_parent, kill_descendants, outlive_parent
 from phalanx.launch.worker import Assignment, run_worker
 
-# Run by `python -c`, so that below the script there are as few frames as can be. The empty entry is the working
-# directory, which must not shadow modules (the user's `random.py`) while torch is imported.
-BOOT = (
-    "import sys; '' in sys.path and sys.path.remove(''); "
-    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload})"
-)
-
 
 def main(control: int, agent: int, preload: bool) -> None:
     """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended."""
@@ -58,62 +51,74 @@ class _Zygote:
         self._agent = agent
         self._ranks: dict[int, int] = {}  # pid -> rank, of those that were not reaped yet
         self._target: dict[str, Any] = {}
+        self._wake: tuple[int, int] = (-1, -1)  # a pipe on which SIGCHLD is a byte
 
     def serve(self) -> Assignment:
         """Follow the agent's commands; returns in each rank that it forks, and nowhere else."""
-        wake, woken = os.pipe()
-        for end in (wake, woken):
+        self._wake = os.pipe()
+        for end in self._wake:
             os.set_blocking(end, False)
-        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         outlive_parent()
-        if os.getppid() != self._agent:
+        if os.getppid() != self._agent:  # it died before we stopped dying with it
             os._exit(1)
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        poll.register(wake, select.POLLIN)
+        poll.register(self._wake[0], select.POLLIN)
         while True:
             ready = [fd for fd, _ in poll.poll()]
-            if wake in ready:
-                _drain(wake)
+            if self._wake[0] in ready:
+                _drain(self._wake[0])
                 self._reap()
-            if self._control.fileno() not in ready:
-                continue
-            received = wire.receive(self._control)
-            if received is None:
-                kill_descendants()
-                os._exit(0)
-            message, fds = received
-            command = message["command"]
-            if command == "target":
-                self._target = message["target"]
-            elif command == "signal":
-                self._signal(message["signum"], message["ranks"], message["group"])
-            elif command == "sweep":
-                self._tell_exits(kill_descendants())
-                self._tell({"event": "swept"})
-            elif command == "fork":
-                parent = os.getpid()
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for fd in (wake, woken):
-                        os.close(fd)
-                    self._control.close()
-                    stdout, stderr, reports, dump = fds
-                    return Assignment(
-                        parent=parent, stdout=stdout, stderr=stderr, reports=reports, dump=dump, rank=message["rank"],
-                        environment=message["environment"], cpus=message["cpus"], **self._target,
-                    )  # fmt: skip
-                self._ranks[pid] = message["rank"]
-                for fd in fds:
-                    os.close(fd)
-                try:
-                    os.setpgid(pid, pid)  # also done by the rank: whoever comes first, so that signals find the group
-                except OSError:
-                    pass
-                self._tell({"event": "started", "rank": message["rank"], "pid": pid})
+            if self._control.fileno() in ready:
+                received = wire.receive(self._control)
+                if received is None:
+                    kill_descendants()
+                    os._exit(0)
+                assignment = self._obey(*received)
+                if assignment is not None:
+                    return assignment
+
+    def _obey(self, message: dict[str, Any], fds: list[int]) -> Assignment | None:
+        command = message["command"]
+        if command == "target":
+            self._target = message["target"]
+        elif command == "signal":
+            self._signal(message["signum"], message["ranks"], message["group"])
+        elif command == "sweep":
+            self._tell_exits(kill_descendants())
+            self._tell({"event": "swept"})
+        elif command == "fork":
+            return self._fork(message, fds)
+        return None
+
+    def _fork(self, message: dict[str, Any], fds: list[int]) -> Assignment | None:
+        """Fork one rank; returns its assignment in the child, None in the zygote."""
+        rank, parent = message["rank"], os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._leave()
+            stdout, stderr, reports, dump = fds
+            environment, cpus = message["environment"], message["cpus"]
+            return Assignment(stdout, stderr, reports, dump, parent, rank, environment, cpus, **self._target)
+        self._ranks[pid] = rank
+        for fd in fds:
+            os.close(fd)
+        try:
+            os.setpgid(pid, pid)  # the rank does it too: whoever comes first, so that signals find the group
+        except OSError:
+            pass  # it has ended, or runs another program already
+        self._tell({"event": "started", "rank": rank, "pid": pid})
+        return None
+
+    def _leave(self) -> None:
+        """In the child: undo what made this process a zygote."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in self._wake:
+            os.close(fd)
+        self._control.close()
 
     def _reap(self) -> None:
         exits = {}

@@ -75,7 +75,7 @@ def _conclude(plan: JobPlan, host: Host, state: Supervision) -> int:
 
 
 def _tell_failures(plan: JobPlan, host: Host, state: Supervision) -> None:
-    host.pump.say("\n" + describe_failures(state.failures, plan.num_ranks, socket.gethostname(), state.killed))
+    host.pump.say("\n" + describe_failures(state.failures, plan.num_ranks, socket.gethostname()))
 
 
 def _tell_zygote_lost(host: Host, state: Supervision) -> int:

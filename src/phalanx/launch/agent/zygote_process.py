@@ -8,8 +8,15 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from phalanx.launch import wire, zygote
+from phalanx.launch import wire
 from phalanx.launch.target import Target
+
+# Run by `python -c`, so that below the script there are as few frames as can be. The empty entry is the working
+# directory, which must not shadow modules (the user's `random.py`) while torch is imported.
+_BOOT = (
+    "import sys; '' in sys.path and sys.path.remove(''); "
+    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload})"
+)
 
 
 class ZygoteProcess:
@@ -17,7 +24,7 @@ class ZygoteProcess:
 
     def __init__(self, environment: Mapping[str, str], *, preload: bool) -> None:
         self.control, theirs = socket.socketpair()
-        boot = zygote.BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload)
+        boot = _BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload)
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.

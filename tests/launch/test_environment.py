@@ -1,0 +1,63 @@
+import pytest
+
+from phalanx.launch.environment import (
+    RANK_VARIABLES,
+    Job,
+    find_disagreements,
+    plan_rank_environment,
+    plan_zygote_environment,
+)
+
+JOB = Job(world_size=3, master_addr="127.0.0.1", master_port=1234, run_id="none", restart_count=1, max_restarts=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_sees_what_torchrun_sets(rank: int) -> None:
+    variables = plan_rank_environment(JOB, rank)
+    expected = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "ROLE_RANK": rank, "ROLE_WORLD_SIZE": 3,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1234, "TORCHELASTIC_RESTART_COUNT": 1,
+        "TORCHELASTIC_MAX_RESTARTS": 2, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": False,
+    }  # fmt: skip
+    assert {name: variables[name] for name in expected} == {name: str(value) for name, value in expected.items()}
+    assert "PHALANX_TTY" not in variables
+    assert "PHALANX_STORE" not in variables
+
+
+def test_store_and_terminal_are_told_when_there_are_some() -> None:
+    job = Job(1, "127.0.0.1", 1, "none", 0, 0, store="/proc/1/fd/5", columns=70, terminal=True)
+    variables = plan_rank_environment(job, 0)
+    assert variables["PHALANX_STORE"] == "/proc/1/fd/5"
+    assert variables["PHALANX_TTY"] == "1"
+    assert variables["COLUMNS"] == "70"
+
+
+def test_the_zygote_inherits_nothing_from_another_launcher() -> None:
+    outer = dict.fromkeys(RANK_VARIABLES, "wrong")
+    assert plan_zygote_environment({**outer, "HOME": "/h"}, 2) == {"HOME": "/h", "OMP_NUM_THREADS": "2"}
+
+
+def test_the_users_own_omp_num_threads_stays() -> None:
+    assert plan_zygote_environment({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"RANK": ""}])
+def test_an_environment_that_agrees_is_accepted(environ: dict[str, str]) -> None:
+    assert find_disagreements(environ, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "2 ranks", "--nproc-per-node 8"]),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "already a rank", "env -u RANK"]),
+        ({"LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "already a rank"]),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE=4", "mpiexec"]),
+        ({"PMI_SIZE": "2"}, ["PMI_SIZE=2", "mpiexec"]),
+    ],
+)
+def test_an_outer_launcher_is_named(environ: dict[str, str], words: list[str]) -> None:
+    (problem,) = find_disagreements(environ, 2)
+    for word in words:
+        assert word in problem
