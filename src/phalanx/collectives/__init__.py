@@ -1,0 +1,25 @@
+"""Who combines what with whom in which step: collectives as schedules, and which one to choose.
+
+Algorithms are data that is executed, proved, printed, priced and simulated from the same source. Pure, without torch.
+"""
+
+from phalanx.collectives.algorithms import ALGORITHMS, build
+from phalanx.collectives.choose import Choice, choose
+from phalanx.collectives.execute import execute
+from phalanx.collectives.network import Link, Links, Topology
+from phalanx.collectives.schedule import Schedule, Transfer
+from phalanx.collectives.symbolic import check
+
+__all__ = [
+    "ALGORITHMS",
+    "Choice",
+    "Link",
+    "Links",
+    "Schedule",
+    "Topology",
+    "Transfer",
+    "build",
+    "check",
+    "choose",
+    "execute",
+]

@@ -1,0 +1,70 @@
+"""Shared memory: every rank reads what it needs straight out of the others' memory.
+
+The ranks of one host see each other's buffers, so nobody sends: rank r combines chunk r from everybody's memory, all
+wait, then everybody copies the finished chunks. This schedule explains and prices what the C core does.
+
+Steps: 2, a barrier each. Bytes read per rank: S(P-1)/P in each (S bytes).
+Order: chunk c by rank, starting at rank c and going round: ((x[c] + x[c+1]) + …) + x[c-1].
+"""
+
+from __future__ import annotations
+
+from phalanx.collectives.schedule import Kind, Phase, Schedule, Transfer, require_world_size
+
+ORDER = "chunk c by rank, starting at rank c and going round"
+
+
+def _everyone(name: str, size: int, kind: Kind) -> Phase:
+    """One step in which each rank reads one chunk of every other: its own chunk to reduce, the other's to copy."""
+
+    def sends(step: int, rank: int) -> list[Transfer]:
+        transfers = []
+        for distance in range(1, size):
+            dst = (rank + distance) % size
+            chunk = dst if kind == "reduce" else rank
+            transfers.append(Transfer(rank, dst, chunk, chunk + 1, kind))
+        return transfers
+
+    return Phase(
+        name=name,
+        num_steps=1 if size > 1 else 0,
+        sends=sends,
+        sources=lambda step, rank: [(rank + distance) % size for distance in range(1, size)],
+        senders=lambda step: range(size),
+        one_sided=True,
+    )
+
+
+def all_reduce(world_size: int) -> Schedule:
+    """Reduce own chunk, copy the others': 2 steps, 2S(P-1)/P bytes read per rank."""
+    require_world_size(world_size)
+    phases = (_everyone("reduce own chunk", world_size, "reduce"), _everyone("copy the others", world_size, "copy"))
+    return Schedule("direct", "all_reduce", world_size, world_size, phases, ORDER)
+
+
+def reduce_scatter(world_size: int) -> Schedule:
+    """Reduce own chunk: 1 step, S(P-1)/P bytes read per rank."""
+    require_world_size(world_size)
+    phases = (_everyone("reduce own chunk", world_size, "reduce"),)
+    return Schedule("direct", "reduce_scatter", world_size, world_size, phases, ORDER)
+
+
+def all_gather(world_size: int) -> Schedule:
+    """Copy the others' chunks: 1 step, S(P-1)/P bytes read per rank."""
+    require_world_size(world_size)
+    phases = (_everyone("copy the others", world_size, "copy"),)
+    return Schedule("direct", "all_gather", world_size, world_size, phases, "nothing is combined")
+
+
+def broadcast(world_size: int, root: int = 0) -> Schedule:
+    """Everybody copies from `root`: 1 step, S bytes read per rank."""
+    require_world_size(world_size)
+    phase = Phase(
+        name="copy from the root",
+        num_steps=1 if world_size > 1 else 0,
+        sends=lambda step, rank: [Transfer(root, d, 0, 1, "copy") for d in range(world_size) if rank == root != d],
+        sources=lambda step, rank: () if rank == root else (root,),
+        senders=lambda step: (root,),
+        one_sided=True,
+    )
+    return Schedule("direct", "broadcast", world_size, 1, (phase,), "nothing is combined", root)

@@ -1,0 +1,120 @@
+"""Carry out one rank's part of a schedule over any way of sending and receiving.
+
+Nothing here knows what a buffer is made of: it has a length, and a slice of it is a view, as with a one-dimensional
+numpy array or torch tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from phalanx.collectives.schedule import RankStep, Schedule, chunk_bounds
+
+
+class Handle(Protocol):
+    """A send or receive under way."""
+
+    def wait(self) -> object:
+        """Return when it is done; raise if it failed."""
+        ...
+
+
+class Buffer(Protocol):
+    """A row of elements that can be cut into views of itself."""
+
+    def __len__(self) -> int:
+        """The number of elements."""
+        ...
+
+    def __getitem__(self: B, part: slice, /) -> B:
+        """A view of a part, not a copy."""
+        ...
+
+
+B = TypeVar("B", bound=Buffer)
+
+
+def execute(
+    schedule: Schedule,
+    rank: int,
+    buffer: B,
+    *,
+    send: Callable[[int, B], Handle | None],
+    recv: Callable[[int, B], Handle | None],
+    combine: Callable[[B, B], object],
+    scratch: Callable[[int], B],
+    bounds: Sequence[int] | None = None,
+) -> None:
+    """Play `rank`'s part of `schedule` on `buffer`, in place; the other ranks must play theirs.
+
+    `send(dst, view)` and `recv(src, view)` start and return a handle, or finish and return None. A send must not wait
+    for its receive: in each step all sends are started first, then the receives, then all are waited for. Messages
+    between two ranks arrive in the order they were sent. `combine(mine, theirs)` stores the combination in `mine`;
+    `scratch(n)` gives an uninitialised buffer of n elements, at most S once per call for the schedules of this package.
+    `bounds` are the chunks' bounds where they are not even (num_chunks + 1 numbers from 0 to the length).
+
+    Empty chunks are not sent. Memory: what arrives to be combined is staged, what arrives to be copied is not.
+    Numerics: see `Schedule.order`; bitwise equal on all ranks if `combine` commutes, bit by bit.
+
+    Raises:
+        ValueError: `bounds` do not fit the schedule or the buffer.
+        Whatever `send`, `recv`, `combine` or a handle raises; the buffer then holds undefined values.
+    """
+    bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
+    _require_bounds(bounds, schedule.num_chunks, len(buffer))
+    staging = scratch(0)
+    for step in schedule.for_rank(rank):
+        needed = _staged(step, bounds)
+        if needed > len(staging):
+            staging = scratch(needed)
+        _play(step, buffer, staging, bounds, send, recv, combine)
+
+
+def _play(
+    step: RankStep,
+    buffer: B,
+    staging: B,
+    bounds: Sequence[int],
+    send: Callable[[int, B], Handle | None],
+    recv: Callable[[int, B], Handle | None],
+    combine: Callable[[B, B], object],
+) -> None:
+    handles: list[Handle | None] = []
+    arrived: list[tuple[B, B]] = []
+    for t in step.sends:
+        begin, end = bounds[t.start], bounds[t.stop]
+        if end > begin:
+            handles.append(send(t.dst, buffer[begin:end]))
+    used = 0
+    for t in step.recvs:
+        begin, end = bounds[t.start], bounds[t.stop]
+        if end == begin:
+            continue
+        view = buffer[begin:end]
+        if t.kind == "reduce":
+            theirs = staging[used : used + end - begin]
+            used += end - begin
+            arrived.append((view, theirs))
+            view = theirs
+        handles.append(recv(t.src, view))
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
+    # Only now: a chunk may be sent and combined in one step, and what is sent is its value from before.
+    for mine, theirs in arrived:
+        combine(mine, theirs)
+
+
+def _staged(step: RankStep, bounds: Sequence[int]) -> int:
+    return sum(bounds[t.stop] - bounds[t.start] for t in step.recvs if t.kind == "reduce")
+
+
+def _require_bounds(bounds: Sequence[int], num_chunks: int, length: int) -> None:
+    ordered = all(a <= b for a, b in itertools.pairwise(bounds))
+    if len(bounds) != num_chunks + 1 or not ordered or bounds[0] != 0 or bounds[-1] != length:
+        shown = list(bounds[:8]) + (["…"] if len(bounds) > 8 else [])
+        raise ValueError(
+            f"bounds must be {num_chunks + 1} ascending numbers from 0 to {length}, the buffer's length, got {shown}"
+        )

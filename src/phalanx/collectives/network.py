@@ -1,0 +1,114 @@
+"""What the ranks run on: which of them share a host, and how fast the links inside and between hosts are."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which ranks run on which host. Each rank of 0..P-1 is on exactly one; hosts may differ in size."""
+
+    hosts: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        count = Counter(rank for host in self.hosts for rank in host)
+        problems = []
+        if not self.hosts or not all(self.hosts):
+            problems.append("every host needs at least one rank")
+        if sorted(count) != list(range(len(count))):
+            problems.append(f"ranks must be 0..{len(count) - 1} without a gap")
+        if twice := sorted(rank for rank, times in count.items() if times > 1):
+            problems.append(f"ranks {twice[:8]} are on more than one host")
+        if problems:
+            shown = str(self.hosts) if len(self.hosts) <= 8 else f"{len(self.hosts)} hosts"
+            raise ValueError(f"topology {shown}: {'; '.join(problems)}")
+
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[int]) -> Topology:
+        """Hosts of the given numbers of ranks, numbered host after host as launchers do."""
+        hosts, first = [], 0
+        for size in sizes:
+            hosts.append(tuple(range(first, first + size)))
+            first += size
+        return cls(tuple(hosts))
+
+    @classmethod
+    def one_host(cls, world_size: int) -> Topology:
+        """All ranks on one host."""
+        return cls.of_sizes([world_size])
+
+    @classmethod
+    def flat(cls, world_size: int) -> Topology:
+        """Every rank on a host of its own."""
+        return cls.of_sizes([1] * world_size)
+
+    @classmethod
+    def filled(cls, world_size: int, ranks_per_host: int) -> Topology:
+        """As many full hosts as possible, and a smaller one for the rest."""
+        if ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
+        full, rest = divmod(world_size, ranks_per_host)
+        return cls.of_sizes([ranks_per_host] * full + ([rest] if rest else []))
+
+    @cached_property
+    def host_of(self) -> tuple[int, ...]:
+        """The host of each rank."""
+        host_of = [0] * self.world_size
+        for index, host in enumerate(self.hosts):
+            for rank in host:
+                host_of[rank] = index
+        return tuple(host_of)
+
+    @cached_property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(len(host) for host in self.hosts)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every rank has its own host."""
+        return len(self.hosts) == self.world_size
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """The number of ranks on every host; None if hosts differ."""
+        sizes = {len(host) for host in self.hosts}
+        return sizes.pop() if len(sizes) == 1 else None
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes latency_s + n / bytes_per_s; both directions at once at full speed.
+
+    Source: Hockney (1994), The communication challenge for MPP: Intel Paragon and Meiko CS-2.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
+            raise ValueError(f"latency must be zero or more seconds, got {self.latency_s}")
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bandwidth must be more than 0 bytes/s, got {self.bytes_per_s}")
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a job: between ranks of one host, between hosts, and how fast a rank combines what arrives.
+
+    A rank has one port for its host; a host has one port, which its ranks share, for the other hosts.
+    """
+
+    intra: Link = Link(latency_s=1e-6, bytes_per_s=8e9)
+    inter: Link = Link(latency_s=30e-6, bytes_per_s=125e6)
+    reduce_bytes_per_s: float = 8e9
+
+    def __post_init__(self) -> None:
+        if not self.reduce_bytes_per_s > 0:
+            raise ValueError(f"reduce throughput must be more than 0 bytes/s, got {self.reduce_bytes_per_s}")

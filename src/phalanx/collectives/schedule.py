@@ -1,0 +1,153 @@
+"""A collective as data: who hands which chunks to whom in which step, and whether the receiver combines or overwrites.
+
+    Schedule ── Phase ("scatter-reduce") ── step 0, 1, …  ── Transfer (src → dst, chunks [start, stop), reduce | copy)
+
+The buffer of every rank is cut into the same chunks (`chunk_bounds`). Within a step every transfer reads what its
+source held *before* the step; what arrives takes effect after it. The same object is executed (`execute`), proved
+(`symbolic`), drawn (`drawing`), priced (`cost`) and simulated (`simulate`), so what is explained is what runs.
+
+Nothing is stored per step: a phase computes its transfers when asked, because a ring of 65,536 ranks has 8.6 billion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+Kind = Literal["reduce", "copy"]
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+
+
+class Transfer(NamedTuple):
+    """`src` hands its chunks [start, stop) to `dst`, which combines them with its own or overwrites them.
+
+    A tuple rather than a dataclass: simulating many ranks makes millions of them.
+    """
+
+    src: int
+    dst: int
+    start: int
+    stop: int
+    kind: Kind
+
+    @property
+    def width(self) -> int:
+        """How many chunks travel."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A run of steps that follow one rule.
+
+    `sends(step, rank)` is what `rank` hands over in `step`, counted from 0 within the phase; it is the only statement
+    of the rule. `sources(step, rank)` names the ranks that hand something to `rank`, in the order in which it combines;
+    `senders(step)` names the ranks that hand over anything (none missing; a rank that sends nothing may be among them).
+    """
+
+    name: str
+    num_steps: int
+    sends: Callable[[int, int], Sequence[Transfer]]
+    sources: Callable[[int, int], Sequence[int]]
+    senders: Callable[[int], Sequence[int]]
+    alike: bool = False
+    """Each step has the same sources, destinations, widths and kinds; only which chunks differs."""
+    one_sided: bool = False
+    """The receiver reads the source's memory: a step costs one latency, however many it reads from."""
+    per_link: int = 1
+    """At most so many transfers go from one rank to one other in a step; they arrive in the order they are listed."""
+
+    def transfers(self, step: int) -> Iterator[Transfer]:
+        """Everything that travels in `step`, of all ranks."""
+        for rank in self.senders(step):
+            yield from self.sends(step, rank)
+
+    def recvs(self, step: int, rank: int) -> tuple[Transfer, ...]:
+        """What arrives at `rank` in `step`, in the order in which it is combined."""
+        return tuple(t for src in self.sources(step, rank) for t in self.sends(step, src) if t.dst == rank)
+
+
+class Step(NamedTuple):
+    """One step of a whole schedule, or of one rank's part in it; `number` counts from 0 over all phases."""
+
+    number: int
+    phase: Phase
+    within: int
+    """Counts from 0 within the phase."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A collective for `world_size` ranks over `num_chunks` chunks.
+
+    What each operation promises, with chunks numbered as in the buffer:
+        all_reduce      every rank ends with the reduction of every chunk.
+        reduce_scatter  rank r ends with the reduction of chunk r (one chunk per rank); the rest is scratch.
+        all_gather      rank r starts with chunk r only; every rank ends with every chunk.
+        broadcast       `root` starts with every chunk; every rank ends with them.
+        reduce          `root` ends with the reduction of every chunk; the other ranks' buffers are scratch.
+
+    `order` says in words how the contributions to one chunk are combined. A chunk's combination is the same wherever
+    its final value ends up (up to a + b = b + a, which is exact in floating point), so all ranks get the same bits.
+    """
+
+    algorithm: str
+    operation: Operation
+    world_size: int
+    num_chunks: int
+    phases: tuple[Phase, ...]
+    order: str
+    root: int = 0
+
+    def __post_init__(self) -> None:
+        require_world_size(self.world_size)
+        if not 0 <= self.root < self.world_size:
+            raise ValueError(f"root must be a rank in 0..{self.world_size - 1}, got {self.root}")
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all phases together."""
+        return sum(phase.num_steps for phase in self.phases)
+
+    def steps(self) -> Iterator[Step]:
+        """Every step in order; `step.phase.transfers(step.within)` is what travels in it."""
+        number = 0
+        for phase in self.phases:
+            for within in range(phase.num_steps):
+                yield Step(number, phase, within)
+                number += 1
+
+    def for_rank(self, rank: int) -> Iterator[RankStep]:
+        """The part that `rank` plays, without the steps in which it is idle; costs nothing for the other ranks."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
+        for number, phase, within in self.steps():
+            sends, recvs = tuple(phase.sends(within, rank)), phase.recvs(within, rank)
+            if sends or recvs:
+                yield RankStep(number, phase.name, sends, recvs)
+
+
+class RankStep(NamedTuple):
+    """What one rank sends and receives in one step; the receives are combined in this order."""
+
+    number: int
+    phase: str
+    sends: tuple[Transfer, ...]
+    recvs: tuple[Transfer, ...]
+
+
+def chunk_bounds(length: int, num_chunks: int) -> list[int]:
+    """Where chunk c of a buffer of `length` elements begins (entry c) and ends (entry c + 1).
+
+    Sizes differ by at most one, the longer ones first; with fewer elements than chunks some chunks are empty.
+    """
+    size, longer = divmod(length, num_chunks)
+    return [chunk * size + min(chunk, longer) for chunk in range(num_chunks + 1)]
+
+
+def require_world_size(world_size: int) -> None:
+    """Raise ValueError unless there is at least one rank."""
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
