@@ -45,7 +45,7 @@ READS_ENVIRONMENT = {
     "cli": "on a user's behalf",
     "launch": "on a user's behalf",
     "backend/rendezvous.py": "reads what launchers set",
-    "doctor/facts.py": "the variables that steer torch and gloo are part of what it examines",
+    "doctor/host.py": "the variables that steer a job are part of what it examines",
     "testing/child.py": "sets the thread count of a rank, a process of its own",
     "testing/leaks.py": "compares the variables before and after a test",
 }

@@ -1,0 +1,329 @@
+"""Judge the facts: pure functions, one per topic, each of which says what it saw and what to do about it."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.doctor.facts import Facts, Probe, Torch
+
+OLDEST_TORCH = (2, 6)
+_GIB = 1 << 30
+# A rank that has imported torch and trains a small model; most of it is torch itself.
+_BYTES_PER_RANK = 512 << 20
+# DataLoader workers hand batches over in /dev/shm; Docker's default of 64 MiB is too little for images.
+_SHM_BYTES = 256 << 20
+_OPEN_FILES = 1024
+_PROCESSES_PER_CORE = 16
+_SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
+
+
+class Status(enum.Enum):
+    """`PROBLEM` means that training would not work; `WARNING` that it would, with a loss."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check says. `advice` is what to do; it is empty only where all is well."""
+
+    topic: str
+    status: Status
+    fact: str
+    advice: str = ""
+
+
+def check_cores(facts: Facts) -> Finding:
+    """Whether each rank can have a core of its own."""
+    host = facts.host
+    fact = f"{host.usable_cores} of {host.cores} usable"
+    if host.cpu_quota is not None and host.cpu_quota < host.usable_cores:
+        return Finding(
+            "cores",
+            Status.WARNING,
+            f"{fact}, but the control group grants only {host.cpu_quota:.1f} cores' worth of time",
+            f"Ranks beyond that are paused in the middle of a step: use --nproc-per-node {max(1, int(host.cpu_quota))},"
+            " or raise the container's CPU limit.",
+        )
+    if host.usable_cores == 1:
+        return Finding(
+            "cores",
+            Status.WARNING,
+            fact,
+            "Several ranks will take turns on one core: right results, no gain in speed. "
+            + (
+                "Lift the affinity (taskset, or the scheduler's cores per task)."
+                if host.cores > 1
+                else "Use a larger machine."
+            ),
+        )
+    if host.usable_cores < host.cores:
+        fact += " (CPU affinity)"
+    return Finding("cores", Status.OK, fact)
+
+
+def check_memory(facts: Facts) -> Finding:
+    """Whether one rank per core fits."""
+    host = facts.host
+    if host.available_bytes is None:
+        return Finding("memory", Status.OK, "not told by this platform")
+    fact = f"{host.available_bytes / _GIB:.1f} GiB available" + (
+        " within the control group's limit" if host.memory_limited else ""
+    )
+    ranks = host.available_bytes // _BYTES_PER_RANK
+    if ranks < host.usable_cores:
+        return Finding(
+            "memory",
+            Status.WARNING,
+            fact,
+            f"A rank takes about {_BYTES_PER_RANK / _GIB:.1f} GiB before its data: use --nproc-per-node {max(1, ranks)}"
+            " or fewer, or make room.",
+        )
+    if host.commit_headroom_bytes is not None and host.commit_headroom_bytes < host.usable_cores * _BYTES_PER_RANK:
+        return Finding(
+            "memory",
+            Status.WARNING,
+            f"{fact}, but only {host.commit_headroom_bytes / _GIB:.1f} GiB may be promised (vm.overcommit_memory is 2)",
+            "Starting ranks may be refused: set vm.overcommit_memory to 0, or raise vm.overcommit_ratio.",
+        )
+    return Finding("memory", Status.OK, fact)
+
+
+def check_shm(facts: Facts) -> Finding:
+    """Whether DataLoader workers have room; Phalanx itself needs none."""
+    size = facts.host.shm_bytes
+    if size is None:
+        return Finding("/dev/shm", Status.OK, "none; Phalanx needs none")
+    fact = f"{size / (1 << 20):.0f} MiB; Phalanx needs none, DataLoader workers do"
+    if size < _SHM_BYTES:
+        return Finding(
+            "/dev/shm",
+            Status.WARNING,
+            fact,
+            "DataLoader workers die with a bus error when it is full: start the container with --shm-size=1g, or call"
+            " torch.multiprocessing.set_sharing_strategy('file_system') with a large TMPDIR.",
+        )
+    return Finding("/dev/shm", Status.OK, fact)
+
+
+def check_core(facts: Facts) -> Finding:
+    """Whether the C core is there."""
+    core = facts.kernel.core
+    if core.works:
+        return Finding("C core", Status.OK, core.detail)
+    if facts.host.platform != "linux":
+        return Finding(
+            "C core",
+            Status.WARNING,
+            f"not built on {facts.host.platform}",
+            "Collectives run over Gloo: slower, correct.",
+        )
+    return Finding(
+        "C core",
+        Status.WARNING,
+        f"cannot be imported: {core.detail}",
+        "Collectives run over Gloo, many times slower on one host. Install a C compiler and Python's headers"
+        " (Debian, Ubuntu: apt install gcc python3-dev), then install phalanx again with `pip install -v`.",
+    )
+
+
+def check_kernel(facts: Facts) -> Finding:
+    """Whether the kernel offers what the core is built on."""
+    kernel = facts.kernel
+    probes = {"futex": kernel.futex, "memfd": kernel.memfd, "pidfd": kernel.pidfd}
+    tried = {name: probe for name, probe in probes.items() if probe is not None}
+    missing = {name: probe for name, probe in tried.items() if not probe.works}
+    if not missing:
+        return Finding("kernel", Status.OK, f"{', '.join(tried)} work" if tried else "nothing to try on this platform")
+    return Finding(
+        "kernel",
+        Status.WARNING,
+        "; ".join(f"{name} does not work ({probe.detail})" for name, probe in missing.items()),
+        "A sandbox or a seccomp filter forbids it, or the kernel is older than 5.3: allow it in the container's profile"
+        " (Docker: --security-opt seccomp=...), or use backend 'gloo'.",
+    )
+
+
+def check_torch(facts: Facts) -> Finding:
+    """Whether PyTorch imports, is new enough, and can be distributed."""
+    torch = facts.torch
+    if not isinstance(torch, Torch):
+        return Finding(
+            "torch",
+            Status.PROBLEM,
+            f"cannot be imported: {torch}",
+            "Install it into this Python: pip install 'torch>=2.6'. If it is there: python -c 'import torch'",
+        )
+    fact = f"{torch.version} with {', '.join(torch.backends) or 'no backend of its own'}"
+    if _release(torch.version) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return Finding(
+            "torch", Status.PROBLEM, f"{fact}; {oldest} or later is needed", f"pip install --upgrade 'torch>={oldest}'"
+        )
+    if not torch.registered:
+        return Finding(
+            "torch",
+            Status.PROBLEM,
+            f"{fact}; it does not know the backend 'phalanx'",
+            "Its entry point was not found: install phalanx with pip into this Python, and do not set"
+            " TORCH_DEVICE_BACKEND_AUTOLOAD=0.",
+        )
+    if "gloo" not in torch.backends:
+        return Finding(
+            "torch",
+            Status.WARNING if facts.kernel.core.works else Status.PROBLEM,
+            f"{fact}; gloo is missing",
+            "Jobs of several hosts need it, and so does one without the C core: use an official build of PyTorch.",
+        )
+    return Finding("torch", Status.OK, fact)
+
+
+def check_gpus(facts: Facts) -> Finding:
+    """Whether PyTorch sees the GPUs that the driver sees."""
+    host, torch = facts.host, facts.torch
+    if not host.gpus and not host.gpu_tool.works and not _is_absent(host.gpu_tool):
+        return Finding(
+            "GPUs",
+            Status.WARNING,
+            f"nvidia-smi fails: {host.gpu_tool.detail}",
+            "The driver is not loaded or does not fit the kernel: reinstall it or restart the machine.",
+        )
+    if not host.gpus:
+        usable = isinstance(torch, Torch) and torch.cuda.works
+        return Finding("GPUs", Status.OK, torch.cuda.detail if usable and isinstance(torch, Torch) else "none")
+    fact = f"{len(host.gpus)} ({'; '.join(sorted(set(host.gpus)))})"
+    if isinstance(torch, Torch) and not torch.cuda.works:
+        if torch.cuda_version is None:
+            return Finding(
+                "GPUs",
+                Status.WARNING,
+                f"{fact}, but this PyTorch is built without CUDA",
+                "Training runs on the CPU. For the GPUs, install the CUDA build of PyTorch.",
+            )
+        return Finding(
+            "GPUs",
+            Status.WARNING,
+            f"{fact}, but PyTorch (CUDA {torch.cuda_version}) cannot use them: {torch.cuda.detail}",
+            "Update the driver, or install a PyTorch for the CUDA version that nvidia-smi shows.",
+        )
+    return Finding("GPUs", Status.OK, fact)
+
+
+def check_name(facts: Facts) -> Finding:
+    """Whether this machine's own name leads back to it: Gloo and many launchers take that for granted."""
+    host = facts.host
+    if host.name_resolves.works:
+        return Finding("host name", Status.OK, f"{host.name} is {host.name_resolves.detail}")
+    return Finding(
+        "host name",
+        Status.WARNING,
+        f"{host.name} does not resolve: {host.name_resolves.detail}",
+        f"Jobs of one host are not affected. Gloo between hosts is: add the line '127.0.1.1 {host.name}' to /etc/hosts,"
+        " or name the network interface in GLOO_SOCKET_IFNAME.",
+    )
+
+
+def check_limits(facts: Facts) -> Finding:
+    """Whether enough files can be opened and enough processes started."""
+    host = facts.host
+    needed = _PROCESSES_PER_CORE * host.usable_cores
+    if host.open_files is not None and host.open_files < _OPEN_FILES:
+        wanted = min(4 * _OPEN_FILES, host.open_files_hard or 4 * _OPEN_FILES)
+        return Finding(
+            "limits",
+            Status.WARNING,
+            f"{host.open_files} open files per process",
+            f"DataLoader workers and large jobs need more: ulimit -n {wanted}",
+        )
+    left = None if host.processes is None else host.processes - (host.processes_running or 0)
+    if left is not None and left < needed:
+        return Finding(
+            "limits",
+            Status.WARNING,
+            f"{left} more processes and threads may be started",
+            f"One rank per core with its threads and DataLoader workers may take {needed}: raise ulimit -u, or the"
+            " container's limit (Docker: --pids-limit).",
+        )
+    files = "any number of" if host.open_files is None else host.open_files
+    return Finding("limits", Status.OK, f"{files} open files, {'any number of' if left is None else left} processes")
+
+
+def check_clock(facts: Facts) -> Finding:
+    """Whether reading the time is cheap."""
+    source = facts.host.clock_source
+    if source in _SLOW_CLOCKS:
+        return Finding(
+            "clock",
+            Status.WARNING,
+            f"the kernel reads {source}, which takes a microsecond or more each time",
+            "Deadlines and profiles cost more than they should: boot with clocksource=tsc where the machine allows it.",
+        )
+    return Finding("clock", Status.OK, source or "not told by this platform")
+
+
+def check_variables(facts: Facts) -> Finding:
+    """Whether the shell pretends to be a rank."""
+    variables = facts.host.variables
+    if left := {name: variables[name] for name in ("RANK", "WORLD_SIZE") if name in variables}:
+        return Finding(
+            "variables",
+            Status.WARNING,
+            f"{', '.join(f'{name}={value}' for name, value in left.items())} set in this shell",
+            "A script started by hand will wait for a job that does not exist: unset "
+            + " ".join(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables),
+        )
+    said = ", ".join(f"{name}={value}" for name, value in variables.items())
+    return Finding("variables", Status.OK, said or "none that steer a job")
+
+
+def check_training(facts: Facts) -> Finding:
+    """Whether two ranks could take a step: the one thing that all the rest is for."""
+    training: Probe = facts.training
+    if training.works:
+        return Finding("training", Status.OK, training.detail)
+    return Finding(
+        "training",
+        Status.PROBLEM,
+        training.detail,
+        "Mend what is listed above first; if nothing is, please report the output of `phalanx doctor --json`.",
+    )
+
+
+CHECKS: tuple[Callable[[Facts], Finding], ...] = (
+    check_cores,
+    check_memory,
+    check_shm,
+    check_core,
+    check_kernel,
+    check_torch,
+    check_gpus,
+    check_name,
+    check_limits,
+    check_clock,
+    check_variables,
+    check_training,
+)
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """Every check's finding, in the order of CHECKS."""
+    return [check(facts) for check in CHECKS]
+
+
+def would_train(findings: list[Finding]) -> bool:
+    """Whether training would work: no finding is a problem."""
+    return all(finding.status is not Status.PROBLEM for finding in findings)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, match.groups())) if match else (0,)
+
+
+def _is_absent(gpu_tool: Probe) -> bool:
+    return gpu_tool.detail == "nvidia-smi is not installed"

@@ -1,0 +1,14 @@
+"""Gather all facts of this host."""
+
+from __future__ import annotations
+
+from phalanx.doctor.facts import Facts
+from phalanx.doctor.host import examine_host
+from phalanx.doctor.kernel import examine_kernel
+from phalanx.doctor.trial import try_training
+
+
+def examine() -> Facts:
+    """Everything that the checks look at; takes the seconds that importing PyTorch takes."""
+    torch, training = try_training()
+    return Facts(host=examine_host(), kernel=examine_kernel(), torch=torch, training=training)

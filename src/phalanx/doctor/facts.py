@@ -1,0 +1,69 @@
+"""What a host is found to be: plain data, gathered once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Something that was tried. `detail` says what came of it, or why it failed."""
+
+    works: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine as this process sees it. Sizes in bytes; None where the platform does not say."""
+
+    platform: str
+    python: str
+    cores: int
+    usable_cores: int
+    cpu_quota: float | None = None
+    available_bytes: int | None = None
+    memory_limited: bool = False
+    commit_headroom_bytes: int | None = None
+    shm_bytes: int | None = None
+    name: str = ""
+    name_resolves: Probe = field(default_factory=lambda: Probe(True))
+    open_files: int | None = None
+    open_files_hard: int | None = None
+    processes: int | None = None
+    processes_running: int | None = None
+    clock_source: str | None = None
+    gpus: tuple[str, ...] = ()
+    gpu_tool: Probe = field(default_factory=lambda: Probe(False, "nvidia-smi is not installed"))
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the memory between ranks is made of, each tried for real. None where the platform has no such thing."""
+
+    core: Probe
+    futex: Probe | None = None
+    memfd: Probe | None = None
+    pidfd: Probe | None = None
+
+
+@dataclass(frozen=True)
+class Torch:
+    """PyTorch as it imports here. `cuda` says whether it can use a GPU now, or why not."""
+
+    version: str
+    backends: tuple[str, ...]
+    registered: bool
+    cuda_version: str | None = None
+    cuda: Probe = field(default_factory=lambda: Probe(False, "built without CUDA"))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that the checks look at. `torch` is the reason in words where PyTorch could not be imported."""
+
+    host: Host
+    kernel: Kernel
+    torch: Torch | str
+    training: Probe

@@ -1,0 +1,155 @@
+"""Gather what the operating system says of this machine. Everything is read; nothing is changed."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from phalanx.doctor.facts import Host, Probe
+
+_PATIENCE_S = 10
+# Left in a shell, they make a program believe that it is a rank of some job; or they steer who talks to whom.
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+_RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}))"
+
+
+def examine_host(root: Path = Path("/")) -> Host:
+    """The host, with `/proc` and `/sys` looked for below `root`. May take seconds where name resolution is slow."""
+    gpu_tool, gpus = _gpus()
+    group = cgroup_folders(root)
+    free, limited = _available_memory(root, group)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, running = _processes(root, group)
+    return Host(
+        platform=sys.platform,
+        python=platform.python_version(),
+        cores=os.cpu_count() or 1,
+        usable_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_quota=cpu_quota(group),
+        available_bytes=free,
+        memory_limited=limited,
+        commit_headroom_bytes=_commit_headroom(root),
+        shm_bytes=shutil.disk_usage(root / "dev/shm").total if (root / "dev/shm").is_dir() else None,
+        name=socket.gethostname(),
+        name_resolves=_name_resolves(),
+        open_files=_limit(soft),
+        open_files_hard=_limit(hard),
+        processes=processes,
+        processes_running=running,
+        clock_source=_read(root / "sys/devices/system/clocksource/clocksource0/current_clocksource"),
+        gpus=gpus,
+        gpu_tool=gpu_tool,
+        variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    )
+
+
+def cgroup_folders(root: Path) -> list[Path]:
+    """The control-group folders that bound this process, its own first, for version 2 and version 1 alike."""
+    mount = root / "sys/fs/cgroup"
+    folders = []
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = mount / controllers if controllers else mount
+        own = base / path.lstrip("/")
+        # Inside a container the path is often that of the host, and the group itself is mounted at the base.
+        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir()]
+    return folders
+
+
+def cpu_quota(groups: list[Path]) -> float | None:
+    """The cores' worth of time that the control groups grant, the smallest of them; None without a limit."""
+    quotas = []
+    for group in groups:
+        if words := (_read(group / "cpu.max") or "").split():  # version 2: "max 100000" or "150000 100000"
+            quotas += [int(words[0]) / int(words[1])] if words[0] != "max" else []
+        quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+        if quota and period and quota > 0:  # version 1 says -1 for no limit
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def _available_memory(root: Path, groups: list[Path]) -> tuple[int | None, bool]:
+    """The bytes that can be had, and whether a control group, not the machine, is what limits them."""
+    machine = _meminfo(root).get("MemAvailable")
+    free = math.inf if machine is None else machine
+    limited = False
+    for group in groups:
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _number(group / limit_name), _number(group / used_name)
+            if limit is not None and used is not None and limit - used < free:
+                free, limited = limit - used, True
+    return (None, False) if free == math.inf else (max(0, int(free)), limited)
+
+
+def _commit_headroom(root: Path) -> int | None:
+    """The bytes that may still be promised where the kernel promises no more than it has; None where it overcommits."""
+    if _number(root / "proc/sys/vm/overcommit_memory") != 2:
+        return None
+    memory = _meminfo(root)
+    return memory.get("CommitLimit", 0) - memory.get("Committed_AS", 0)
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    lines = (_read(root / "proc/meminfo") or "").splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+
+
+def _processes(root: Path, groups: list[Path]) -> tuple[int | None, int | None]:
+    """The limit on processes and threads, and how many count against it; a control group's is the tighter one."""
+    for group in groups:
+        limit, used = _number(group / "pids.max"), _number(group / "pids.current")
+        if limit is not None:
+            return limit, used
+    return _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]), None
+
+
+def _name_resolves() -> Probe:
+    try:  # in a process of its own: a name server that does not answer cannot be given a timeout otherwise
+        run = subprocess.run(
+            [sys.executable, "-I", "-c", _RESOLVE], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Probe(False, f"no answer within {_PATIENCE_S} s")
+    if run.returncode:
+        return Probe(False, run.stderr.strip().rpartition("\n")[2])
+    return Probe(True, run.stdout.strip())
+
+
+def _gpus() -> tuple[Probe, tuple[str, ...]]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Probe(False, "nvidia-smi is not installed"), ()
+    command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Probe(False, f"nvidia-smi did not answer within {_PATIENCE_S} s"), ()
+    if run.returncode:
+        return Probe(False, (run.stderr or run.stdout).strip()), ()
+    return Probe(True), tuple(line.strip() for line in run.stdout.splitlines() if line.strip())
+
+
+def _limit(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text is not None and text.lstrip("-").isdigit() else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,143 @@
+"""Import PyTorch and train for one step, in a process of its own: either may crash, and the doctor must live to say so.
+
+The process says what it found in lines of JSON, one per stage; a stage without a line is where it died.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from phalanx.doctor.facts import Probe, Torch
+from phalanx.testing import RankFailed, run_ranks
+
+_PATIENCE_S = 60.0
+_STEP_PATIENCE_S = 30.0
+
+
+def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
+    """What PyTorch says of itself, or why it could not be imported, and how two ranks fared."""
+    try:
+        run = subprocess.run(
+            [python, "-m", __name__],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S + _STEP_PATIENCE_S,
+            check=False,
+        )
+        how, output, complaint = _describe(run.returncode), run.stdout, run.stderr
+    except subprocess.TimeoutExpired as expired:
+        how, output, complaint = f"it was stopped after {expired.timeout:.0f} s", _text(expired.stdout), ""
+    said = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    torch: Torch | str = f"{how}: {_last_line(complaint)}" if complaint else how
+    for words in said:
+        if "torch" in words:
+            torch = _read_torch(words["torch"])
+        if "training" in words:
+            return torch, Probe(**words["training"])
+    return torch, Probe(False, f"{how} before two ranks had taken a step\n{complaint.strip()}".strip())
+
+
+def main() -> None:
+    """The process: one line for PyTorch, one for the training."""
+    _say(torch=_examine_torch())
+    _say(training=_train())
+
+
+def _say(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def _examine_torch() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and _has(name)]
+    usable = torch.cuda.is_available()
+    detail = f"{torch.cuda.device_count()} devices" if usable else "built without CUDA"
+    if torch.version.cuda and not usable:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            detail = "no device was found"
+        except Exception as error:
+            detail = str(error)
+    return {
+        "version": torch.__version__,
+        "backends": backends,
+        "registered": dist.is_available() and "phalanx" in dist.Backend.backend_list,
+        "cuda_version": torch.version.cuda,
+        "cuda": {"works": usable, "detail": detail},
+    }
+
+
+def _has(backend: str) -> bool:
+    import torch.distributed as dist
+
+    return bool(getattr(dist, f"is_{backend}_available")())
+
+
+def _read_torch(words: dict[str, Any]) -> Torch:
+    return Torch(**{**words, "backends": tuple(words["backends"]), "cuda": Probe(**words["cuda"])})
+
+
+def _train() -> dict[str, Any]:
+    try:
+        begin = time.perf_counter()
+        steps = run_ranks(_step, 2, timeout=_STEP_PATIENCE_S)
+        total = time.perf_counter() - begin
+    except RankFailed as failure:
+        return {"works": False, "detail": _summarise(failure)}
+    return {
+        "works": True,
+        "detail": f"two ranks met and took a step in {total:.2f} s, {1e6 * max(steps):.0f} µs of it in the all_reduce",
+    }
+
+
+def _step(rank: int, world_size: int) -> float:
+    """Fit w in y = w x, each rank on its own x, for one step; the seconds that averaging the gradient took."""
+    import torch
+    import torch.distributed as dist
+
+    weight = torch.zeros((), requires_grad=True)
+    x = float(rank + 1)
+    loss = (weight * x - x).square()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    gradient = weight.grad.reshape(1)
+    begin = time.perf_counter()
+    dist.all_reduce(gradient)
+    seconds = time.perf_counter() - begin
+    expected = sum(-2.0 * (other + 1) ** 2 for other in range(world_size))
+    if gradient.item() != expected:
+        raise RuntimeError(
+            f"all_reduce gave {gradient.item()} on rank {rank}, but the sum of the gradients is {expected}"
+        )
+    return seconds
+
+
+def _summarise(failure: RankFailed) -> str:
+    """One line where every rank says the same, everything that is known otherwise."""
+    said = {f"{type(error).__name__}: {error}" for error in failure.errors.values()}
+    return f"every rank raised {said.pop()}" if len(failure.errors) == 2 and len(said) == 1 else str(failure)
+
+
+def _describe(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"the process died by {signal.Signals(-exit_code).name}"
+    return f"the process ended with exit code {exit_code}"
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+import dataclasses
+import json
+
+import pytest
+
+from phalanx.doctor.checks import CHECKS, Status, judge, would_train
+from phalanx.doctor.facts import Facts, Host, Kernel, Probe, Torch
+from phalanx.doctor.report import as_json, as_text, conclude, print_table
+
+WORKS = Probe(True, "works")
+GIB = 1 << 30
+HEALTHY = Facts(
+    host=Host(
+        platform="linux",
+        python="3.11.7",
+        cores=8,
+        usable_cores=8,
+        available_bytes=32 * GIB,
+        shm_bytes=16 * GIB,
+        name="box",
+        name_resolves=Probe(True, "10.0.0.7"),
+        open_files=65536,
+        open_files_hard=65536,
+        processes=100000,
+        clock_source="tsc",
+    ),
+    kernel=Kernel(core=WORKS, futex=WORKS, memfd=WORKS, pidfd=WORKS),
+    torch=Torch(version="2.13.0+cpu", backends=("gloo",), registered=True),
+    training=Probe(True, "two ranks met"),
+)
+
+
+def on(part, **changes):
+    """The healthy host, with some facts changed."""
+    return dataclasses.replace(HEALTHY, **{part: dataclasses.replace(getattr(HEALTHY, part), **changes)})
+
+
+def the(topic, facts):
+    (finding,) = [finding for finding in judge(facts) if finding.topic == topic]
+    return finding
+
+
+def test_a_healthy_host_has_nothing_to_do():
+    findings = judge(HEALTHY)
+    assert len(findings) == len(CHECKS)
+    assert {finding.status for finding in findings} == {Status.OK}
+    assert not any(finding.advice for finding in findings)
+    assert would_train(findings)
+
+
+GPU = {"gpus": ("NVIDIA L4, 535.1",), "gpu_tool": WORKS}
+
+
+@pytest.mark.parametrize(
+    ("facts", "topic", "fact", "advice"),
+    [
+        (on("host", usable_cores=1), "cores", "1 of 8 usable", "Lift the affinity"),
+        (on("host", usable_cores=1, cores=1), "cores", "1 of 1 usable", "Use a larger machine"),
+        (on("host", cpu_quota=2.5), "cores", "grants only 2.5 cores' worth", "--nproc-per-node 2"),
+        (on("host", cpu_quota=0.5), "cores", "grants only 0.5 cores' worth", "--nproc-per-node 1"),
+        (on("host", available_bytes=2 * GIB), "memory", "2.0 GiB available", "--nproc-per-node 4"),
+        (
+            on("host", available_bytes=0, memory_limited=True),
+            "memory",
+            "within the control group",
+            "--nproc-per-node 1",
+        ),
+        (on("host", commit_headroom_bytes=GIB), "memory", "only 1.0 GiB may be promised", "vm.overcommit_memory to 0"),
+        (on("host", shm_bytes=64 << 20), "/dev/shm", "64 MiB; Phalanx needs none", "--shm-size=1g"),
+        (
+            on("host", name_resolves=Probe(False, "gaierror")),
+            "host name",
+            "box does not resolve: gaierror",
+            "/etc/hosts",
+        ),
+        (on("host", open_files=256, open_files_hard=512), "limits", "256 open files", "ulimit -n 512"),
+        (on("host", processes=200, processes_running=150), "limits", "50 more processes", "--pids-limit"),
+        (on("host", clock_source="hpet"), "clock", "reads hpet", "clocksource=tsc"),
+        (on("host", variables={"RANK": "0", "MASTER_ADDR": "a"}), "variables", "RANK=0 set", "unset RANK"),
+        (on("host", gpu_tool=Probe(False, "version mismatch")), "GPUs", "fails: version mismatch", "driver"),
+        (on("host", **GPU), "GPUs", "this PyTorch is built without CUDA", "install the CUDA build"),
+        (on("kernel", core=Probe(False, "no module")), "C core", "cannot be imported: no module", "gcc"),
+        (on("kernel", pidfd=Probe(False, "EPERM")), "kernel", "pidfd does not work (EPERM)", "seccomp"),
+        (on("torch", backends=()), "torch", "gloo is missing", "official build"),
+    ],
+)
+def test_what_costs_something_is_a_warning_with_advice_and_training_still_works(facts, topic, fact, advice):
+    finding = the(topic, facts)
+    assert finding.status is Status.WARNING
+    assert fact in finding.fact
+    assert advice in finding.advice
+    assert would_train(judge(facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "topic", "fact", "advice"),
+    [
+        (dataclasses.replace(HEALTHY, torch="died by SIGILL"), "torch", "imported: died by SIGILL", "pip install"),
+        (on("torch", version="2.5.1"), "torch", "2.6 or later is needed", "pip install --upgrade 'torch>=2.6'"),
+        (on("torch", version="1.13"), "torch", "2.6 or later is needed", "--upgrade"),
+        (on("torch", registered=False), "torch", "does not know the backend 'phalanx'", "entry point"),
+        (on("training", works=False, detail="rank 1 hung"), "training", "rank 1 hung", "report"),
+    ],
+)
+def test_what_makes_training_impossible_is_a_problem(facts, topic, fact, advice):
+    finding = the(topic, facts)
+    assert finding.status is Status.PROBLEM
+    assert fact in finding.fact
+    assert advice in finding.advice
+    assert not would_train(judge(facts))
+
+
+def test_without_core_and_without_gloo_nothing_carries_a_tensor():
+    facts = dataclasses.replace(on("kernel", core=Probe(False, "no compiler")), torch=on("torch", backends=()).torch)
+    assert the("torch", facts).status is Status.PROBLEM
+
+
+def test_a_driver_that_does_not_fit_is_told_with_what_torch_says():
+    facts = dataclasses.replace(
+        on("host", **GPU),
+        torch=dataclasses.replace(HEALTHY.torch, cuda_version="13.0", cuda=Probe(False, "the driver is too old")),
+    )
+    finding = the("GPUs", facts)
+    assert finding.status is Status.WARNING
+    assert "PyTorch (CUDA 13.0) cannot use them: the driver is too old" in finding.fact
+
+
+def test_gpus_that_torch_can_use_are_listed():
+    facts = dataclasses.replace(
+        on("host", **GPU), torch=dataclasses.replace(HEALTHY.torch, cuda_version="13.0", cuda=Probe(True, "1 devices"))
+    )
+    assert the("GPUs", facts).status is Status.OK
+    assert "NVIDIA L4" in the("GPUs", facts).fact
+
+
+def test_a_platform_that_says_little_is_healthy_as_far_as_it_says():
+    facts = dataclasses.replace(
+        HEALTHY,
+        host=Host(platform="darwin", python="3.12.1", cores=8, usable_cores=8),
+        kernel=Kernel(core=Probe(False, "no module")),
+    )
+    assert the("C core", facts).fact == "not built on darwin"
+    assert {finding.status for finding in judge(facts) if finding.topic != "C core"} == {Status.OK}
+
+
+def test_the_text_has_a_line_per_finding_and_the_advice_below():
+    text = as_text(judge(on("host", cpu_quota=2.5)))
+    assert "warning  cores      8 of 8 usable, but" in text
+    assert "\n                    -> Ranks beyond that" in text
+    assert text.endswith("\n\nTraining works here, with 1 warning.")
+
+
+def test_the_conclusion_counts():
+    assert conclude(judge(HEALTHY)) == "Training works here."
+    broken = dataclasses.replace(on("host", cpu_quota=2.5, clock_source="hpet"), torch="gone")
+    assert conclude(judge(broken)) == "Training would not work here: 1 problem, 2 warnings."
+
+
+def test_the_json_holds_the_findings_and_the_facts():
+    words = json.loads(as_json(HEALTHY, judge(HEALTHY)))
+    assert words["would_train"] is True
+    assert {finding["status"] for finding in words["findings"]} == {"ok"}
+    assert words["facts"]["host"]["cores"] == 8
+    assert words["facts"]["torch"]["version"] == "2.13.0+cpu"
+
+
+def test_the_table_shows_square_brackets_as_they_are(capsys):
+    print_table(judge(on("training", works=False, detail="KeyError: [bold]x[/bold]")))
+    assert "[bold]x[/bold]" in capsys.readouterr().out

@@ -1,0 +1,106 @@
+import os
+import sys
+
+import pytest
+
+from phalanx.doctor.host import cgroup_folders, cpu_quota, examine_host
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """An empty file system; `write` fills it."""
+
+    class Root:
+        path = tmp_path
+
+        def write(self, place, text):
+            file = tmp_path / place
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text + "\n")
+
+    return Root()
+
+
+def test_this_host_is_described():
+    host = examine_host()
+    assert host.cores == os.cpu_count()
+    assert host.usable_cores == len(os.sched_getaffinity(0))
+    assert host.available_bytes > 0
+    assert host.name
+
+
+def test_a_host_that_tells_nothing_is_described_too(root):
+    host = examine_host(root.path)
+    assert (host.cpu_quota, host.available_bytes, host.shm_bytes, host.clock_source) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(("text", "quota"), [("150000 100000", 1.5), ("max 100000", None)])
+def test_the_quota_of_version_2_is_read(root, text, quota):
+    root.write("proc/self/cgroup", "0::/job")
+    root.write("sys/fs/cgroup/job/cpu.max", text)
+    assert cpu_quota(cgroup_folders(root.path)) == quota
+
+
+@pytest.mark.parametrize(("text", "quota"), [("50000", 0.5), ("-1", None)])
+def test_the_quota_of_version_1_is_read(root, text, quota):
+    root.write("proc/self/cgroup", "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc")
+    root.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", text)  # mounted at the base, as inside a container
+    root.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000")
+    assert cpu_quota(cgroup_folders(root.path)) == quota
+
+
+def test_the_smallest_quota_on_the_way_up_counts(root):
+    root.write("proc/self/cgroup", "0::/outer/inner")
+    root.write("sys/fs/cgroup/outer/inner/cpu.max", "400000 100000")
+    root.write("sys/fs/cgroup/outer/cpu.max", "300000 100000")
+    assert cpu_quota(cgroup_folders(root.path)) == 3.0
+
+
+def test_memory_is_what_the_tighter_of_machine_and_group_leaves(root):
+    root.write("proc/meminfo", "MemTotal: 16000 kB\nMemAvailable: 8000 kB\nHugePages_Total: 0")
+    root.write("proc/self/cgroup", "0::/")
+    assert (examine_host(root.path).available_bytes, examine_host(root.path).memory_limited) == (8000 * 1024, False)
+    root.write("sys/fs/cgroup/memory.max", "3000000")
+    root.write("sys/fs/cgroup/memory.current", "1000000")
+    assert (examine_host(root.path).available_bytes, examine_host(root.path).memory_limited) == (2000000, True)
+
+
+def test_promises_are_counted_only_where_the_kernel_keeps_them(root):
+    root.write("proc/meminfo", "CommitLimit: 5000 kB\nCommitted_AS: 2000 kB")
+    root.write("proc/sys/vm/overcommit_memory", "0")
+    assert examine_host(root.path).commit_headroom_bytes is None
+    root.write("proc/sys/vm/overcommit_memory", "2")
+    assert examine_host(root.path).commit_headroom_bytes == 3000 * 1024
+
+
+def test_the_limit_on_processes_is_that_of_the_group(root):
+    root.write("proc/self/cgroup", "0::/")
+    root.write("sys/fs/cgroup/pids.max", "100")
+    root.write("sys/fs/cgroup/pids.current", "40")
+    host = examine_host(root.path)
+    assert (host.processes, host.processes_running) == (100, 40)
+
+
+def test_variables_that_make_a_shell_look_like_a_rank_are_seen(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert examine_host().variables["RANK"] == "3"
+
+
+def test_a_gpu_tool_that_fails_is_heard(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Driver/library version mismatch' >&2\nexit 18\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    host = examine_host()
+    assert host.gpus == ()
+    assert host.gpu_tool.detail == "Driver/library version mismatch"
+
+
+def test_gpus_are_listed_as_the_tool_lists_them(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA L4, 535.1'\necho 'NVIDIA L4, 535.1'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert examine_host().gpus == ("NVIDIA L4, 535.1", "NVIDIA L4, 535.1")
