@@ -64,8 +64,8 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
         return process_group
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise RuntimeError(
-            "DistributedDataParallel needs a process group: call phalanx.init() or torch.distributed.init_process_group() "
-            "before wrapping the module"
+            "DistributedDataParallel needs a process group: call phalanx.init() or "
+            "torch.distributed.init_process_group() before wrapping the module"
         )
     return dist.group.WORLD
 
@@ -81,9 +81,10 @@ def decide_device(
         ValueError: the module spans devices, or `device_ids` says something else than the parameters.
     """
     if len(devices) > 1:
+        where = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"DistributedDataParallel takes a module on one device, this one lies on {', '.join(sorted(map(str, devices)))}. "
-            "Give each rank one device; to split a model over several, use pipelining"
+            f"DistributedDataParallel takes a module on one device, this one lies on {where}. Give each rank one "
+            "device; to split a model over several, use pipelining"
         )
     (device,) = devices
     if not device_ids:
@@ -94,8 +95,8 @@ def decide_device(
         return None
     if device.type == "cpu" or len(device_ids) > 1:
         raise ValueError(
-            f"device_ids={list(device_ids)}: must be None for a module on the CPU, and else a list of the one device that "
-            f"the module is on, here {device}"
+            f"device_ids={list(device_ids)}: must be None for a module on the CPU, and else a list of the one "
+            f"device that the module is on, here {device}"
         )
     wanted = [torch.device(device.type, one) if isinstance(one, int) else torch.device(one) for one in device_ids]
     if output_device is not None:

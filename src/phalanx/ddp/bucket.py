@@ -20,7 +20,8 @@ def allocate(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
     if bucket.device.type == "cpu" and dist.get_backend(group) == "phalanx":
         from phalanx.backend import shared_empty  # only this backend needs the C core
 
-        return shared_empty(bucket.numel, dtype=bucket.dtype, group=group).zero_()
+        memory: Tensor = shared_empty(bucket.numel, dtype=bucket.dtype, group=group)
+        return memory.zero_()
     return torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
 
 
@@ -46,11 +47,14 @@ class DenseBucket:
     def _address(self, slot: Slot) -> int:
         return self.buffer.data_ptr() + slot.offset * self.plan.dtype.itemsize
 
-    def fill(self, position: int, scale: float) -> None:
-        """Put `scale` times the parameter's gradient into its slot: zero where it has none, nothing moved where it lies there.
+    def fill(self, position: int, scale: float, *, written: bool) -> None:
+        """Put `scale` times the parameter's gradient into its slot; zero where it has none.
 
-        A gradient that autograd has just made is copied, once, and its memory given back. The other way, to zero the slot
-        and let autograd add to it, touches each byte of the bucket three times instead of once, and measured slower.
+        Where `.grad` is the slot already, nothing is moved. `written` says that this backward wrote the gradient; one
+        that it did not write is only read here, because it stays the user's when no other rank wrote it either.
+
+        A gradient that autograd has just made is copied, once, and its memory given back. The other way, to zero the
+        slot and let autograd add to it, touches each byte of the bucket three times instead of once.
 
         Raises:
             RuntimeError: the gradient does not fit: it is sparse, was built with create_graph=True, or the parameter
@@ -63,9 +67,9 @@ class DenseBucket:
             return
         if grad.requires_grad:
             raise RuntimeError(
-                f"Gradient of {slot.name!r}: backward(create_graph=True) under DistributedDataParallel is refused, because "
-                "the mean over ranks can't be differentiated. Use torch.autograd.grad(..., create_graph=True), or call "
-                "`ddp.module` in place of `ddp` for this step."
+                f"Gradient of {slot.name!r}: backward(create_graph=True) under DistributedDataParallel is refused, "
+                "because the mean over ranks can't be differentiated. Use torch.autograd.grad(..., create_graph=True), "
+                "or call `ddp.module` in place of `ddp` for this step."
             )
         moved = view.data_ptr() != self._address(slot)  # module.to(...) swaps the memory under a gradient
         if grad is view and not moved:
@@ -80,8 +84,8 @@ class DenseBucket:
         if grad.dtype != self.plan.dtype or grad.device != self.plan.device or grad.shape != parameter.shape:
             raise RuntimeError(
                 f"Gradient of {slot.name!r} is {_form(grad)}, but the parameter was {self.plan.dtype} on "
-                f"{self.plan.device} with {slot.numel} elements when it was wrapped. Convert and move the module first, "
-                "then wrap it in DistributedDataParallel, then build the optimizer."
+                f"{self.plan.device} with {slot.numel} elements when it was wrapped. Convert and move the module "
+                "first, then wrap it in DistributedDataParallel, then build the optimizer."
             )
         if moved:
             view = self.views[position] = self._view(position)
@@ -89,7 +93,7 @@ class DenseBucket:
             view.copy_(grad)
         else:
             torch.mul(grad, scale, out=view)
-        if self._as_view:
+        if self._as_view and written:  # now, not at the end: the memory of autograd's tensor goes back
             parameter.grad = view
 
     def publish(self, position: int) -> None:
@@ -111,14 +115,14 @@ class DenseBucket:
 
 
 class SparseBucket:
-    """One parameter whose gradient is sparse: it keeps the gradient that autograd made, and has no memory of its own."""
+    """One parameter whose gradient is sparse: it keeps what autograd made, and has no memory of its own."""
 
     def __init__(self, plan: Bucket, parameter: Tensor) -> None:
         self.plan = plan
         self.parameters = [parameter]
         self.mean: Tensor | None = None  # what the ranks have gathered, until it is published
 
-    def fill(self, position: int, scale: float) -> None:
+    def fill(self, position: int, scale: float, *, written: bool) -> None:
         """Check that the gradient is what was planned.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,17 +47,14 @@ class GradBucket:
         return self._is_last
 
 
-Hook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
-
-
-class _BucketCount(Protocol):
-    def __call__(self) -> int: ...
+# The state is the user's own. PyTorch's hooks are annotated with its class of bucket, which Python can't construct.
+Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
 class HookPending:
     """A bucket whose hook has been called."""
 
-    def __init__(self, bucket: DenseBucket, future: torch.futures.Future[Tensor]) -> None:
+    def __init__(self, bucket: DenseBucket, future: torch._C.Future[Any]) -> None:
         self._bucket = bucket
         self._future = future
 
@@ -78,7 +75,8 @@ class HookPending:
             )
         if value.numel() != buffer.numel():
             raise ValueError(
-                f"The communication hook returned {value.numel()} elements for bucket {index}, which has {buffer.numel()}"
+                f"The communication hook returned {value.numel()} elements for bucket {index}, "
+                f"which has {buffer.numel()}"
             )
         if value.data_ptr() != buffer.data_ptr():
             buffer.copy_(value.view_as(buffer))
@@ -89,7 +87,7 @@ class HookExchange:
 
     scale = 1.0
 
-    def __init__(self, state: object, hook: Hook, num_buckets: _BucketCount) -> None:
+    def __init__(self, state: object, hook: Hook, num_buckets: Callable[[], int]) -> None:
         self._state = state
         self._hook = hook
         self._num_buckets = num_buckets
@@ -100,8 +98,10 @@ class HookExchange:
         Raises:
             TypeError: the hook returned something else than a future.
         """
-        future = self._hook(self._state, GradBucket(bucket, is_last=bucket.plan.index == self._num_buckets() - 1))
-        if not isinstance(future, torch.futures.Future):
+        future: object = self._hook(
+            self._state, GradBucket(bucket, is_last=bucket.plan.index == self._num_buckets() - 1)
+        )
+        if not isinstance(future, torch._C.Future):  # what a work's `then` returns is only the base class
             name = getattr(self._hook, "__qualname__", repr(self._hook))
             raise TypeError(
                 f"The communication hook {name} returned {type(future).__name__} for bucket {bucket.plan.index}; "

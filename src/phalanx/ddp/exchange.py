@@ -1,7 +1,8 @@
 """How a bucket becomes the mean over all ranks: the one seam between the reducer's order and communication.
 
-The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread while backward goes
-on, and `Pending.wait` for each, in the same order, when backward is done. What happens between is the exchange's affair.
+The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread while backward
+goes on, and `Pending.wait` for each, in the same order, when backward is done. What happens between is the exchange's
+affair.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
-# Backends whose all_reduce knows AVG. It reads what autograd wrote and writes the mean: no pass over memory for the division.
+# Backends whose all_reduce knows AVG: it writes the mean, and no pass over memory is spent on the division.
 _KNOWS_AVG = frozenset({"phalanx", "nccl"})
 
 
@@ -50,7 +51,7 @@ class WorkExchange:
 
     def launch(self, bucket: DenseBucket) -> Pending:
         """Start one all_reduce of the bucket's memory, in place."""
-        work = dist.all_reduce(bucket.buffer, op=self._op, group=self._group, async_op=True)
+        work: Pending | None = dist.all_reduce(bucket.buffer, op=self._op, group=self._group, async_op=True)
         assert work is not None  # None is for ranks outside the group, and those can't wrap a module
         return work
 

@@ -25,23 +25,23 @@ _PREFIX = "module."
 
 
 class DistributedDataParallel(nn.Module):
-    """Train one model on many ranks: each computes the gradients of its own batch, and backward leaves their mean on all.
+    """Train one model on many ranks: each computes its own batch's gradients, and backward leaves their mean on all.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`; on `"phalanx"`
     gradients lie in memory that the ranks share, and are reduced where they lie. All ranks construct it together, with
     the same model; rank 0's parameters and buffers become everybody's.
 
-    Arguments are PyTorch's, with these differences: `gradient_as_bucket_view` is True unless you say otherwise, that is,
-    `.grad` is a view of a bucket and its memory is reused in the next backward; `batched_grad_copy` and `dim` change
-    nothing; what is not supported is refused by name. Where a backward reaches each parameter exactly once, gradients are
-    averaged per backward, not per forward: two forwards with their two backwards end in the right mean.
+    Arguments are PyTorch's, with these differences: `gradient_as_bucket_view` is True unless you say otherwise, that
+    is, `.grad` is a view of a bucket, and its memory is written again by the next backward; `batched_grad_copy` and
+    `dim` change nothing; what is not supported is refused by name. Gradients are averaged once per backward, not once
+    per forward: two forwards and then their two backwards end in the right mean.
 
     Names: `state_dict()` has the wrapped module's own keys, without `module.`, and `load_state_dict` takes both kinds.
     `named_parameters()`, `get_parameter()` and `torch.func.functional_call` follow the tree of modules, as in PyTorch:
     there the wrapped module is the child `module`.
 
-    Numerics: every rank ends with the same bits, every run; the mean over two ranks of half a batch is that of the whole
-    batch up to rounding, when the loss is a mean over samples.
+    Numerics: every rank ends with the same bits, every run; two ranks with half a batch each train like one process
+    with the whole batch, up to rounding, when the loss is a mean over samples.
 
     Raises:
         ValueError: an argument is refused, or disagrees with the module's devices.
@@ -93,7 +93,7 @@ class DistributedDataParallel(nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
-        # Both arguments of PyTorch name one thing here; it differs between them only with False, and then only at the start.
+        # Two names of PyTorch for one thing; they differ with False, and then only in what happens at construction.
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.broadcast_buffers = True if given is None else given
         self._buffers_stale = True  # ranks' buffers may differ since the last forward that trained
@@ -113,13 +113,13 @@ class DistributedDataParallel(nn.Module):
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if not trained:
             raise RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient: "
-                "use the module as it is"
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+                "gradient: use the module as it is"
             )
         self._inputs_to = decide_device({parameter.device for _, parameter in named}, device_ids, output_device)
         self.device = device
         if init_sync:
-            tensors = [parameter for _, parameter in named]
+            tensors: list[Tensor] = [parameter for _, parameter in named]
             if self.broadcast_buffers or forward_sync_buffers is not None:
                 tensors += self._synced_buffers()
             broadcast_tensors(tensors, self.process_group)
@@ -133,18 +133,18 @@ class DistributedDataParallel(nn.Module):
             static_graph=static_graph,
         )
         self._has_comm_hook = False
-        self.register_load_state_dict_pre_hook(_restore_prefix)
+        self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
 
     @property
     def plan(self) -> BucketPlan:
-        """Which gradient lies in which bucket; `print` draws it. It is rebuilt once, at the end of the first backward."""
+        """Which gradient lies in which bucket; `print` draws it. Rebuilt once, at the end of the first backward."""
         return self._reducer.plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, and note whether the backward that follows averages gradients."""
         reducer = self._reducer
         if reducer.in_backward and torch._C._current_graph_task_id() != -1:
-            # Checkpointing runs a forward again in the middle of a backward that is already known: compute, nothing else.
+            # Checkpointing runs a forward again in the middle of a backward that is already known: only compute.
             return self.module(*args, **kwargs)
         grad_enabled = torch.is_grad_enabled()
         sync = grad_enabled and self.require_backward_grad_sync
@@ -152,7 +152,7 @@ class DistributedDataParallel(nn.Module):
             reducer.prepare_forward()
         if self.broadcast_buffers and self._buffers_stale:
             broadcast_tensors(self._synced_buffers(), self.process_group)
-        # As in PyTorch: the forward after one that trained starts from rank 0's buffers, be it for training or evaluation.
+        # As in PyTorch: the forward after one that trained starts from rank 0's buffers, in evaluation as well.
         self._buffers_stale = sync
         if self._inputs_to is not None:
             args, kwargs = tree_map(self._move, (args, kwargs))
@@ -212,8 +212,8 @@ class DistributedDataParallel(nn.Module):
         """
         if assign:
             raise ValueError(
-                "load_state_dict(assign=True) would replace parameters that the buckets were planned for: load into the "
-                "module first, then wrap it"
+                "load_state_dict(assign=True) would replace parameters that the buckets were planned for: load into "
+                "the module first, then wrap it"
             )
         own = self.module.state_dict().keys()
         # A wrapped module may have a child named `module` of its own, so the prefix alone decides nothing.
@@ -249,9 +249,9 @@ def _refuse_uninitialized(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def _restore_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
+def _restore_prefix(ddp: DistributedDataParallel, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
     """Loading through a module that contains this one walks the tree, in which our keys have `module.` in front."""
-    own = module.module.state_dict().keys()
+    own = ddp.module.state_dict().keys()
     for key in own:
         if prefix + key in state_dict and prefix + _PREFIX + key not in own:
             state_dict[prefix + _PREFIX + key] = state_dict.pop(prefix + key)

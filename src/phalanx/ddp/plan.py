@@ -85,9 +85,10 @@ def plan_buckets(
 ) -> BucketPlan:
     """Lay out the gradients of `parameters` in buckets, in the `order` in which they become ready.
 
-    `order` lists positions in `parameters`; without it, the reverse of registration, which is how backward usually goes.
-    A bucket is closed by the parameter that reaches its cap; the k-th bucket of a dtype and device has the k-th of
-    `caps_mb` (MiB), the last cap serves all that follow. Buckets are numbered by when their last gradient becomes ready.
+    `order` lists positions in `parameters`; without it, the reverse of registration, which is how backward usually
+    goes. A bucket is closed by the parameter that reaches its cap; the k-th bucket of a dtype and device has the k-th
+    of `caps_mb` (MiB), and the last cap serves all that follow. Buckets are numbered by when their last gradient
+    becomes ready.
 
     Raises:
         ValueError: a cap is not a positive number, or `order` is not a permutation of the parameters.

@@ -5,8 +5,9 @@
     bucket                 launch 0                launch 1 ...     launch n   |
     here                                                                      wait 0 .. n, publish
 
-A *round* begins with the first gradient and ends when all buckets hold the mean. Buckets are launched in the plan's order
-on every rank: a complete bucket waits for those before it, because collectives must be issued in one order everywhere.
+A *round* begins with the first gradient and ends when all buckets hold the mean. Buckets are launched in the plan's
+order on every rank: a complete bucket waits for those before it, because collectives must be issued in one order
+everywhere.
 
 Everything here runs in the thread that runs autograd for the module's one device, so there is no lock.
 """
@@ -50,8 +51,8 @@ class Reducer:
         self._caps_mb = list(caps_mb)
         self._group = group
         self._as_view = as_view
-        self._find_unused = find_unused
-        self._rebuild_pending = static_graph or not find_unused
+        self._find_unused = find_unused and not static_graph
+        self._rebuild_pending = not self._find_unused
         self._learning = static_graph  # a static graph is learnt in the first round: how often each gradient is written
         self._fires_expected = [1] * len(self._parameters)
         self._idle: frozenset[int] = frozenset()  # parameters of a static graph that no rank uses
@@ -63,9 +64,19 @@ class Reducer:
         self._reach: Reach | None = None  # of all forwards since the last round; None where nobody looked
         self._used = [False] * len(self._parameters)  # since the last round, local backwards included
         self._num_rounds = 0
+        # What one round writes; `_begin_round` sets them all.
+        self._started: bool
+        self._fires: list[int]
+        self._ready: list[bool]
+        self._num_missing: list[int]
+        self._num_launched: int
+        self._pending: list[Pending]
+        self._order: dict[int, None]
         self._adopt(plan_buckets(self._specs, self._caps_mb))
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_when_accumulated(weakref.ref(self), index))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _when_accumulated(weakref.ref(self), index)
+            )
             for index, parameter in enumerate(self._parameters)
         ]
         weakref.finalize(self, _remove, self._hooks)
@@ -100,7 +111,8 @@ class Reducer:
         announce = _when_begun(weakref.ref(self), sync)
         for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
             node.register_prehook(announce)
-        # Without find_unused the walk serves the first rounds' error message only: models that are wrong are wrong at once.
+        # Without find_unused the walk serves an error message only, in the first round: most wrong models are wrong at
+        # once, and then the backward itself can say so.
         if sync and (self._find_unused or self._num_rounds == 0):
             reach = find_reach(outputs)
             self._reach = reach if self._reach is None else self._reach | reach
@@ -128,8 +140,8 @@ class Reducer:
             raise RuntimeError(
                 f"{self._here()}: parameter {self._specs[index]} received another gradient in one backward, after its "
                 "bucket was closed. Reentrant checkpointing of a module that is used twice does that, and so do two "
-                "backwards that each reach only a part of the parameters. Pass static_graph=True if every iteration does "
-                "the same, use checkpoint(..., use_reentrant=False), or add the losses and call backward once."
+                "backwards that each reach only a part of the parameters. Pass static_graph=True if every iteration "
+                "does the same, use checkpoint(..., use_reentrant=False), or add the losses and call backward once."
             )
         if self._learning:
             self._order.pop(index, None)  # the last time counts
@@ -159,7 +171,7 @@ class Reducer:
 
     def _mark_ready(self, index: int) -> None:
         number, position = self._places[index]
-        self._buckets[number].fill(position, self.exchange.scale)
+        self._buckets[number].fill(position, self.exchange.scale, written=self._fires[index] > 0)
         self._ready[index] = True
         self._num_missing[number] -= 1
         while self._num_launched < len(self._buckets) and self._num_missing[self._num_launched] == 0:
@@ -220,8 +232,6 @@ class Reducer:
         """Parameters that no rank has used since the last round: their `.grad` stays as it is."""
         if not (self._learning or self._find_unused):
             return self._idle
-        if self._idle:
-            return self._idle
         used = torch.tensor(self._used, dtype=torch.int32, device=self._parameters[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         return frozenset(index for index, flag in enumerate(used.tolist()) if not flag)
@@ -267,8 +277,8 @@ class Reducer:
         self._ready = [False] * len(self._parameters)
         self._num_missing = [len(bucket.plan.slots) for bucket in self._buckets]
         self._num_launched = 0
-        self._pending: list[Pending] = []
-        self._order: dict[int, None] = {}
+        self._pending = []
+        self._order = {}
 
     # Messages
 
@@ -281,15 +291,15 @@ class Reducer:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         frozen = [self._specs[index] for index in missing if not self._parameters[index].requires_grad]
         advice = (
-            f"{frozen[0]} no longer requires a gradient: freeze parameters before wrapping the module, or wrap it again."
+            f"{frozen[0]} no longer requires a gradient: freeze parameters before wrapping the module, or wrap it anew."
             if frozen
-            else "Every parameter must take part in the loss, through the outputs of forward. If some are meant to be left "
-            "out, pass find_unused_parameters=True; parameters that are never used are better frozen."
+            else "Every parameter must take part in the loss, through the outputs of forward. If some are meant to be "
+            "left out, pass find_unused_parameters=True; parameters that are never used are better frozen."
         )
         return RuntimeError(
             f"{self._here()}: backward left {len(missing)} of {len(self._specs)} parameters without a gradient: "
-            f"{shown}{more}. {len(self._buckets) - self._num_launched} of {len(self._buckets)} buckets could not be sent, so "
-            f"the gradients of this step are not averaged. {advice}"
+            f"{shown}{more}. {len(self._buckets) - self._num_launched} of {len(self._buckets)} buckets could not be "
+            f"sent, so the gradients of this step are not averaged. {advice}"
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import MismatchError
 
@@ -33,7 +33,8 @@ Structure = dict[str, Entry]
 
 def describe(module: nn.Module, ignored: frozenset[str]) -> Structure:
     """The parameters and buffers of a module, by dotted name, in order of registration."""
-    found = [("parameter", name, tensor) for name, tensor in module.named_parameters()]
+    found: list[tuple[str, str, Tensor]] = []
+    found += [("parameter", name, tensor) for name, tensor in module.named_parameters()]
     found += [("buffer", name, tensor) for name, tensor in module.named_buffers()]
     return {
         name: Entry(kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)

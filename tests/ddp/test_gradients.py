@@ -1,0 +1,502 @@
+"""What backward leaves in `.grad`, compared with the mean of the gradients that plain copies of the model compute."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx import DistributedDataParallel
+from phalanx.testing import run_ranks
+
+
+def _mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+
+
+def _batch(rank, step=0):
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _mean_gradients(model, backward, world_size):
+    """What all ranks should hold: `backward(model, rank)` run here for each rank, and the mean of what it leaves."""
+    sums = {}
+    for rank in range(world_size):
+        replica = copy.deepcopy(model)
+        backward(replica, rank)
+        for name, parameter in replica.named_parameters():
+            if parameter.grad is not None:
+                sums[name] = sums.get(name, 0) + parameter.grad.to_dense() / world_size
+    return sums
+
+
+def _assert_gradients(ddp, expected, **tolerance):
+    named = dict(ddp.module.named_parameters())
+    for name, parameter in named.items():
+        if name in expected:
+            torch.testing.assert_close(parameter.grad.to_dense(), expected[name], **tolerance)
+        else:
+            assert parameter.grad is None, name
+
+
+def _agrees(backward, build=_mlp, rounds=2, **options):
+    """A rank's function: `backward(model, rank)` through the wrapper leaves the mean over ranks, every time."""
+
+    def fn(rank, world_size):
+        model = build()
+        expected = _mean_gradients(model, backward, world_size)
+        ddp = DistributedDataParallel(model, **options)
+        for _ in range(rounds):
+            ddp.zero_grad()
+            backward(ddp, rank)
+            _assert_gradients(ddp, expected)
+
+    return fn
+
+
+def _plain(model, rank):
+    model(_batch(rank)).square().mean().backward()
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_backward_leaves_the_mean_on_every_rank(backend, world_size, as_view):
+    run_ranks(_agrees(_plain, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view), world_size, backend=backend)
+
+
+def test_gradients_are_views_of_bucket_memory_unless_told_otherwise(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp())
+        _plain(ddp, rank)
+        first = ddp.module[0].weight.grad
+        assert len({parameter.grad.untyped_storage().data_ptr() for parameter in ddp.parameters()}) == 1
+        ddp.zero_grad()
+        assert first is not None
+        _plain(ddp, rank)
+        assert ddp.module[0].weight.grad is first
+
+        separate = DistributedDataParallel(_mlp(), gradient_as_bucket_view=False)
+        _plain(separate, rank)
+        assert len({parameter.grad.untyped_storage().data_ptr() for parameter in separate.parameters()}) == 4
+
+    run_ranks(fn, 2, backend=backend)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("as_view", [True, False])
+def test_both_ways_to_zero_gradients_give_the_same(set_to_none, as_view):
+    def fn(rank, world_size):
+        expected = _mean_gradients(_mlp(), _plain, world_size)
+        ddp = DistributedDataParallel(_mlp(), gradient_as_bucket_view=as_view)
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=set_to_none)
+            _plain(ddp, rank)
+            _assert_gradients(ddp, expected)
+
+    run_ranks(fn, 2, backend="gloo")
+
+
+def test_gradients_that_the_user_replaced_are_accumulated_on(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp())
+        expected = _mean_gradients(_mlp(), _plain, world_size)
+        _plain(ddp, rank)
+        for parameter in ddp.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        _plain(ddp, rank)
+        _assert_gradients(ddp, {name: gradient + 1 for name, gradient in expected.items()})
+
+    run_ranks(fn, 2, backend=backend)
+
+
+def test_without_zeroing_gradients_accumulate(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp())
+        expected = _mean_gradients(_mlp(), _plain, world_size)
+        for count in (1, 2, 3):
+            _plain(ddp, rank)
+            _assert_gradients(ddp, {name: count * gradient for name, gradient in expected.items()})
+
+    run_ranks(fn, 3, backend=backend)
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_no_sync_accumulates_here_and_the_next_backward_averages_the_sum(backend, as_view):
+    def micro(model, rank, step):
+        model(_batch(rank, step)).square().mean().backward()
+
+    def three(model, rank):
+        for step in range(3):
+            micro(model, rank, step)
+
+    def fn(rank, world_size):
+        model = _mlp()
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+        for _ in range(2):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                micro(ddp, rank, 0)
+                local = model[0].weight.grad.clone()
+                micro(ddp, rank, 1)
+            everyone = [torch.empty_like(local) for _ in range(world_size)]
+            dist.all_gather(everyone, local)
+            assert not torch.equal(everyone[0], everyone[1])  # nothing was averaged inside
+            micro(ddp, rank, 2)
+            _assert_gradients(ddp, _mean_gradients(_mlp(), three, world_size))
+
+    run_ranks(fn, 2, backend=backend)
+
+
+def test_each_forward_decides_for_its_own_backward():
+    # In PyTorch the first backward after a forward that syncs averages, even if it belongs to another forward.
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp())
+        synced = ddp(_batch(rank, 0)).square().mean()
+        with ddp.no_sync():
+            local = ddp(_batch(rank, 1)).square().mean()
+        local.backward()
+        kept = ddp.module[0].weight.grad.clone()
+        everyone = [torch.empty_like(kept) for _ in range(world_size)]
+        dist.all_gather(everyone, kept)
+        assert not torch.equal(everyone[0], everyone[1])
+        synced.backward()
+
+        def both(model, rank):
+            (model(_batch(rank, 0)).square().mean() + model(_batch(rank, 1)).square().mean()).backward()
+
+        _assert_gradients(ddp, _mean_gradients(_mlp(), both, world_size))
+
+    run_ranks(fn, 2, backend="gloo")
+
+
+def _two_forwards_one_backward(model, rank):
+    (model(_batch(rank, 0)).square().mean() + model(_batch(rank, 1)).abs().mean()).backward()
+
+
+def _two_forwards_two_backwards(model, rank):
+    first, second = model(_batch(rank, 0)).square().mean(), model(_batch(rank, 1)).abs().mean()
+    first.backward()
+    second.backward()
+
+
+def _twice_through_one_graph(model, rank):
+    output = model(_batch(rank))
+    output.square().mean().backward(retain_graph=True)
+    output.abs().mean().backward()
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize(
+    "backward", [_two_forwards_one_backward, _two_forwards_two_backwards, _twice_through_one_graph]
+)
+def test_several_forwards_and_backwards_leave_the_mean_of_their_sum(backward, find_unused):
+    run_ranks(_agrees(backward, find_unused_parameters=find_unused), 2, backend="gloo")
+
+
+def test_gradient_clipping_sees_the_mean(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp())
+        _plain(ddp, rank)
+        expected = _mean_gradients(_mlp(), _plain, world_size)
+        norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+        torch.testing.assert_close(norm, torch.stack([g.norm() for g in expected.values()]).norm())
+        _assert_gradients(
+            ddp, {name: gradient * (0.01 / norm) for name, gradient in expected.items()}, rtol=1e-4, atol=1e-7
+        )
+
+    run_ranks(fn, 2, backend=backend)
+
+
+def test_buckets_are_rebuilt_in_the_order_of_readiness():
+    class Backwards(nn.Module):
+        """Uses its layers in the reverse order of registration."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, inputs):
+            return self.first(self.second(self.third(inputs)))
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Backwards(), bucket_cap_mb=0.0001)
+        before = [slot.name for bucket in ddp.plan.buckets for slot in bucket.slots]
+        expected = _mean_gradients(Backwards(), _plain, world_size)
+        for _ in range(3):
+            ddp.zero_grad()
+            _plain(ddp, rank)
+            _assert_gradients(ddp, expected)  # the first of these reads what was moved into the new buckets
+        after = [slot.name for bucket in ddp.plan.buckets for slot in bucket.slots]
+        return before, after
+
+    (before, after), other = run_ranks(fn, 2, backend="gloo")
+    assert before[0] == "third.bias"
+    assert [name.partition(".")[0] for name in after] == ["first"] * 2 + ["second"] * 2 + ["third"] * 2
+    assert other == (before, after)
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, inputs):
+        return self.head(self.embed(inputs.argmax(-1)))
+
+
+def _frozen():
+    model = _mlp()
+    model[0].requires_grad_(False)
+    return model
+
+
+def _channels_last():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Unflatten(1, (3, 2, 1)), nn.Conv2d(3, 5, 2, padding=1), nn.Flatten()).to(
+        memory_format=torch.channels_last
+    )
+
+
+class _Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.none, self.one = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs):
+        return self.none.sum() + self.one * inputs
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.body, self.use_reentrant = _mlp(), use_reentrant
+        self.stem = nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        return checkpoint(self.body, self.stem(inputs), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        _Tied,
+        _frozen,
+        _channels_last,
+        _Empty,
+        lambda: _Checkpointed(use_reentrant=True),
+        lambda: _Checkpointed(use_reentrant=False),
+    ],
+    ids=["tied", "frozen", "channels_last", "empty", "checkpoint_reentrant", "checkpoint"],
+)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_models_of_every_kind_get_the_mean(build, options):
+    def seeded():
+        torch.manual_seed(0)
+        return build()
+
+    run_ranks(_agrees(_plain, build=seeded, rounds=3, bucket_cap_mb=0.0001, **options), 2, backend="gloo")
+
+
+def test_a_wrapped_module_inside_a_checkpoint_gets_the_mean():
+    def fn(rank, world_size, use_reentrant):
+        def backward(model, rank):
+            inputs = _batch(rank).requires_grad_()
+            checkpoint(model, inputs, use_reentrant=use_reentrant).square().mean().backward()
+
+        _agrees(backward)(rank, world_size)
+
+    for use_reentrant in (True, False):
+        run_ranks(fn, 2, use_reentrant, backend="gloo")
+
+
+def test_a_module_that_reentrant_checkpointing_reaches_twice_needs_a_static_graph():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, inputs):
+            hidden = checkpoint(self.layer, inputs.requires_grad_(), use_reentrant=True)
+            return checkpoint(self.layer, hidden, use_reentrant=True)
+
+    def refused(rank, world_size):
+        with pytest.raises(RuntimeError, match=r"'layer\.\w+' \(Linear\) received another gradient.*static_graph=True"):
+            _plain(DistributedDataParallel(Twice(), bucket_cap_mb=0.0001), rank)
+
+    run_ranks(refused, 2, backend="gloo")
+    run_ranks(_agrees(_plain, build=Twice, rounds=3, static_graph=True), 2, backend="gloo")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+def test_every_floating_dtype_gets_the_mean(backend, dtype):
+    def fn(rank, world_size):
+        def build():
+            torch.manual_seed(0)
+            return nn.Linear(6, 7, dtype=dtype)
+
+        def backward(model, rank):
+            model(_batch(rank).to(dtype)).abs().square().mean().backward()
+
+        expected = _mean_gradients(build(), backward, world_size)
+        ddp = DistributedDataParallel(build())
+        backward(ddp, rank)
+        _assert_gradients(ddp, expected, rtol=2e-2, atol=1e-2) if dtype.itemsize == 2 else _assert_gradients(
+            ddp, expected
+        )
+
+    run_ranks(fn, 2, backend=backend)
+
+
+def test_autocast_trains_the_full_precision_parameters(backend):
+    def fn(rank, world_size):
+        def backward(model, rank):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(_batch(rank)).float().square().mean()
+            loss.backward()
+
+        expected = _mean_gradients(_mlp(), backward, world_size)
+        ddp = DistributedDataParallel(_mlp())
+        backward(ddp, rank)
+        assert ddp.module[0].weight.grad.dtype == torch.float32
+        _assert_gradients(ddp, expected)
+
+    run_ranks(fn, 2, backend=backend)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_of_embeddings_are_averaged_and_stay_sparse(backend, kind):
+    def fn(rank, world_size):
+        def build():
+            torch.manual_seed(0)
+            return nn.Sequential(kind(11, 4, sparse=True), nn.Linear(4, 2))
+
+        def backward(model, rank):  # another number of rows on every rank, none on rank 0
+            rows = torch.arange(2 * rank).reshape(-1, 1) % 11
+            model(rows).sum().backward()
+
+        expected = _mean_gradients(build(), backward, world_size)
+        ddp = DistributedDataParallel(build())
+        for _ in range(2):
+            ddp.zero_grad()
+            backward(ddp, rank)
+            assert ddp.module[0].weight.grad.is_sparse
+            _assert_gradients(ddp, expected)
+
+    run_ranks(fn, 3, backend=backend)
+
+
+def test_a_dense_gradient_of_a_sparse_parameter_is_refused_by_name():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+        with pytest.raises(RuntimeError, match=r"Gradient of '0\.weight' is dense"):
+            (ddp(torch.tensor([1])).sum() + ddp.module[0].weight.sum()).backward()
+
+    run_ranks(fn, 1, backend="gloo")
+
+
+def test_a_sparse_gradient_that_no_module_announced_is_refused_by_name():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(4, 2))
+
+        def forward(self, rows):
+            return nn.functional.embedding(rows, self.table, sparse=True)
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Functional())
+        with pytest.raises(RuntimeError, match="Gradient of 'table' is sparse, but was planned as dense"):
+            ddp(torch.tensor([1])).sum().backward()
+
+    run_ranks(fn, 1, backend="gloo")
+
+
+def test_double_backward_is_refused_by_name():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp())
+        with pytest.raises(RuntimeError, match=r"Gradient of '2\.bias': backward\(create_graph=True\).*is refused"):
+            ddp(_batch(rank)).square().mean().backward(create_graph=True)
+
+    run_ranks(fn, 1, backend="gloo")
+
+
+def test_a_gradient_penalty_through_autograd_grad_gets_the_mean():
+    def penalty(model, rank):
+        inputs = _batch(rank).requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        (model(inputs).square().mean() + slope.square().sum()).backward()
+
+    run_ranks(_agrees(penalty), 2, backend="gloo")
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_module_converted_after_wrapping_is_refused_by_name(zero):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp())
+        _plain(ddp, rank)
+        ddp.double()
+        if zero:
+            ddp.zero_grad()
+        with pytest.raises(
+            RuntimeError, match=r"'2\.bias' is torch\.float64 on cpu with 4 elements, .* torch\.float32"
+        ):
+            ddp(_batch(rank).double()).sum().backward()
+
+    run_ranks(fn, 1, backend="gloo")
+
+
+def test_a_module_converted_there_and_back_still_gets_the_mean():
+    def fn(rank, world_size):
+        expected = _mean_gradients(_mlp(), _plain, world_size)
+        ddp = DistributedDataParallel(_mlp())
+        _plain(ddp, rank)
+        ddp.double().float()  # swaps the memory under each gradient
+        ddp.zero_grad(set_to_none=False)
+        _plain(ddp, rank)
+        _assert_gradients(ddp, expected)
+
+    run_ranks(fn, 2, backend="gloo")
+
+
+def test_an_interrupted_backward_before_any_bucket_was_sent_is_forgotten():
+    def fn(rank, world_size):
+        def explode(_gradient):
+            raise KeyError("user code")
+
+        ddp = DistributedDataParallel(_mlp())
+        output = ddp(_batch(rank))
+        loss = output.square().mean()
+        handle = output.register_hook(explode)
+        with pytest.raises(KeyError):
+            loss.backward()
+        handle.remove()
+        ddp.zero_grad()
+        _plain(ddp, rank)
+        _assert_gradients(ddp, _mean_gradients(_mlp(), _plain, world_size))
+
+    run_ranks(fn, 2, backend="gloo")
+
+
+def test_a_backward_interrupted_between_buckets_is_an_error_of_the_next_forward():
+    def fn(rank, world_size):
+        def explode(_parameter):
+            raise KeyError("user code")
+
+        ddp = DistributedDataParallel(_mlp(), bucket_cap_mb=0.0001)
+        ddp.module[0].weight.register_post_accumulate_grad_hook(explode)
+        with pytest.raises(KeyError):
+            _plain(ddp, rank)
+        with pytest.raises(
+            RuntimeError, match=r"on rank \d: the backward before this forward was interrupted after \d of"
+        ):
+            ddp(_batch(rank))
+
+    run_ranks(fn, 2, backend="gloo")

@@ -1,0 +1,192 @@
+"""Parameters that a backward leaves out: found, averaged with those who used them, or reported by name."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx import DistributedDataParallel
+from phalanx.testing import run_ranks
+
+
+@dataclass
+class Output:
+    chosen: dict
+
+
+class Experts(nn.Module):
+    """Uses one expert per call; `idle` is never used."""
+
+    def __init__(self, wrap=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(3, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(3, 2, bias=False) for _ in range(3))
+        self.idle = nn.Linear(3, 2, bias=False)
+        self._wrap = wrap
+
+    def forward(self, inputs, choice):
+        output = self.experts[choice](self.stem(inputs))
+        return Output({"logits": [output]}) if self._wrap else output
+
+
+def _gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _ones(model, choice):
+    output = model(torch.ones(2, 3), choice)
+    return output.chosen["logits"][0].sum() if isinstance(output, Output) else output.sum()
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_parameter_that_some_rank_used_has_the_mean_and_others_count_as_zero(backend, as_view, nested):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(
+            Experts(wrap=nested), find_unused_parameters=True, gradient_as_bucket_view=as_view, bucket_cap_mb=0.00001
+        )
+        for _ in range(2):
+            ddp.zero_grad()
+            _ones(ddp, rank).backward()
+        return _gradients(ddp.module)
+
+    world_size = 2
+    alone = Experts()
+    for gradients in run_ranks(fn, world_size, backend=backend):
+        for choice in range(world_size):
+            alone.zero_grad()
+            _ones(alone, choice).backward()
+            name = f"experts.{choice}.weight"
+            torch.testing.assert_close(gradients[name], _gradients(alone)[name] / world_size)
+        assert gradients["experts.2.weight"] is None
+        assert gradients["idle.weight"] is None
+
+
+def test_a_gradient_that_nobody_used_stays_as_the_user_left_it(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Experts(), find_unused_parameters=True)
+        mine = torch.full((2, 3), float(rank))
+        ddp.module.idle.weight.grad = mine
+        _ones(ddp, 0).backward()
+        assert ddp.module.idle.weight.grad is mine
+        return mine
+
+    assert [grad[0, 0].item() for grad in run_ranks(fn, 2, backend=backend)] == [0.0, 1.0]
+
+
+def test_use_inside_no_sync_counts_as_use(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Experts(), find_unused_parameters=True)
+        with ddp.no_sync():
+            _ones(ddp, 2 * rank).backward()
+        _ones(ddp, 1).backward()
+        return _gradients(ddp.module)
+
+    first, second = run_ranks(fn, 2, backend=backend)
+    alone = Experts()
+    _ones(alone, 2).backward()
+    for gradients in (first, second):
+        torch.testing.assert_close(gradients["experts.2.weight"], alone.experts[2].weight.grad / 2)
+        assert gradients["idle.weight"] is None
+
+
+def test_outputs_that_the_loss_leaves_out_are_found_at_the_end_of_backward():
+    class TwoHeads(Experts):
+        def forward(self, inputs):
+            hidden = self.stem(inputs)
+            return self.experts[0](hidden), self.experts[1](hidden)
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(torch.ones(2, 3))[0].sum().backward()
+        return {name for name, grad in _gradients(ddp.module).items() if grad is not None}
+
+    assert run_ranks(fn, 2, backend="gloo") == [{"stem.weight", "experts.0.weight"}] * 2
+
+
+def test_a_forward_without_backward_does_not_disturb_the_next():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Experts(), find_unused_parameters=True)
+        _ones(ddp, 1)
+        _ones(ddp, 0).backward()
+        return {name for name, grad in _gradients(ddp.module).items() if grad is not None}
+
+    assert run_ranks(fn, 2, backend="gloo") == [{"stem.weight", "experts.0.weight"}] * 2
+
+
+def test_a_static_graph_learns_what_is_unused_in_its_first_backward(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Experts(), static_graph=True, bucket_cap_mb=0.00001)
+        for _ in range(3):
+            ddp.zero_grad()
+            _ones(ddp, rank).backward()
+        return _gradients(ddp.module)
+
+    alone = Experts()
+    _ones(alone, 1).backward()
+    for gradients in run_ranks(fn, 2, backend=backend):
+        torch.testing.assert_close(gradients["experts.1.weight"], alone.experts[1].weight.grad / 2)
+        assert gradients["idle.weight"] is None
+
+
+def test_a_parameter_without_gradient_is_named_at_the_end_of_the_first_backward(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Experts())
+        with pytest.raises(RuntimeError) as caught:
+            _ones(ddp, 0).backward()
+        return str(caught.value)
+
+    for rank, message in enumerate(run_ranks(fn, 2, backend=backend)):
+        assert message.startswith(
+            f"DistributedDataParallel on rank {rank}: backward left 3 of 5 parameters without a gradient: "
+            "'experts.1.weight' (Linear), 'experts.2.weight' (Linear), 'idle.weight' (Linear). "
+        )
+        assert "find_unused_parameters=True" in message
+
+
+def test_a_parameter_that_is_left_out_later_is_named_at_the_next_forward(backend):
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, inputs, both):
+            return self.two(self.one(inputs)) if both else self.one(inputs)
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Skips())
+        ddp(torch.ones(1, 2), both=True).sum().backward()
+        ddp(torch.ones(1, 2), both=False).sum().backward()
+        with pytest.raises(RuntimeError, match=r"left 2 of 4 parameters without a gradient: 'two\.weight' \(Linear\)"):
+            ddp(torch.ones(1, 2), both=True)
+
+    run_ranks(fn, 2, backend=backend)
+
+
+def test_a_parameter_frozen_after_wrapping_is_named():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        ddp.module[0].weight.requires_grad_(False)
+        with pytest.raises(
+            RuntimeError, match=r"'0\.weight' \(Linear\) no longer requires a gradient: freeze parameters"
+        ):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(fn, 1, backend="gloo")
+
+
+def test_two_backwards_that_share_the_parameters_between_them_make_one_round():
+    def fn(rank, world_size):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), bucket_cap_mb=1)
+        ddp.module.forward = lambda inputs: (ddp.module["a"](inputs), ddp.module["b"](inputs))
+        first, second = ddp(torch.full((1, 2), float(rank)))
+        first.sum().backward()
+        second.sum().backward()
+        return [module.weight.grad[0, 0].item() for module in ddp.module.values()]
+
+    assert run_ranks(fn, 2, backend="gloo") == [[0.5, 0.5]] * 2
