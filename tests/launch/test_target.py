@@ -1,0 +1,72 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.target import Kind, Target, find_problem
+
+
+def problem(kind: Kind, name: str | Path) -> str:
+    found = find_problem(Target(kind, str(name)))
+    assert found is not None
+    return found
+
+
+def test_a_good_script_module_and_program_have_no_problem(tmp_path: Path) -> None:
+    script = tmp_path / "good.py"
+    script.write_text("print('it is not run')\nraise SystemExit(1)\n")
+    assert find_problem(Target("script", str(script))) is None
+    assert find_problem(Target("module", "json.tool")) is None
+    assert find_problem(Target("program", "sh")) is None
+
+
+def test_an_empty_script_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").touch()
+    assert find_problem(Target("script", str(tmp_path / "empty.py"))) is None
+
+
+def test_a_missing_script_suggests_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert "no such file" in problem("script", tmp_path / "trian.py")
+    assert f"Did you mean '{tmp_path}/train.py'?" in problem("script", tmp_path / "trian.py")
+
+
+def test_a_program_given_as_a_script_is_pointed_out() -> None:
+    assert "use --no-python" in problem("script", "sh")
+
+
+def test_a_directory_is_not_a_script(tmp_path: Path) -> None:
+    assert "is a directory" in problem("script", tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_script_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "secret.py"
+    script.touch(mode=0)
+    assert "cannot be read: Permission denied" in problem("script", script)
+
+
+def test_a_syntax_error_shows_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text("x = 1\ny = (x +\n")
+    found = problem("script", script)
+    assert "line 2: SyntaxError: '(' was never closed" in found
+    assert "    y = (x +\n        ^" in found
+
+
+def test_a_binary_is_not_a_script(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF\0\0\0")
+    assert "--no-python" in problem("script", program) or "SyntaxError" in problem("script", program)
+
+
+def test_a_module_that_is_nowhere_is_found_missing() -> None:
+    assert "no module or package 'nosuchpackage'" in problem("module", "nosuchpackage.train")
+
+
+def test_a_file_is_not_a_modules_name() -> None:
+    assert "not a module's name" in problem("module", "src/train.py")
+
+
+def test_a_missing_program_says_where_to_look() -> None:
+    assert "look at PATH" in problem("program", "no-such-program")
