@@ -60,7 +60,7 @@ class Measurements:
         return summary.median if summary else None
 
     def memory_bandwidth(self, world_size: int) -> float | None:
-        """Bytes per second, read plus written, all ranks copying at once at the largest size measured."""
+        """Bytes per second, read plus written, all ranks copying at once at the largest size."""
         copies = [case for name, case in self.samples if name == MEMORY.name and case.world_size == world_size]
         if not copies:
             return None

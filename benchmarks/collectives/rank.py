@@ -7,7 +7,7 @@ Runs under the contestant's own Python. The driver talks to it over a Unix socke
     {"do": "check", "op": .., "num_bytes": ..} ->
         <- {"ok": true}                                  the values are right; or {"not_offered": why}
     {"do": "time", .., "warm_up": 3, "iterations": 200} ->
-        <- {"seconds": 1.2e-5}                           mean of one call on this rank
+        <- {"start": 8.25, "end": 8.31}                  of all calls on this rank, on the clock of the host
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _serve(arguments, rank, pipe, answer) -> None:
             check(contestant, call, case, rank)
             answer(ok=True)
         else:
-            answer(seconds=timed(contestant, call, request["warm_up"], request["iterations"]))
+            start, end = timed(contestant, call, request["warm_up"], request["iterations"])
+            answer(start=start, end=end)
 
 
 def check(contestant: Contestant, call: BoundCall, case: Case, rank: int) -> None:
@@ -114,8 +115,8 @@ def check(contestant: Contestant, call: BoundCall, case: Case, rank: int) -> Non
     call.source.fill(0)
 
 
-def timed(contestant: Contestant, call: BoundCall, warm_up: int, iterations: int) -> float:
-    """Return the mean seconds of one call, back to back, all ranks starting together."""
+def timed(contestant: Contestant, call: BoundCall, warm_up: int, iterations: int) -> tuple[float, float]:
+    """Return when the first of the calls began and the last one ended; back to back, all ranks starting together."""
     run = call.run
     for _ in repeat(None, warm_up):
         run()
@@ -123,7 +124,7 @@ def timed(contestant: Contestant, call: BoundCall, warm_up: int, iterations: int
     start = time.perf_counter()
     for _ in repeat(None, iterations):
         run()
-    return (time.perf_counter() - start) / iterations
+    return start, time.perf_counter()
 
 
 def die_with_parent() -> None:

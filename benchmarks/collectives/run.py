@@ -31,6 +31,8 @@ from report import print_report  # noqa: E402
 BUDGET_S = 0.1
 QUICK_BUDGET_S = 0.02
 QUICK_ROUNDS = 3
+# Copied whatever sizes are asked for: far beyond the caches, so its speed is the memory's.
+BANDWIDTH_BYTES = 64 << 20
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,13 +60,13 @@ def _measure(peers: list[Peer], world_size: int, options: argparse.Namespace, me
     """Run all the rounds of one world size; what goes wrong with a contestant ends it, not the others."""
     sizes = options.sizes
     cases = [Case(op, num_bytes, world_size) for op in options.ops for num_bytes in sizes]
-    copies = [Case("copy", num_bytes, world_size) for num_bytes in sizes]
+    copies = [Case("copy", num_bytes, world_size) for num_bytes in sorted({*sizes, BANDWIDTH_BYTES})]
     with ExitStack() as stack:
         fleets: list[Fleet] = []
         for peer in [*peers, MEMORY]:
             _say(f"{world_size} ranks: starting {peer.name}")
             try:
-                fleets.append(stack.enter_context(Fleet(peer, world_size, max(sizes))))
+                fleets.append(stack.enter_context(Fleet(peer, world_size, max(*sizes, BANDWIDTH_BYTES))))
             except FleetError as error:
                 measurements.fail(peer.name, world_size, error)
         runnable: dict[str, list[Case]] = {}

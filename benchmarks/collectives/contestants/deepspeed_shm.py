@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ class DeepSpeedContestant:
             raise NotOfferedError("DeepSpeed's shared-memory path has all_reduce only")
         data = self._data[: case.source_count]
         all_reduce = torch.ops.deepspeed.inference_all_reduce_.default
-        return BoundCall(lambda: all_reduce(data), data.numpy(), data.numpy())
+        return BoundCall(partial(all_reduce, data), data.numpy(), data.numpy())
 
     def barrier(self) -> None:
         torch.ops.deepspeed.inference_all_reduce_(self._one.zero_())

@@ -6,6 +6,8 @@ floor under the other columns, and its bandwidth at the largest size is the mach
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from cases import Case
 
@@ -22,7 +24,7 @@ class MemoryContestant:
         if case.op != "copy":
             raise NotOfferedError("memory only copies")
         source, target = self._source[: case.source_count], self._target[: case.target_count]
-        return BoundCall(lambda: np.copyto(target, source), source, target)
+        return BoundCall(partial(np.copyto, target, source), source, target)
 
     def barrier(self) -> None:
         """Nothing: the driver starts all ranks together, and a measurement is long against the difference."""

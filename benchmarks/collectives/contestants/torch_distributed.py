@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,11 +33,11 @@ class TorchContestant:
 
     def _call(self, op: str, target: Tensor, source: Tensor) -> Callable[[], object]:
         return {
-            "all_reduce": lambda: dist.all_reduce(target),
-            "broadcast": lambda: dist.broadcast(target, ROOT),
-            "all_gather": lambda: dist.all_gather_into_tensor(target, source),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source),
-            "all_to_all": lambda: dist.all_to_all_single(target, source),
+            "all_reduce": partial(dist.all_reduce, target),
+            "broadcast": partial(dist.broadcast, target, ROOT),
+            "all_gather": partial(dist.all_gather_into_tensor, target, source),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, target, source),
+            "all_to_all": partial(dist.all_to_all_single, target, source),
         }[op]
 
     def barrier(self) -> None:
