@@ -1,0 +1,87 @@
+"""Writing a checkpoint: by rank 0, while the others wait for the outcome."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+
+from phalanx.checkpoint.atomic import replace_file
+from phalanx.errors import CheckpointError
+
+
+def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write `state` to `path`, whole or not at all; when this returns on any rank, the file is on the disk.
+
+    Collective: every rank of the default process group calls it, rank 0's `state` is written, and the others wait.
+    Without a process group it writes right away. A checkpoint that was there before stays until the new one is
+    complete. `state` may hold what `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples
+    of them, which is what PyTorch's `state_dict()` methods give.
+
+    Cost: one broadcast of some hundred bytes; nothing is copied on the ranks that wait.
+
+    Raises:
+        CheckpointError: rank 0 could not write it (the disk is full, the folder is missing or forbidden), or `state`
+            holds objects that could not be read again. It is raised on all ranks, and the old checkpoint is unchanged.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    problem: str | None = None
+    cause: Exception | None = None
+    if not grouped or dist.get_rank() == 0:
+        try:
+            replace_file(Path(path), lambda file: _write(state, file))
+        except Exception as error:
+            problem, cause = _explain(Path(path), error), error
+    if grouped:
+        outcome = [problem]
+        dist.broadcast_object_list(outcome, src=0)
+        problem = outcome[0]
+    if problem is not None:
+        raise CheckpointError(problem) from cause
+
+
+class _UnreadableError(Exception):
+    """The state holds classes that `load_checkpoint` would refuse."""
+
+
+def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
+    torch.save(state, file)
+    file.flush()
+    # Found out now and not on the day when the checkpoint is needed; reads the small index of the file, no tensor.
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file.name):
+        raise _UnreadableError(", ".join(sorted(unsafe)))
+
+
+def _explain(path: Path, error: Exception) -> str:
+    kept = "The checkpoint that was there before is unchanged." if os.path.exists(path) else "Nothing was written."
+    if isinstance(error, _UnreadableError):
+        fact = f"the state holds objects of {error}, which load_checkpoint would refuse to open"
+        advice = "Save the numbers, strings and tensors in them instead."
+    elif disk := _disk_error(error):
+        fact = disk.strerror or str(disk)
+        advice = _ADVICE.get(disk.errno or 0, "Mend that, or save to another folder.")
+    else:
+        fact = f"{type(error).__name__}: {error}"
+        advice = "Save only what torch.save can: tensors, numbers, strings, and dicts, lists and tuples of them."
+    return f"save_checkpoint to {path} on rank 0: {fact}. {kept} {advice}"
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """The disk's own error, which torch.save replaces by a complaint about positions in its archive."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+_ADVICE = {
+    errno.ENOENT: "Create the folder first.",
+    errno.ENOTDIR: "Save to a path whose folders are folders.",
+    errno.EISDIR: "Give the checkpoint a file name.",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room, or save to another disk."),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Save to a folder that this user may write to."),
+}
