@@ -1,11 +1,11 @@
 /* The one file that knows Python: addresses and sizes in, a status out, the GIL released in between. */
+#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 
 #include "collectives.h"
 #include "reduce.h"

@@ -1,0 +1,121 @@
+"""Types of the C core; contracts are in csrc/collectives.h and csrc/group.h. Addresses, bytes and counts are ints."""
+
+from collections.abc import Callable
+
+VERSION: int
+MAX_WORLD: int
+BLOCKS: int
+PAGE: int
+
+_Shape = tuple[int, ...]
+_Record = tuple[int, int, int, int, int, int, int, _Shape, int, int, int, str]
+
+class Group:
+    culprit: int
+    seq: int
+    crowded: bool
+
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        rank: int,
+        spin_ns: int,
+        pidfds: tuple[int, ...],
+        idle: Callable[[float], None] | None,
+        /,
+    ) -> None: ...
+    def barrier(self, timeout_ns: int, site: int, shape: _Shape, /) -> int: ...
+    def all_reduce(
+        self,
+        src: int,
+        dst: int,
+        count: int,
+        dtype: int,
+        redop: int,
+        root: int,
+        timeout_ns: int,
+        site: int,
+        shape: _Shape,
+        /,
+    ) -> int: ...
+    def broadcast(
+        self, data: int, nbytes: int, dtype: int, root: int, timeout_ns: int, site: int, shape: _Shape, /
+    ) -> int: ...
+    def reduce_scatter(
+        self,
+        src: tuple[int, ...],
+        counts: tuple[int, ...],
+        dst: int,
+        dtype: int,
+        redop: int,
+        timeout_ns: int,
+        site: int,
+        shape: _Shape,
+        /,
+    ) -> int: ...
+    def gather(
+        self,
+        src: int,
+        dst: tuple[int, ...] | None,
+        nbytes: tuple[int, ...],
+        dtype: int,
+        root: int,
+        timeout_ns: int,
+        site: int,
+        shape: _Shape,
+        /,
+    ) -> int: ...
+    def scatter(
+        self,
+        src: tuple[int, ...] | None,
+        dst: int,
+        nbytes: int,
+        dtype: int,
+        root: int,
+        timeout_ns: int,
+        site: int,
+        shape: _Shape,
+        /,
+    ) -> int: ...
+    def all_to_all(
+        self,
+        src: tuple[int, ...],
+        src_bytes: tuple[int, ...],
+        dst: tuple[int, ...],
+        dst_bytes: tuple[int, ...],
+        dtype: int,
+        splits: int,
+        timeout_ns: int,
+        site: int,
+        shape: _Shape,
+        /,
+    ) -> int: ...
+    def send(
+        self, data: int, nbytes: int, dst: int, tag: int, dtype: int, timeout_ns: int, site: int, shape: _Shape, /
+    ) -> int: ...
+    def recv(
+        self, data: int, nbytes: int, src: int, tag: int, dtype: int, timeout_ns: int, site: int, shape: _Shape, /
+    ) -> tuple[int, int]: ...
+    def join(self, pid: int, start_ticks: int, /) -> None: ...
+    def add_site(self, text: str, /) -> int: ...
+    def set_note(self, text: str, /) -> None: ...
+    def state(self, rank: int, /) -> tuple[int, int, int, int, int, str]: ...
+    def records(self, rank: int, /) -> list[_Record]: ...
+    def poison(self) -> tuple[int, int]: ...
+    def set_poison(self, code: int, rank: int, /) -> int: ...
+    def alive(self, rank: int, /) -> bool: ...
+    def set_heaps(self, addresses: tuple[int, ...], nbytes: int, /) -> None: ...
+    def claim(self, block: int, /) -> None: ...
+    def release(self, block: int, /) -> None: ...
+    def is_released(self, block: int, /) -> bool: ...
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
+
+def map(fd: int, nbytes: int, /) -> int: ...
+def unmap(address: int, nbytes: int, /) -> None: ...
+def discard(address: int, nbytes: int, /) -> None: ...
+def group_bytes(world: int, stage_bytes: int, channel_bytes: int, /) -> int: ...
+def format(address: int, world: int, stage_bytes: int, channel_bytes: int, crowded: int, /) -> None: ...
+def can_reduce(dtype: int, redop: int, /) -> bool: ...
+def reduce(dst: int, src: tuple[int, ...], count: int, dtype: int, redop: int, /) -> None: ...

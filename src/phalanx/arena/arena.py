@@ -1,0 +1,256 @@
+"""The ranks of one host around one piece of shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx import _core
+from phalanx.arena.handover import Counter, Notice, fetch, memory
+from phalanx.arena.heap import Block, Placement
+from phalanx.arena.watch import ProcessId, watch
+from phalanx.deadline import Deadline
+from phalanx.errors import ClosedError, PhalanxError
+
+# Two stages of this size per rank, chosen so that a chunk on its way through lies in a second-level cache.
+STAGE_BYTES = 128 * 1024
+# How long a rank looks at memory before it sleeps: a few times what waking it up costs.
+SPIN_NS = 100_000
+
+_BLOCK = struct.Struct("=qQQ")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of this host: its process, and the cores that it may use."""
+
+    process: ProcessId
+    cpus: frozenset[int]
+
+
+def channel_bytes(world_size: int) -> int:
+    """Bytes of the ring between two ranks; smaller in larger groups, of which there are world_size² rings."""
+    return 256 * 1024 if world_size <= 8 else 64 * 1024 if world_size <= 32 else 16 * 1024
+
+
+def is_crowded(members: Sequence[Member]) -> bool:
+    """Whether there are more ranks than cores for them: then whoever waits must sleep, not spin."""
+    cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
+    return len(members) > len(cores)
+
+
+def heap_bytes() -> int:
+    """Address space for one rank's heap: all memory that the machine has; pages exist only once they are used."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(-(-total // (1 << 30)) << 30, 1 << 40)
+
+
+class Arena:
+    """One rank's side of the memory that it shares with the other ranks of its host.
+
+    `core` runs the collectives. `allocate` is collective, too: all ranks call it with the same size.
+    """
+
+    def __init__(self, fds: Sequence[int], rank: int, members: Sequence[Member], idle: Callable[[float], None]) -> None:
+        self.rank = rank
+        self.world_size = len(members)
+        self._members = tuple(members)
+        self._lock = threading.Lock()
+        self._heap_fd = -1
+        self._heap: int | None = None
+        self._blocks_in_use = 0
+        self._closed = False
+        self._placement: Placement | None = None
+        control, self._heap_fd = os.dup(fds[0]), os.dup(fds[1])
+        try:
+            self._control_bytes = os.fstat(control).st_size
+            self._heap_bytes = os.fstat(self._heap_fd).st_size // self.world_size
+            self._control = _core.map(control, self._control_bytes)
+        finally:
+            os.close(control)
+        self._pidfds = tuple(watch.acquire(m.process) if i != rank else -1 for i, m in enumerate(members))
+        self.core = _core.Group(self._control, self._control_bytes, rank, SPIN_NS, self._pidfds, idle)
+        me = members[rank].process
+        self.core.join(me.pid, me.start_ticks)
+        _arenas.add(self)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Who sits around this memory, by rank."""
+        return self._members
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left."""
+        return self._closed
+
+    def allocate(
+        self, nbytes: int, deadline: Deadline, check: Callable[[int], None]
+    ) -> tuple[Block, ctypes.Array[ctypes.c_char]]:
+        """A block at one offset of every rank's heap, zeroed, and this rank's piece of it as a buffer.
+
+        Collective. The block is let go when the buffer is collected; its memory is used anew, or given back, once
+        every rank has let it go. `check` raises for a status of the core that is not zero.
+
+        Raises:
+            PhalanxError: the heap has no room for it.
+        """
+        if self._closed:
+            raise ClosedError("shared_empty: the group was destroyed")
+        self._map_heap()
+        message = ctypes.create_string_buffer(_BLOCK.size)
+        if self.rank == 0:
+            self._collect()
+            assert self._placement is not None
+            block = self._placement.place(nbytes)
+            _BLOCK.pack_into(
+                message,
+                0,
+                -1 if block is None else block.index,
+                block.offset if block else 0,
+                block.nbytes if block else 0,
+            )
+        timeout_ns = _timeout_ns(deadline)
+        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, timeout_ns, 0, (nbytes,)))
+        index, offset, size = _BLOCK.unpack(message.raw)
+        if index < 0:
+            raise PhalanxError(
+                f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank has no room, or "
+                f"{_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
+            )
+        block = Block(index, offset, size)
+        self.core.claim(index)
+        # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
+        check(self.core.barrier(timeout_ns, 0, ()))
+        assert self._heap is not None
+        buffer = (ctypes.c_char * nbytes).from_address(self._heap + self.rank * self._heap_bytes + offset)
+        with self._lock:
+            self._blocks_in_use += 1
+        weakref.finalize(buffer, self._let_go, index)
+        return block, buffer
+
+    def _collect(self) -> None:
+        """Leader: take back the blocks that all have let go, and give their pages to the system."""
+        if self._placement is None:
+            self._placement = Placement(self._heap_bytes, _core.BLOCKS)
+        assert self._heap is not None
+        for block in self._placement.live:
+            if self.core.is_released(block.index):
+                for r in range(self.world_size):
+                    _core.discard(self._heap + r * self._heap_bytes + block.offset, block.nbytes)
+                self._placement.remove(block)
+
+    def _let_go(self, index: int) -> None:
+        if not self._closed:
+            self.core.release(index)
+        with self._lock:
+            self._blocks_in_use -= 1
+            if self._closed and self._blocks_in_use == 0:
+                self._unmap_heap()
+
+    def _map_heap(self) -> None:
+        if self._heap is not None:
+            return
+        self._heap = _core.map(self._heap_fd, self._heap_bytes * self.world_size)
+        os.close(self._heap_fd)
+        self._heap_fd = -1
+        self.core.set_heaps(tuple(self._heap + r * self._heap_bytes for r in range(self.world_size)), self._heap_bytes)
+
+    def _unmap_heap(self) -> None:
+        if self._heap is not None:
+            _core.unmap(self._heap, self._heap_bytes * self.world_size)
+            self._heap = None
+
+    def close(self) -> None:
+        """Leave. Peers that wait for this rank hear it at once. Shared tensors stay valid as long as they are held."""
+        if self._closed:
+            return
+        self._closed = True
+        self.core.close()
+        _arenas.discard(self)
+        _core.unmap(self._control, self._control_bytes)
+        for member, fd in zip(self._members, self._pidfds, strict=True):
+            if fd >= 0:
+                watch.release(member.process)
+        if self._heap_fd >= 0:
+            os.close(self._heap_fd)
+            self._heap_fd = -1
+        with self._lock:
+            if self._blocks_in_use == 0:
+                self._unmap_heap()
+
+    def abandon(self) -> None:
+        """In a forked child: this is the parent's seat, touch nothing that is shared."""
+        self._closed = True
+        self.core.abandon()
+
+
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for arena in list(_arenas):
+        arena.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _timeout_ns(deadline: Deadline) -> int:
+    return min(int(deadline.left_s * 1e9), (1 << 63) - 1) if deadline.left_s != float("inf") else (1 << 63) - 1
+
+
+@contextlib.contextmanager
+def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, int]]:
+    """The control memory, formatted, and the heap, empty: two descriptors, closed on exit."""
+    world_size = len(members)
+    channel = channel_bytes(world_size)
+    nbytes = _core.group_bytes(world_size, STAGE_BYTES, channel)
+    with memory("phalanx-control", nbytes) as control, memory("phalanx-heap", heap_bytes() * world_size) as heap:
+        address = _core.map(control, nbytes)
+        try:
+            _core.format(address, world_size, STAGE_BYTES, channel, int(is_crowded(members)))
+        finally:
+            _core.unmap(address, nbytes)
+        yield control, heap
+
+
+def open_as_leader(
+    counter: Counter, members: Sequence[Member], deadline: Deadline, notice: Notice, idle: Callable[[float], None]
+) -> Arena:
+    """Create the memory as rank 0 of the host, and hand it to the others.
+
+    Raises:
+        DeadlineError: some rank did not fetch it; `missing` says which.
+    """
+    with _new_memory(members) as fds:
+        arena = Arena(fds, 0, members, idle)
+        try:
+            counter.serve(range(1, len(members)), fds, deadline, notice)
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
+
+def open_as_member(
+    token: str, rank: int, members: Sequence[Member], deadline: Deadline, idle: Callable[[float], None]
+) -> Arena:
+    """Fetch the memory from rank 0 of the host.
+
+    Raises:
+        DeadlineError: it did not answer in time.
+        PhalanxError: it is gone.
+    """
+    fds = fetch(token, rank, 2, deadline)
+    try:
+        return Arena(fds, rank, members, idle)
+    finally:
+        for fd in fds:
+            os.close(fd)

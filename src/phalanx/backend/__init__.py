@@ -1,0 +1,30 @@
+"""PyTorch's process group over shared memory: order, work in flight, fingerprints, the flight recorder."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "create_process_group": "phalanx.backend.create",
+    "PhalanxProcessGroup": "phalanx.backend.process_group",
+    "Job": "phalanx.backend.job",
+    "init": "phalanx.backend.job",
+    "shared_empty": "phalanx.backend.shared",
+}
+
+__all__ = list(_HOME)
+
+if TYPE_CHECKING:
+    from phalanx.backend.create import create_process_group as create_process_group
+    from phalanx.backend.job import Job as Job
+    from phalanx.backend.job import init as init
+    from phalanx.backend.process_group import PhalanxProcessGroup as PhalanxProcessGroup
+    from phalanx.backend.shared import shared_empty as shared_empty
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

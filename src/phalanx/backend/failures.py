@@ -1,0 +1,123 @@
+"""From a status of the core to the error that a user reads: who, where, why, and what to do."""
+
+from __future__ import annotations
+
+import signal
+
+from phalanx import _core
+from phalanx.arena.arena import Arena
+from phalanx.arena.watch import wait_status
+from phalanx.backend.meeting import ranks
+from phalanx.backend.recorder import Record, read, story
+from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
+
+# enum plx_status
+OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED = range(8)
+_LEFT = 2  # enum plx_life
+
+_OVER = "The group can no longer be used."
+
+
+def failure(status: int, arena: Arena, group: str, timeout_s: float) -> PhalanxError:
+    """The error for `status`, told from what the shared memory says of every rank."""
+    core = arena.core
+    mine = read(core, arena.rank)
+    here = f"{mine[-1].label if mine else 'operation'} in group {group!r} on rank {arena.rank}"
+    if status == MISMATCH:
+        return _mismatch(arena, here)
+    if status == PEER_LOST:
+        return _peer_lost(arena, here, core.poison()[1])
+    if status == DEADLINE:
+        return _deadline(arena, here, timeout_s, core.poison()[1])
+    if status == INTERRUPTED:
+        who = core.poison()[1]
+        return PeerLostError(
+            f"{here}: rank {who} was interrupted ({core.state(who)[5] or 'a signal handler raised'}) while the group "
+            f"waited; it {story(core, who)}.\n{_OVER}",
+            ranks=(who,),
+        )
+    if status == NO_MEMORY:
+        return PhalanxError(f"{here}: rank {core.poison()[1]} had no memory for a message that came early. {_OVER}")
+    return InternalError(f"{here}: the core answered {status}. Please report this with the program that shows it.")
+
+
+def _latest(records: list[Record]) -> Record | None:
+    return next((r for r in reversed(records) if r.is_collective), None)
+
+
+def _mismatch(arena: Arena, here: str) -> MismatchError:
+    records = [read(arena.core, r) for r in range(arena.world_size)]
+    mine = records[arena.rank][-1]
+    calls: dict[int, str] = {}
+    if mine.is_collective:
+        for r, theirs in enumerate(records):
+            last = _latest(theirs)
+            calls[r] = last.call() if last is not None else "nothing yet"
+    else:
+        peer = records[mine.peer] if mine.peer >= 0 else []
+        sent = next((r for r in reversed(peer) if r.kind == 10 and r.peer == arena.rank), None)
+        calls[arena.rank] = mine.call()
+        if sent is not None:
+            calls[mine.peer] = sent.call()
+    lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
+    return MismatchError(
+        f"{here}: the ranks called different things; no tensor was changed.\n{lines}\n"
+        f"Make every rank call the same operation with the same dtype, size and options, in the same order. {_OVER}",
+        calls=calls,
+    )
+
+
+def _peer_lost(arena: Arena, here: str, who: int) -> PeerLostError:
+    core = arena.core
+    life, pid, _, _, _, note = core.state(who)
+    return PeerLostError(
+        f"{here}: rank {who} (pid {pid}) is gone: {_how(life, pid, note)}.\nIt {story(core, who)}. "
+        f"Read its log first. {_OVER}",
+        ranks=(who,),
+    )
+
+
+def _how(life: int, pid: int, note: str) -> str:
+    """How a process ended, from the best witness that there is."""
+    if note:
+        return note
+    if life == _LEFT:
+        return "it left the group (destroy_process_group)"
+    status = wait_status(pid)
+    if status is None:
+        return "it ended without a word (killed, or crashed)"
+    if status & 0x7F:
+        number = status & 0x7F
+        name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+        return f"killed by {name}"
+    return f"it exited with code {status >> 8}"
+
+
+def _deadline(arena: Arena, here: str, timeout_s: float, who: int) -> DeadlineError:
+    core = arena.core
+    mine = read(core, arena.rank)
+    if mine and not mine[-1].is_collective:
+        missing = [mine[-1].peer] if mine[-1].peer >= 0 else []
+    else:
+        missing = late(core, arena.rank, arena.world_size)
+    span = f" within {timeout_s:.1f} s" if who == arena.rank else f"; rank {who} gave up waiting"
+    said = f"no answer from {ranks(missing)}{span}" if missing else f"time ran out{span}"
+    lines = "\n".join(f"Rank {r} {story(core, r)}." for r in missing)
+    advice = "Read the log of the missing rank first; if it is only slow, raise `timeout`."
+    return DeadlineError(
+        "\n".join(filter(None, (f"{here}: {said}.", lines, f"{advice} {_OVER}"))), missing=tuple(missing)
+    )
+
+
+def late(core: _core.Group, rank: int, world_size: int) -> list[int]:
+    """The ranks that have not come as far as `rank` has."""
+    mine = core.state(rank)[3]
+    return [r for r in range(world_size) if core.state(r)[3] < mine]
+
+
+def closed(group: str) -> ClosedError:
+    """The error for a group that this process has left."""
+    return ClosedError(
+        f"group {group!r}: it was destroyed in this process, or this process was forked from a rank.\n"
+        "Create the group again, or start processes that communicate with spawn."
+    )

@@ -1,0 +1,166 @@
+"""How the ranks of a new group find each other: through the job's store, once, before anything is shared.
+
+    every rank   set  rank/<r>  = who and where I am, and a token under which I can be found
+    rank 0       get  rank/*    → set  seats = all of them, or why it gave up
+    every rank   get  seats     → the ranks of one host meet at the token of the first of them
+
+Rank 0 looks at who is missing, so that every rank can name them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from phalanx.arena.watch import ProcessId
+from phalanx.deadline import Deadline
+from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.log import get_logger
+
+_logger = get_logger(__name__)
+_SLICE = timedelta(seconds=1)
+NOTICE_S = 5.0
+
+
+class Store(Protocol):
+    """What a meeting needs of torch's store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank as the others see it."""
+
+    host: str
+    hostname: str
+    token: str
+    process: ProcessId
+    cpus: frozenset[int]
+    core: int  # version of the C core's layout; 0 without it
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the store."""
+        p = self.process
+        return {
+            "host": self.host,
+            "hostname": self.hostname,
+            "token": self.token,
+            "process": [p.pid, p.start_ticks, p.namespace],
+            "cpus": sorted(self.cpus),
+            "core": self.core,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Seat:
+        """The opposite of `to_json`."""
+        return cls(
+            data["host"],
+            data["hostname"],
+            data["token"],
+            ProcessId(*data["process"]),
+            frozenset(data["cpus"]),
+            data["core"],
+        )
+
+
+def host_identity() -> str:
+    """What two processes have in common when they can share memory through us: one kernel, one network namespace.
+
+    A host's name proves nothing: two hosts may have one name, and containers of one host may have two.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+            boot = f.read().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"
+    except OSError:
+        return f"pid-{os.getpid()}-{os.urandom(8).hex()}"  # unknown: share with nobody
+
+
+def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadline: Deadline) -> list[Seat]:
+    """All seats of the group, by rank; the same list on every rank.
+
+    Raises:
+        DeadlineError: some rank never came; `missing` says which, on every rank that did.
+    """
+    keys = [f"rank/{r}" for r in range(world_size)]
+    store.set(keys[rank], json.dumps(mine.to_json()))
+    if rank == 0:
+        missing = _await_all(store, keys, group, deadline)
+        if missing:
+            store.set("seats", json.dumps({"missing": missing, "timeout_s": deadline.timeout_s}))
+            raise _never_came(group, missing, world_size, deadline.timeout_s)
+        seats = [json.loads(store.get(key)) for key in keys]
+        store.set("seats", json.dumps({"seats": seats}))
+        return [Seat.from_json(seat) for seat in seats]
+    # Rank 0 says who is missing; a little more time than it has, or both would give up at once.
+    patience = Deadline.after(min(deadline.left_s + 2.0, 1e9), deadline.clock)
+    if not _await(store, ["seats"], patience, lambda: _logger.warning(_waiting(group, [0], deadline, patience))):
+        raise _never_came(group, [0], world_size, deadline.timeout_s)
+    answer = json.loads(store.get("seats"))
+    if "missing" in answer:
+        raise _never_came(group, answer["missing"], world_size, answer["timeout_s"])
+    return [Seat.from_json(seat) for seat in answer["seats"]]
+
+
+def _await_all(store: Store, keys: list[str], group: str, deadline: Deadline) -> list[int]:
+    """Wait for all keys; the indices of those that never came."""
+
+    def missing() -> list[int]:
+        return [r for r, key in enumerate(keys) if not store.check([key])]
+
+    if _await(store, keys, deadline, lambda: _logger.warning(_waiting(group, missing(), deadline, deadline))):
+        return []
+    return missing()
+
+
+def _await(store: Store, keys: list[str], deadline: Deadline, notice: Any) -> bool:
+    """Wait for `keys` in slices, so that Ctrl-C works; `notice` is called once, after five seconds."""
+    said = Deadline.after(NOTICE_S, deadline.clock)
+    spoken = False
+    while True:
+        slice_ = min(_SLICE, timedelta(seconds=max(deadline.left_s, 0.01)))
+        try:
+            store.wait(keys, slice_)
+            return True
+        except RuntimeError as error:  # DistStoreError; a broken connection is one, too, and ends the wait
+            if store_is_gone(error):
+                raise PhalanxError(f"init_process_group: the store of the job is gone: {error}") from None
+        if deadline.passed:
+            return False
+        if said.passed and not spoken:
+            spoken = True
+            notice()
+
+
+def store_is_gone(error: RuntimeError) -> bool:
+    """Whether a store failed for another reason than time: torch raises DistNetworkError for those."""
+    return type(error).__name__ == "DistNetworkError"
+
+
+def _waiting(group: str, missing: list[int], deadline: Deadline, patience: Deadline) -> str:
+    waited = patience.timeout_s - patience.left_s
+    return (
+        f"init_process_group of group {group!r}: waiting for {ranks(missing)} for {waited:.0f} s; "
+        f"giving up after {deadline.timeout_s:.0f} s."
+    )
+
+
+def _never_came(group: str, missing: list[int], world_size: int, timeout_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"init_process_group of group {group!r}: {ranks(missing)} of {world_size} never came within {timeout_s:.1f} s.\n"
+        f"Check that {world_size} processes were started and that each reached init_process_group; "
+        "the log of a missing rank comes first.",
+        missing=tuple(missing),
+    )
+
+
+def ranks(which: list[int] | tuple[int, ...]) -> str:
+    """'rank 3' or 'ranks 1, 3, 5'."""
+    return f"rank {which[0]}" if len(which) == 1 else "ranks " + ", ".join(map(str, which))

@@ -1,0 +1,301 @@
+"""The collectives as c10d calls them: unpack, check, carry out. What they do is in `backend/shared_memory.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch import Tensor
+
+from phalanx.backend import sparse
+from phalanx.backend.arguments import (
+    check_list,
+    check_parts,
+    check_rank,
+    check_tensor,
+    one,
+    reduction_of,
+    split_rows,
+)
+from phalanx.backend.process_group.identity import Identity
+from phalanx.backend.shared_memory import Span
+
+Work = dist.Work
+
+
+def _options(options: Any, kind: type, timeout: timedelta | None = None) -> Any:
+    """`options` as c10d gives them; a bare reduction or None, as people give them, is wrapped."""
+    if isinstance(options, kind):
+        return options
+    made = kind()
+    made.asyncOp = True
+    if options is not None:
+        made.reduceOp = options if isinstance(options, dist.ReduceOp) else dist.ReduceOp(options)
+    if timeout is not None:
+        made.timeout = timeout
+    return made
+
+
+class Collectives(Identity):
+    """Every collective of `torch.distributed`, on CPU tensors of the ranks of one host.
+
+    Lists hold one tensor per call, as c10d's signatures want (several belong to torch's multi-device past).
+    """
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Each tensor becomes the reduction over ranks."""
+        opts = _options(opts, c10d.AllreduceOptions, timeout)
+        if isinstance(tensors, Sequence) and len(tensors) == 1 and _is_sparse(tensors[0]):
+            return self._sparse_all_reduce(tensors[0], opts)
+        tensor = one(tensors, "all_reduce")
+        code, factor = reduction_of(opts.reduceOp, tensor.dtype, "all_reduce")
+        return self._carry_out(lambda span: self._memory.all_reduce(tensor, code, span, factor=factor), opts, [tensor])
+
+    def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
+        sparse.check(tensor, opts.reduceOp)
+        return self._carry_out(lambda span: sparse.all_reduce(self._memory, tensor, span), opts, [tensor])
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """As one all_reduce per tensor."""
+        opts = _options(opts, c10d.AllreduceCoalescedOptions)
+        checked = [check_tensor(t, "all_reduce_coalesced") for t in tensors]
+        codes = [reduction_of(opts.reduceOp, t.dtype, "all_reduce_coalesced") for t in checked]
+
+        def run(span: Span) -> None:
+            for tensor, (code, factor) in zip(checked, codes, strict=True):
+                self._memory.all_reduce(tensor, code, span, factor=factor)
+
+        return self._carry_out(run, opts, checked)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
+        """Each tensor becomes the root's."""
+        if not isinstance(opts, c10d.BroadcastOptions):
+            root = opts or 0
+            opts = c10d.BroadcastOptions()
+            opts.rootRank = root
+            opts.asyncOp = True
+        tensor = one(tensors, "broadcast")
+        root = check_rank(opts.rootRank, self._size, "broadcast", "src")
+        return self._carry_out(lambda span: self._memory.broadcast(tensor, root, span), opts, [tensor])
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Work:
+        """The root's tensor becomes the reduction over ranks; the others keep theirs."""
+        opts = _options(opts, c10d.ReduceOptions)
+        tensor = one(tensors, "reduce")
+        root = check_rank(opts.rootRank, self._size, "reduce", "dst")
+        code, factor = reduction_of(opts.reduceOp, tensor.dtype, "reduce")
+        return self._carry_out(
+            lambda span: self._memory.all_reduce(tensor, code, span, root=root, factor=factor), opts, [tensor]
+        )
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """output_tensors[0][r] becomes rank r's input; the outputs may differ in size from rank to rank."""
+        opts = _options(opts, c10d.AllgatherOptions)
+        tensor = one(input_tensors, "all_gather")
+        lists = output_tensors if isinstance(output_tensors[0], Sequence) else [output_tensors]
+        outputs = check_list(lists[0], self._size, tensor, "all_gather", "tensor_list", uneven=True)
+        if outputs[self._rank].numel() != tensor.numel():
+            raise ValueError(
+                f"all_gather: tensor_list[{self._rank}] has {outputs[self._rank].numel()} elements, this rank's tensor "
+                f"of shape {tuple(tensor.shape)} has {tensor.numel()}"
+            )
+        return self._carry_out(lambda span: self._memory.gather(outputs, tensor, span), opts, outputs)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        """`output` becomes all ranks' tensors, one after the other."""
+        opts = _options(opts, c10d.AllgatherOptions)
+        check_tensor(output, "all_gather_into_tensor")
+        check_tensor(tensor, "all_gather_into_tensor")
+        check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
+        return self._carry_out(lambda span: self._memory.all_gather_single(output, tensor, span), opts, [output])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """As one all_gather_single per pair."""
+        opts = _options(opts, c10d.AllgatherOptions)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_tensor(output, "all_gather_into_tensor")
+            check_tensor(tensor, "all_gather_into_tensor")
+            check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
+
+        def run(span: Span) -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                self._memory.all_gather_single(output, tensor, span)
+
+        return self._carry_out(run, opts, list(outputs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, output_lists: Any, input_list: Sequence[Tensor], opts: Any = None) -> Work:
+        """output_lists[r][i] becomes rank r's input_list[i]."""
+        opts = _options(opts, c10d.AllgatherOptions)
+        if len(output_lists) != self._size:
+            raise ValueError(f"all_gather_coalesced: {len(output_lists)} lists, the group has {self._size} ranks")
+        by_tensor = [
+            check_list(
+                [outputs[i] for outputs in output_lists], self._size, tensor, "all_gather_coalesced", "output_lists"
+            )
+            for i, tensor in enumerate(check_tensor(t, "all_gather_coalesced") for t in input_list)
+        ]
+
+        def run(span: Span) -> None:
+            for tensor, outputs in zip(input_list, by_tensor, strict=True):
+                self._memory.gather(outputs, tensor, span)
+
+        return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
+
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """On the root output_tensors[0][r] becomes rank r's input."""
+        opts = _options(opts, c10d.GatherOptions)
+        tensor = one(input_tensors, "gather")
+        root = check_rank(opts.rootRank, self._size, "gather", "dst")
+        outputs: list[Tensor] = []
+        if root == self._rank:
+            if len(output_tensors) != 1:
+                raise ValueError("gather: the dst rank needs one list of outputs")
+            outputs = check_list(output_tensors[0], self._size, tensor, "gather", "gather_list")
+        elif output_tensors:
+            raise ValueError(f"gather: only rank {root} (dst) takes outputs, rank {self._rank} gave some")
+        return self._carry_out(lambda span: self._memory.gather(outputs, tensor, span, root=root), opts, outputs)
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Each output becomes the root's input_tensors[0][rank]."""
+        opts = _options(opts, c10d.ScatterOptions)
+        output = one(output_tensors, "scatter")
+        root = check_rank(opts.rootRank, self._size, "scatter", "src")
+        inputs: list[Tensor] = []
+        if root == self._rank:
+            if len(input_tensors) != 1:
+                raise ValueError("scatter: the src rank needs one list of inputs")
+            inputs = check_list(input_tensors[0], self._size, output, "scatter", "scatter_list")
+        elif input_tensors:
+            raise ValueError(f"scatter: only rank {root} (src) gives inputs, rank {self._rank} gave some")
+        return self._carry_out(lambda span: self._memory.scatter(output, inputs, root, span), opts, [output])
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """The output becomes the reduction over ranks of input_tensors[0][rank]; the inputs may differ in size."""
+        opts = _options(opts, c10d.ReduceScatterOptions)
+        output = one(output_tensors, "reduce_scatter")
+        lists = input_tensors if isinstance(input_tensors[0], Sequence) else [input_tensors]
+        inputs = check_list(lists[0], self._size, output, "reduce_scatter", "input_list", uneven=True)
+        if inputs[self._rank].numel() != output.numel():
+            raise ValueError(
+                f"reduce_scatter: input_list[{self._rank}] has {inputs[self._rank].numel()} elements, the output of "
+                f"shape {tuple(output.shape)} has {output.numel()}"
+            )
+        code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter")
+        return self._carry_out(
+            lambda span: self._memory.reduce_scatter(output, inputs, code, span, factor=factor), opts, [output]
+        )
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        """The output becomes the reduction over ranks of this rank's part of the tensor."""
+        opts = _options(opts, c10d.ReduceScatterOptions)
+        check_tensor(output, "reduce_scatter_tensor")
+        check_tensor(tensor, "reduce_scatter_tensor")
+        check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
+        code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor")
+        return self._carry_out(
+            lambda span: self._memory.reduce_scatter_single(output, tensor, code, span, factor=factor), opts, [output]
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """As one reduce_scatter_single per pair."""
+        opts = _options(opts, c10d.ReduceScatterOptions)
+        codes = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_tensor(output, "reduce_scatter_tensor")
+            check_tensor(tensor, "reduce_scatter_tensor")
+            check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
+            codes.append(reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor"))
+
+        def run(span: Span) -> None:
+            for output, tensor, (code, factor) in zip(outputs, inputs, codes, strict=True):
+                self._memory.reduce_scatter_single(output, tensor, code, span, factor=factor)
+
+        return self._carry_out(run, opts, list(outputs))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """output_tensors[r] becomes rank r's input_tensors[rank]; sizes may differ from pair to pair."""
+        opts = _options(opts, c10d.AllToAllOptions)
+        if not input_tensors:
+            raise ValueError(f"all_to_all: no input tensors, the group has {self._size} ranks")
+        like = check_tensor(input_tensors[0], "all_to_all")
+        inputs = check_list(input_tensors, self._size, like, "all_to_all", "input_tensor_list", uneven=True)
+        outputs = check_list(output_tensors, self._size, like, "all_to_all", "output_tensor_list", uneven=True)
+        return self._carry_out(lambda span: self._memory.all_to_all(outputs, inputs, span, splits=True), opts, outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Work:
+        """Rows of `output` from rank r become the rows that rank r's tensor holds for this rank."""
+        opts = _options(opts, c10d.AllToAllOptions)
+        check_tensor(output, "all_to_all_single")
+        check_tensor(tensor, "all_to_all_single")
+        if output.dtype != tensor.dtype:
+            raise ValueError(f"all_to_all_single: the output is {output.dtype}, the input is {tensor.dtype}")
+        # A copy with its elements in order, so that rows of it are pieces of memory.
+        dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+        inputs = split_rows(tensor, input_split_sizes or [], self._size, "all_to_all_single", "the input")
+        outputs = split_rows(dense, output_split_sizes or [], self._size, "all_to_all_single", "the output")
+        splits = bool(input_split_sizes or output_split_sizes)
+        if not splits and output.numel() != tensor.numel():
+            raise ValueError(
+                f"all_to_all_single: the output has {output.numel()} elements, the input {tensor.numel()}; "
+                "give split sizes when they differ"
+            )
+
+        def run(span: Span) -> None:
+            self._memory.all_to_all(outputs, inputs, span, splits=splits)
+            if dense is not output:
+                with torch.no_grad():
+                    output.copy_(dense)
+
+        return self._carry_out(run, opts, [output])
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Over when every rank has come."""
+        opts = _options(opts, c10d.BarrierOptions)
+        return self._carry_out(lambda span: self._memory.barrier(span), opts, [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names who did not come; every error of this backend does, so it is the same as `barrier`.
+
+        `wait_all_ranks` is accepted for torch's sake: all missing ranks are always named.
+        """
+        opts = c10d.BarrierOptions()
+        opts.asyncOp = False
+        if timeout is not None:
+            opts.timeout = timeout
+        self._carry_out(lambda span: self._memory.barrier(span), opts, []).wait()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing to open: operations inside the block are carried out as they come."""
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """Over when all operations of the block are."""
+        return self._carry_out(lambda span: None, None, [])
+
+
+def _is_sparse(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.sparse_coo

@@ -1,0 +1,210 @@
+"""Who a group is, how long its operations may take, in which order they run, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.arena.arena import Arena
+from phalanx.backend.arguments import timeout_of
+from phalanx.backend.failures import closed
+from phalanx.backend.shared_memory import SharedMemory, Span
+from phalanx.backend.sites import calling_site
+from phalanx.backend.work import DoneWork, Lane, PhalanxWork
+
+Operation = Callable[[Span], None]
+
+_JOIN_S = 5.0
+
+
+class Identity(dist.ProcessGroup):
+    """What every process group answers, and the order in which this one carries things out.
+
+    A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
+    the group's lane, one thread, first come first served. Either way all ranks run the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        memory: SharedMemory,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_ranks: Sequence[int] = (),
+    ) -> None:
+        super().__init__(rank, size)  # not (store, rank, size): torch would look for backends of its own
+        self._store = store
+        self._memory = memory
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout.total_seconds()
+        self._name = name
+        self._desc = ""
+        self._global_ranks = tuple(global_ranks) or tuple(range(size))
+        self._lane = Lane(f"phalanx-{name}")
+        self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
+        self._closed = False
+        self._closing = threading.Lock()
+        self._done = DoneWork()
+        _groups.add(self)
+
+    # -- identity ------------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """The name under which torch knows us."""
+        return "phalanx"
+
+    _get_backend_name = getBackendName
+    name = getBackendName
+
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many processes the group has."""
+        return self._size
+
+    getRank = rank
+    getSize = size
+
+    @property
+    def arena(self) -> Arena:
+        """The memory that the ranks share."""
+        return self._memory.arena
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave the group; unique in the job."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in the words of whoever made it."""
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        self._memory.group = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    setGroupName = _set_group_name
+    setGroupDesc = _set_group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"group {self._name!r}: backend 'phalanx' has no backend for device {device}")
+        return self
+
+    # What torch asks of a backend object; the group answers for itself.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_tensor_alloc = False
+    supports_time_estimate = False
+
+    @property
+    def options(self) -> Any:
+        """The timeout and ranks of the group, as torch's backends show theirs."""
+        return _Options(timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name)
+
+    def get_group_store(self) -> dist.Store:
+        """The store under the group's prefix."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0 if self._closed else self._memory.core.seq
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to set: the sequence number is counted in shared memory from the start."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations may take from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # -- order ---------------------------------------------------------------------------------------------------
+
+    def _span(self, options: Any, depth: int) -> Span:
+        if self._closed:
+            raise closed(self._name)
+        return Span(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)))
+
+    def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
+        """Run `operation` now, or queue it; called directly by the methods that torch calls."""
+        span = self._span(options, 4)
+        if self._lane.idle and not getattr(options, "asyncOp", True):
+            operation(span)
+            return self._done
+        return self._queue(self._lane, lambda: operation(span), outputs)
+
+    def _queue(self, lane: Lane, action: Callable[[], None], outputs: Sequence[Any]) -> PhalanxWork:
+        work = PhalanxWork(outputs)
+        self._recent.append(work)
+        return lane.put(action, work)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _lanes(self) -> list[Lane]:
+        return [self._lane]
+
+    def shutdown(self) -> None:
+        """Finish what is queued, then leave the group."""
+        self._leave(_JOIN_S)
+
+    def abort(self) -> None:
+        """Leave the group at once; whoever waits in it gets an error."""
+        self._leave(0.0)
+
+    def _leave(self, patience_s: float) -> None:
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        ended = all([lane.close(patience_s) for lane in self._lanes()])
+        if not ended and not self._memory.arena.closed:
+            # Somebody still waits in the core: end the group, so that it wakes up before its memory goes.
+            self._memory.core.set_note("it left the group while its operations were in flight (destroy_process_group)")
+            self._memory.core.set_poison(2, self._rank)
+            ended = all([lane.close(_JOIN_S) for lane in self._lanes()])
+        self._recent.clear()
+        with self._memory.lock:
+            if ended:
+                self._memory.arena.close()
+        _groups.discard(self)
+
+
+class _Options:
+    """The part of torch's backend options that people read."""
+
+    def __init__(self, timeout: timedelta, ranks: list[int], name: str) -> None:
+        self._timeout = timeout
+        self.global_ranks_in_group = ranks
+        self.group_name = name
+        self.backend = "phalanx"
+
+
+_groups: weakref.WeakSet[Identity] = weakref.WeakSet()
+
+
+def leave_all(note: str) -> None:
+    """At the end of the process: leave every group that is still open, saying why."""
+    for group in list(_groups):
+        if not group._closed and not group._memory.arena.closed:
+            group._memory.core.set_note(note)
+            group._leave(0.1)

@@ -1,0 +1,306 @@
+"""The operations of one host: tensors in, the C core underneath, errors that tell the story. All of them block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.arena.arena import Arena
+from phalanx.backend import failures
+from phalanx.backend.meeting import NOTICE_S, ranks
+from phalanx.backend.recorder import read, story
+from phalanx.backend.sites import short
+from phalanx.dtypes import dtype_of
+from phalanx.log import get_logger
+
+_logger = get_logger(__name__)
+_MAX_SITES = 256
+
+
+class Span:
+    """How long an operation may take, and where it was called: `timeout_s` seconds, `site` in the rank's table."""
+
+    __slots__ = ("site", "timeout_ns", "timeout_s")
+
+    def __init__(self, timeout_s: float, site: int) -> None:
+        self.timeout_s = timeout_s
+        self.timeout_ns = min(int(timeout_s * 1e9), (1 << 63) - 1)
+        self.site = site
+
+
+class SharedMemory:
+    """All ranks of the group are on this host. Tensors are on the CPU and checked by the caller.
+
+    One collective at a time: `lock` is held while the core runs one. Point to point needs no lock across channels.
+    """
+
+    def __init__(self, group: str, idle_name: str = "") -> None:
+        self.group = group
+        self.lock = threading.Lock()
+        self.arena: Arena = None  # type: ignore[assignment]  # set by `attach`, once: the arena needs our `idle`
+        self._sites: dict[tuple[str, int], int] = {}
+        self._said_at = 0
+
+    def attach(self, arena: Arena) -> None:
+        """Take the seat; before the first operation."""
+        self.arena = arena
+        self.core = arena.core
+
+    # -- around an operation -------------------------------------------------------------------------------------
+
+    def site(self, place: tuple[str, int]) -> int:
+        """The number of a (file, line) in the table that other ranks and the agent can read."""
+        number = self._sites.get(place)
+        if number is None:
+            if len(self._sites) >= _MAX_SITES:
+                self._sites.clear()
+            number = self.core.add_site(f"{short(place[0])}:{place[1]}" if place[0] else "")
+            self._sites[place] = number
+        return number
+
+    def idle(self, waited_s: float) -> None:
+        """The core calls this while it waits: say once per wait who is missing."""
+        if waited_s < NOTICE_S or self.arena is None or self.arena.closed:
+            return
+        records = read(self.core, self.arena.rank)
+        if not records or records[-1].enter_ns == self._said_at:
+            return
+        last = records[-1]
+        self._said_at = last.enter_ns
+        missing = failures.late(self.core, self.arena.rank, self.arena.world_size) if last.is_collective else []
+        if not last.is_collective and last.peer >= 0:
+            missing = [last.peer]
+        stories = "; ".join(f"rank {r} {story(self.core, r)}" for r in missing[:8])
+        _logger.warning(
+            "%s in group %r on rank %d: waiting for %s for %.0f s%s",
+            last.label,
+            self.group,
+            self.arena.rank,
+            ranks(missing) if missing else "a message",
+            waited_s,
+            f" ({stories})" if stories else "",
+        )
+
+    def check(self, status: int, span: Span) -> None:
+        """Raise the error that `status` stands for, if it is one."""
+        if status:
+            raise failures.failure(status, self.arena, self.group, span.timeout_s)
+
+    def _collective(self, span: Span, call: Callable[[], int]) -> None:
+        with self.lock:
+            if self.arena.closed:
+                raise failures.closed(self.group)
+            try:
+                status = call()
+            except BaseException as error:  # Ctrl-C, or a signal handler that raised: the peers should hear why
+                self.core.set_note(f"{type(error).__name__} in a collective")
+                raise
+        if status:
+            self.check(status, span)
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def barrier(self, span: Span) -> None:
+        """Return when every rank has come."""
+        self._collective(span, lambda: self.core.barrier(span.timeout_ns, span.site, ()))
+
+    def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: object = None) -> None:
+        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
+        src = dense(tensor if factor is None else tensor * factor)
+        dst = src if factor is None or not tensor.is_contiguous() else tensor
+        self._collective(
+            span,
+            lambda: self.core.all_reduce(
+                src.data_ptr(),
+                dst.data_ptr(),
+                src.numel(),
+                dtype_of(src.dtype).code,
+                redop,
+                root,
+                span.timeout_ns,
+                span.site,
+                tensor.shape,
+            ),
+        )
+        if dst is not tensor and root in (-1, self.arena.rank):
+            write_back(tensor, dst)
+
+    def broadcast(self, tensor: Tensor, root: int, span: Span) -> None:
+        """`tensor` becomes root's."""
+        data = dense(tensor)
+        self._collective(
+            span,
+            lambda: self.core.broadcast(
+                data.data_ptr(), nbytes(data), dtype_of(data.dtype).code, root, span.timeout_ns, span.site, tensor.shape
+            ),
+        )
+        if data is not tensor and root != self.arena.rank:
+            write_back(tensor, data)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, span: Span, *, root: int = -1) -> None:
+        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+        src, dst = dense(tensor), [dense(t) for t in outputs]
+        sizes = tuple(nbytes(t) for t in dst) if dst else (nbytes(src),) * self.arena.world_size
+        self._collective(
+            span,
+            lambda: self.core.gather(
+                src.data_ptr(),
+                tuple(t.data_ptr() for t in dst) if dst else None,
+                sizes,
+                dtype_of(src.dtype).code,
+                root,
+                span.timeout_ns,
+                span.site,
+                tensor.shape,
+            ),
+        )
+        for output, got in zip(outputs, dst, strict=True):
+            if got is not output:
+                write_back(output, got)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        src, dst = dense(tensor), dense(output)
+        size, at = nbytes(src), dst.data_ptr()
+        world = self.arena.world_size
+        self._collective(
+            span,
+            lambda: self.core.gather(
+                src.data_ptr(),
+                tuple(at + r * size for r in range(world)),
+                (size,) * world,
+                dtype_of(src.dtype).code,
+                -1,
+                span.timeout_ns,
+                span.site,
+                tensor.shape,
+            ),
+        )
+        if dst is not output:
+            write_back(output, dst)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, span: Span) -> None:
+        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        src, dst = [dense(t) for t in inputs], dense(output)
+        self._collective(
+            span,
+            lambda: self.core.scatter(
+                tuple(t.data_ptr() for t in src) if src else None,
+                dst.data_ptr(),
+                nbytes(dst),
+                dtype_of(dst.dtype).code,
+                root,
+                span.timeout_ns,
+                span.site,
+                output.shape,
+            ),
+        )
+        if dst is not output:
+            write_back(output, dst)
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span, *, factor: object = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+        src, dst = [dense(t if factor is None else t * factor) for t in inputs], dense(output)
+        self._reduce_scatter(
+            tuple(t.data_ptr() for t in src), tuple(t.numel() for t in src), dst, redop, span, output.shape
+        )
+        if dst is not output:
+            write_back(output, dst)
+
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, redop: int, span: Span, *, factor: object = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        src, dst = dense(tensor if factor is None else tensor * factor), dense(output)
+        at, size, world = src.data_ptr(), nbytes(dst), self.arena.world_size
+        addresses = tuple(at + r * size for r in range(world))
+        self._reduce_scatter(addresses, (dst.numel(),) * world, dst, redop, span, output.shape)
+        if dst is not output:
+            write_back(output, dst)
+
+    def _reduce_scatter(
+        self,
+        addresses: tuple[int, ...],
+        counts: tuple[int, ...],
+        dst: Tensor,
+        redop: int,
+        span: Span,
+        shape: torch.Size,
+    ) -> None:
+        self._collective(
+            span,
+            lambda: self.core.reduce_scatter(
+                addresses, counts, dst.data_ptr(), dtype_of(dst.dtype).code, redop, span.timeout_ns, span.site, shape
+            ),
+        )
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], span: Span, *, splits: bool) -> None:
+        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
+        src, dst = [dense(t) for t in inputs], [dense(t) for t in outputs]
+        self._collective(
+            span,
+            lambda: self.core.all_to_all(
+                tuple(t.data_ptr() for t in src),
+                tuple(nbytes(t) for t in src),
+                tuple(t.data_ptr() for t in dst),
+                tuple(nbytes(t) for t in dst),
+                dtype_of(src[0].dtype).code,
+                int(splits),
+                span.timeout_ns,
+                span.site,
+                src[0].shape,
+            ),
+        )
+        for output, got in zip(outputs, dst, strict=True):
+            if got is not output:
+                write_back(output, got)
+
+    # -- point to point ------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int, tag: int, span: Span) -> None:
+        """Return when the bytes of `tensor` have left it."""
+        if self.arena.closed:
+            raise failures.closed(self.group)
+        data = dense(tensor)
+        code = dtype_of(data.dtype).code
+        self.check(
+            self.core.send(data.data_ptr(), nbytes(data), dst, tag, code, span.timeout_ns, span.site, tensor.shape),
+            span,
+        )
+
+    def recv(self, tensor: Tensor, src: int, tag: int, span: Span) -> int:
+        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
+        if self.arena.closed:
+            raise failures.closed(self.group)
+        data = dense(tensor)
+        code = dtype_of(data.dtype).code
+        status, source = self.core.recv(
+            data.data_ptr(), nbytes(data), src, tag, code, span.timeout_ns, span.site, tensor.shape
+        )
+        self.check(status, span)
+        if data is not tensor:
+            write_back(tensor, data)
+        return source
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """`tensor` itself if its elements lie in order and mean what they say; else a copy that does."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def write_back(tensor: Tensor, data: Tensor) -> None:
+    """Copy `data` into a tensor whose own memory could not be used."""
+    with torch.no_grad():
+        tensor.copy_(data)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements."""
+    return tensor.numel() * tensor.element_size()

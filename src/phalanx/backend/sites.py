@@ -1,0 +1,39 @@
+"""Where in the user's program a collective was called: the first frame that is neither torch's nor ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+# Code that only passes the call on. Files of phalanx's own examples or tests lie elsewhere and count as the user's.
+_library: dict[str, bool] = {}
+
+
+def _is_library(filename: str) -> bool:
+    answer = _library.get(filename)
+    if answer is None:
+        answer = filename.startswith((_OURS, _TORCH)) or "contextlib.py" in filename
+        _library[filename] = answer
+    return answer
+
+
+def calling_site(depth: int = 2) -> tuple[str, int]:
+    """(file, line) of the user's call; ("", 0) when only libraries are on the stack (autograd's own threads)."""
+    frame = sys._getframe(depth)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not _is_library(filename):
+            return filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", 0
+
+
+def short(filename: str) -> str:
+    """The file as people name it: relative to the working directory when it lies below it."""
+    here = os.getcwd() + os.sep
+    return filename[len(here) :] if filename.startswith(here) else filename

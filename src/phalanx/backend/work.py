@@ -1,0 +1,217 @@
+"""Work in flight: what an asynchronous call returns, and the threads that carry it out in order."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class PhalanxWork(dist.Work):
+    """An operation that runs, or has run, on one of the group's threads.
+
+    `wait` raises the operation's own error. Futures from `get_future` carry the output tensors; their errors arrive
+    as RuntimeError with the same text, which is all that torch's futures can carry.
+    """
+
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        super().__init__()
+        self._outputs: Sequence[Any] | None = outputs
+        self._weak: list[Any] = []
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._source = -1
+        self.lane: Lane | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is over; True, or its error."""
+        limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        if limit is None and self.lane is not None and not self._done.is_set():
+            self.lane.help(self)
+        if not self._done.wait(limit):
+            raise TimeoutError(f"the operation was not over after {limit} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is over and went well."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, if anything did."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """The output tensors."""
+        self.wait()
+        return list(self._values())
+
+    def source_rank(self) -> int:
+        """Of a receive from anybody: who sent."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future whose value is the list of output tensors."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done.is_set():
+                    self._future.set_result(list(self._values()))
+            return self._future.then(self._unwrap)
+
+    def _unwrap(self, future: torch.futures.Future[Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return future.value()
+
+    def _values(self) -> Sequence[Any]:
+        if self._outputs is not None:
+            return self._outputs
+        return [ref() for ref in self._weak]
+
+    def finish(self, error: BaseException | None) -> None:
+        """Called once, by the thread that carried it out.
+
+        From here on tensors are held weakly: torch's C++ side may keep a Work for long, and the group keeps it alive
+        for that (a Work whose Python half is collected would make C++ wait for ever).
+        """
+        outputs = self._outputs or ()
+        with self._lock:
+            self._error = error
+            if all(isinstance(o, Tensor) for o in outputs):
+                self._weak = [weakref.ref(o) for o in outputs]
+                self._outputs = None
+            self._done.set()
+            future, self._future = self._future, None
+            self.lane = None
+        if future is not None:
+            future.set_result(list(outputs))
+
+
+class DoneWork(dist.Work):
+    """What a call that was carried out before it returned answers with."""
+
+    def __init__(self, outputs: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def result(self) -> list[Any]:
+        """The output tensors."""
+        return list(self._outputs)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is done."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(list(self._outputs))
+        return future
+
+
+Action = Callable[[], None]
+
+
+class Lane:
+    """One thread that carries out actions in the order in which they came; it starts with the first.
+
+    Whoever waits for the action that is next in line carries it out itself: a call that is waited for at once, such
+    as `dist.recv`, then never changes threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._items: deque[tuple[Action, PhalanxWork]] = deque()
+        self._busy = False
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return not self._busy and not self._items
+
+    def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
+        """Queue `action`; `work` finishes when it has run."""
+        work.lane = self
+        with self._changed:
+            self._items.append((action, work))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return work
+
+    def help(self, work: PhalanxWork) -> None:
+        """Carry out `work` here, if it is next in line and nobody has begun it."""
+        with self._changed:
+            if self._busy or not self._items or self._items[0][1] is not work:
+                return
+            item = self._items.popleft()
+            self._busy = True
+        self._carry_out(item)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._busy and (self._items or self._closing))
+                if not self._items:
+                    return
+                item = self._items.popleft()
+                self._busy = True
+            self._carry_out(item)
+            del item
+
+    def _carry_out(self, item: tuple[Action, PhalanxWork]) -> None:
+        action, work = item
+        error: BaseException | None = None
+        try:
+            action()
+        except BaseException as e:  # whatever it was, the waiter must hear it
+            error = e
+        # Free before the waiter wakes up, or its next call would queue behind nothing.
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+        work.finish(error)
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the thread end after what is queued; whether it did within `timeout_s`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()

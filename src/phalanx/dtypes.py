@@ -1,0 +1,84 @@
+"""One table: what PyTorch, the C core and our messages call each element type and each reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ReduceOp
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type: its number in `csrc/layout.h`, its size in bytes, and whether the core can combine it."""
+
+    code: int
+    size: int
+    name: str
+
+    @property
+    def reducible(self) -> bool:
+        """False for types that are only ever moved, such as the 8-bit floats."""
+        return self.code != 0
+
+
+# Order and numbers are those of enum plx_dtype.
+_REDUCIBLE = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+DTYPES: Mapping[torch.dtype, DType] = {
+    dtype: DType(code, dtype.itemsize, str(dtype).removeprefix("torch."))
+    for code, dtype in enumerate(_REDUCIBLE, start=1)
+}
+
+_NAMES = {dtype.code: dtype.name for dtype in DTYPES.values()} | {0: "bytes"}
+
+# Order and numbers are those of enum plx_redop.
+REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
+    op: code
+    for code, op in enumerate(
+        (
+            ReduceOp.SUM,
+            ReduceOp.AVG,
+            ReduceOp.PRODUCT,
+            ReduceOp.MIN,
+            ReduceOp.MAX,
+            ReduceOp.BAND,
+            ReduceOp.BOR,
+            ReduceOp.BXOR,
+        )
+    )
+}
+_REDUCTION_NAMES = {code: op.name for op, code in REDUCTIONS.items()}
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The table's row for `dtype`; a type that is not in it is moved as bytes and cannot be combined."""
+    row = DTYPES.get(dtype)
+    return row if row is not None else DType(0, dtype.itemsize, str(dtype).removeprefix("torch."))
+
+
+def dtype_name(code: int) -> str:
+    """What people call the type with this number."""
+    return _NAMES.get(code, f"dtype {code}")
+
+
+def reduction_name(code: int) -> str:
+    """What people call the reduction with this number."""
+    return _REDUCTION_NAMES.get(code, f"reduction {code}")
