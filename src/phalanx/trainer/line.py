@@ -1,0 +1,70 @@
+"""How far a loop is, in one line of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+BAR_WIDTH = 20
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a loop is: `samples` of the whole job in `steps` of this rank; `total_steps` None if nobody knows."""
+
+    desc: str
+    unit: str
+    steps: int
+    total_steps: int | None
+    samples: int
+    elapsed_s: float
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of the whole job per second since the loop began; 0 before its first step."""
+        return self.samples / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the end at the pace so far; None if it cannot be known."""
+        if self.total_steps is None or self.steps == 0:
+            return None
+        return max(0, self.total_steps - self.steps) * self.elapsed_s / self.steps
+
+
+def live_line(standing: Standing, *, fancy: bool = True) -> str:
+    """`epoch 3  ━━━━━━━━━━──────────  50%  12,345 samples/s  0:07 left  loss 0.1234`; in ASCII unless `fancy`."""
+    parts = [standing.desc]
+    if standing.total_steps:
+        done = min(1.0, standing.steps / standing.total_steps)
+        full, empty = ("━", "─") if fancy else ("#", "-")
+        filled = int(done * BAR_WIDTH)
+        parts.append(f"{full * filled}{empty * (BAR_WIDTH - filled)} {done:4.0%}")
+    else:
+        parts.append(f"{standing.samples:,} {standing.unit}")
+    parts.append(_rate(standing))
+    if standing.left_s is not None:
+        parts.append(f"{_clock_time(standing.left_s)} left")
+    return "  ".join(filter(None, [*parts, _values(standing)]))
+
+
+def final_line(standing: Standing) -> str:
+    """`epoch 3: 50,000 samples in 4.1 s, 12,345 samples/s, loss 0.1234`."""
+    facts = [f"{standing.samples:,} {standing.unit} in {standing.elapsed_s:.1f} s", _rate(standing), _values(standing)]
+    return f"{standing.desc}: {', '.join(filter(None, facts))}" if standing.desc else ", ".join(filter(None, facts))
+
+
+def _rate(standing: Standing) -> str:
+    rate = standing.samples_per_s
+    return f"{rate:,.0f} {standing.unit}/s" if rate >= 10 else f"{rate:.2f} {standing.unit}/s"
+
+
+def _values(standing: Standing) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in standing.values.items())
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

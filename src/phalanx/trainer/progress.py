@@ -1,0 +1,168 @@
+"""One display for the whole job: what rank 0 shows while all ranks iterate."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Generic, TextIO, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from phalanx.trainer.line import Standing, final_line, live_line
+
+T = TypeVar("T")
+
+REDRAW_S = 0.1  # a reader sees no more, and each drawing waits for the device to give up the loss
+
+
+class Progress(Generic[T]):
+    """An iterable that shows how far it is; see `progress`, which makes it."""
+
+    def __init__(
+        self,
+        iterable: Iterable[T],
+        *,
+        total: int | None,
+        desc: str,
+        unit: str,
+        per_step: int | None,
+        live: bool,
+        out: TextIO | None,
+        world_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._iterable = iterable
+        self._total = total
+        self._desc = desc
+        self._unit = unit
+        self._per_step = per_step
+        self._live = live
+        self._out = out  # None on every rank but 0: it iterates in silence
+        self._world_size = world_size
+        self._clock = clock
+        self._values: dict[str, float | torch.Tensor] = {}
+        self._steps = self._samples = self._width = 0
+        self._begun = self._drawn = self._ended = 0.0
+
+    def __iter__(self) -> Iterator[T]:
+        self._steps = self._samples = 0
+        self._begun = self._drawn = self._clock()
+        try:
+            for item in self._iterable:
+                yield item
+                self._steps += 1
+                self._samples += _samples_in(item) if self._per_step is None else self._per_step
+                self._draw_if_due()
+        finally:  # also after a break or an error: the line that stands there is finished
+            self._ended = self._clock()
+            if self._out is not None:
+                self._write(final_line(self._standing(self._ended)), end="\n")
+                self._width = 0
+
+    def __len__(self) -> int:
+        if self._total is None:
+            raise TypeError("progress over an iterable without a length has none either; give it total=")
+        return self._total
+
+    def update(self, **values: float | torch.Tensor) -> None:
+        """Show these numbers from now on, say `update(loss=loss)`; a tensor of one element is read when it is drawn."""
+        for name, value in values.items():
+            self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second of the whole job: so far, or of the loop that has ended."""
+        return self._standing(self._ended or self._clock()).samples_per_s
+
+    def _standing(self, now: float) -> Standing:
+        return Standing(
+            desc=self._desc,
+            unit=self._unit,
+            steps=self._steps,
+            total_steps=self._total,
+            samples=self._samples * self._world_size,
+            elapsed_s=now - self._begun,
+            values={name: float(value) for name, value in self._values.items()} if self._out is not None else {},
+        )
+
+    def _draw_if_due(self) -> None:
+        if not self._live or self._out is None:
+            return
+        now = self._clock()
+        if now - self._drawn >= REDRAW_S:
+            self._drawn = now
+            fancy = (self._out.encoding or "").lower().startswith("utf")
+            line = live_line(self._standing(now), fancy=fancy)
+            self._write(line[: shutil.get_terminal_size().columns - 1], end="\r")
+
+    def _write(self, line: str, *, end: str) -> None:
+        assert self._out is not None
+        # A line that ends with a carriage return is drawn over by the next one: by a terminal, and by `phalanx run`,
+        # which keeps it below the output of all ranks. Spaces cover the rest of a longer line.
+        self._out.write(line.ljust(self._width) + end)
+        self._out.flush()
+        self._width = len(line) if end == "\r" else 0
+
+
+def progress(
+    iterable: Iterable[T],
+    *,
+    total: int | None = None,
+    desc: str = "",
+    unit: str = "samples",
+    per_step: int | None = None,
+    live: bool | None = None,
+) -> Progress[T]:
+    """Iterate over `iterable` on all ranks, with one display of the whole job on rank 0's standard output.
+
+        bar = phalanx.progress(loader, desc=f"epoch {epoch}")
+        for images, labels in bar:
+            loss = train(images, labels)
+            bar.update(loss=loss)
+
+    On a terminal (also that of `phalanx run`) it is a line that moves: how much is done, samples per second of all
+    ranks together, the time left and the numbers given to `update`, which are rank 0's own. In any case one plain line
+    stays when the loop ends.
+
+    Args:
+        total: steps of this rank; the length of `iterable` if it has one.
+        unit: what is counted.
+        per_step: how many of them one step of one rank has; by default the first dimension of the batch's first tensor.
+        live: whether to show the moving line; by default if the output is a terminal.
+
+    Cost: no communication, and nothing is read from a device except when the line is drawn, ten times a second at most.
+    The count of the whole job is rank 0's times the number of ranks.
+    """
+    if total is None and isinstance(iterable, Sized):
+        total = len(iterable)
+    grouped = dist.is_available() and dist.is_initialized()
+    return Progress(
+        iterable,
+        total=total,
+        desc=desc,
+        unit=unit,
+        per_step=per_step,
+        live=_is_watched() if live is None else live,
+        out=sys.stdout if not grouped or dist.get_rank() == 0 else None,
+        world_size=dist.get_world_size() if grouped else 1,
+    )
+
+
+def _is_watched() -> bool:
+    """Whether a person sees what we write while it is written: at our own terminal or at that of `phalanx run`."""
+    return sys.stdout.isatty() or os.environ.get("PHALANX_TTY") == "1"
+
+
+def _samples_in(batch: object) -> int:
+    """How many samples a batch has: the first dimension of its first tensor, looked for in what DataLoaders make."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        return _samples_in(next(iter(batch.values()), None))
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and batch:
+        return _samples_in(batch[0])
+    return 1

@@ -1,0 +1,45 @@
+"""How far a loop is, in one line."""
+
+from dataclasses import replace
+
+from phalanx.trainer.line import Standing, final_line, live_line
+
+HALF = Standing("epoch 3", "samples", steps=5, total_steps=10, samples=1500, elapsed_s=2.0, values={"loss": 0.12345})
+
+
+def test_the_live_line_says_how_much_how_fast_and_how_long():
+    assert live_line(HALF) == "epoch 3  ━━━━━━━━━━──────────  50%  750 samples/s  0:02 left  loss 0.1235"
+    assert live_line(HALF, fancy=False).isascii()
+
+
+def test_without_a_total_it_counts():
+    assert live_line(replace(HALF, total_steps=None)) == "epoch 3  1,500 samples  750 samples/s  loss 0.1235"
+    assert live_line(replace(HALF, total_steps=0)).startswith("epoch 3  1,500 samples")
+
+
+def test_before_the_first_step_nothing_is_divided_by_nothing():
+    start = Standing("", "steps", 0, 10, 0, 0.0)
+    assert live_line(start, fancy=False) == "--------------------   0%  0.00 steps/s"
+    assert final_line(start) == "0 steps in 0.0 s, 0.00 steps/s"
+    assert start.left_s is None
+
+
+def test_more_steps_than_announced_are_all_of_them():
+    late = replace(HALF, steps=12)
+    assert late.left_s == 0
+    assert "100%" in live_line(late)
+
+
+def test_long_times_have_hours():
+    assert "0:59 left" in live_line(replace(HALF, elapsed_s=59))
+    assert "1:00 left" in live_line(replace(HALF, elapsed_s=59.9))
+    assert "10:00:00 left" in live_line(replace(HALF, elapsed_s=36000))
+
+
+def test_slow_rates_keep_their_digits():
+    assert "0.15 samples/s" in live_line(replace(HALF, elapsed_s=10_000))
+
+
+def test_the_final_line_is_plain():
+    assert final_line(HALF) == "epoch 3: 1,500 samples in 2.0 s, 750 samples/s, loss 0.1235"
+    assert final_line(replace(HALF, desc="", values={})) == "1,500 samples in 2.0 s, 750 samples/s"
