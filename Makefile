@@ -15,6 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# The core's compiler is the one that `make` uses.
+export CC
 CORE := $(sort $(wildcard csrc/*.c csrc/*.h))
 # module.c alone knows Python; all other sources can be linked into a plain C program.
 PLAIN_CORE := $(filter-out csrc/module.c,$(filter %.c,$(CORE)))
@@ -85,14 +87,28 @@ $(VENV)/requirements.stamp: $(VENV)/python.stamp constraints.txt pyproject.toml
 	@test -n "$(TORCH_INDEX)" || command -v nvidia-smi >/dev/null || test "$$(uname)" != Linux || echo \
 	    "make: no NVIDIA GPU here. If pip downloads the GPU build of PyTorch, stop it and see TORCH_INDEX in the Makefile."
 	$(PIP) $(INDEX) torch
-	$(PIP) $(INDEX) setuptools wheel
+	@printf '%s\n' "$$PRINT_REQUIREMENTS" | $(BIN)/python - > $(VENV)/requirements.txt
+	$(PIP) $(INDEX) --requirement $(VENV)/requirements.txt
 	@touch $@
 
 # The build runs in the environment itself, with the setuptools that constraints.txt names.
 $(VENV)/package.stamp: $(VENV)/requirements.stamp setup.py $(CORE)
 	@rm -f src/phalanx/_core*.so # a build that fails must not leave yesterday's core in place
-	$(PIP) $(INDEX) --no-build-isolation --editable '.[dev]'
+	$(PIP) --no-deps --no-build-isolation --editable .
 	@test "$$(uname)" != Linux || $(BIN)/python -c 'import phalanx._core' || { \
 	    echo "make: the C core was not built. The compiler says:" >&2; \
-	    CC="$(CC)" $(BIN)/python setup.py -q build_ext --inplace >&2; exit 1; }
+	    $(BIN)/python setup.py -q build_ext --inplace >&2; exit 1; }
 	@touch $@
+
+# pyproject.toml is the only list of what the package, its tests and its build need; Python 3.10 cannot read it alone.
+define PRINT_REQUIREMENTS
+try:
+    import tomllib
+except ImportError:
+    from pip._vendor import tomli as tomllib
+with open("pyproject.toml", "rb") as file:
+    pyproject = tomllib.load(file)
+project = pyproject["project"]
+print(*project["dependencies"], *project["optional-dependencies"]["dev"], *pyproject["build-system"]["requires"], sep="\n")
+endef
+export PRINT_REQUIREMENTS

@@ -30,6 +30,8 @@ class OneCclContestant:
         if case.op == "broadcast":
             arguments = (_address(source), ctypes.c_size_t(case.source_count), ctypes.c_int(ROOT))
             return BoundCall(self._bound("broadcast", arguments), source, source)
+        if case.op == "all_reduce":
+            target = source  # the same work as torch.distributed's: in place
         count = case.source_count if case.op == "all_reduce" else case.block
         arguments = (_address(source), _address(target), ctypes.c_size_t(count))
         return BoundCall(self._bound(case.op, arguments), source, target)

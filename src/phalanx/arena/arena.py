@@ -10,10 +10,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from phalanx import _core
 from phalanx.arena.handover import Counter, Notice, fetch, memory
-from phalanx.arena.heap import Block, Placement
+from phalanx.arena.heap import Placement
 from phalanx.arena.watch import ProcessId, watch
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, PhalanxError
@@ -23,7 +24,9 @@ STAGE_BYTES = 128 * 1024
 # How long a rank looks at memory before it sleeps: a few times what waking it up costs.
 SPIN_NS = 100_000
 
-_BLOCK = struct.Struct("=qQQ")
+Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
+
+_BLOCK = struct.Struct("=qQ")
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,8 @@ class Arena:
         """Whether this rank has left."""
         return self._closed
 
-    def allocate(
-        self, nbytes: int, deadline: Deadline, check: Callable[[int], None]
-    ) -> tuple[Block, ctypes.Array[ctypes.c_char]]:
-        """A block at one offset of every rank's heap, zeroed, and this rank's piece of it as a buffer.
+    def allocate(self, nbytes: int, deadline: Deadline, check: Callable[[int], None]) -> Buffer:
+        """This rank's piece of a block that lies at one offset of every rank's heap, as a buffer of `nbytes`.
 
         Collective. The block is let go when the buffer is collected; its memory is used anew, or given back, once
         every rank has let it go. `check` raises for a status of the core that is not zero.
@@ -109,22 +110,15 @@ class Arena:
             self._collect()
             assert self._placement is not None
             block = self._placement.place(nbytes)
-            _BLOCK.pack_into(
-                message,
-                0,
-                -1 if block is None else block.index,
-                block.offset if block else 0,
-                block.nbytes if block else 0,
-            )
+            _BLOCK.pack_into(message, 0, *((block.index, block.offset) if block is not None else (-1, 0)))
         timeout_ns = _timeout_ns(deadline)
         check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, timeout_ns, 0, (nbytes,)))
-        index, offset, size = _BLOCK.unpack(message.raw)
+        index, offset = _BLOCK.unpack(message.raw)
         if index < 0:
             raise PhalanxError(
-                f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank has no room, or "
-                f"{_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
+                f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank has no room, "
+                f"or {_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
             )
-        block = Block(index, offset, size)
         self.core.claim(index)
         # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
         check(self.core.barrier(timeout_ns, 0, ()))
@@ -133,7 +127,7 @@ class Arena:
         with self._lock:
             self._blocks_in_use += 1
         weakref.finalize(buffer, self._let_go, index)
-        return block, buffer
+        return buffer
 
     def _collect(self) -> None:
         """Leader: take back the blocks that all have let go, and give their pages to the system."""

@@ -62,7 +62,7 @@ def check_tensor(tensor: Any, operation: str) -> Tensor:
     return tensor
 
 
-def one(tensors: Sequence[Any], operation: str) -> Tensor:
+def one(tensors: Any, operation: str) -> Tensor:
     """The single tensor of a list; several per call (one per device of a process) belong to torch's past."""
     if isinstance(tensors, Tensor):
         return check_tensor(tensors, operation)

@@ -11,7 +11,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from phalanx.arena.handover import Counter, new_token
 from phalanx.arena.watch import ProcessId
@@ -47,7 +47,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         reason = _cannot_share(seats)
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
-            return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+            return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         assert counter is not None
         group = _share(counter, seats, options, deadline)
     _forget_meeting(store, rank, size)

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from phalanx.backend.rendezvous import mpi_launch
 
@@ -56,7 +57,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta = 1800.0) -> 
         if _was_launched():
             dist.init_process_group(name, timeout=span)
         else:
-            dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=span)
+            dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=span)
     local_rank = _local_rank()
     return Job(dist.get_rank(), dist.get_world_size(), local_rank, _device(local_rank))
 

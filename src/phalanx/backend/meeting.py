@@ -28,10 +28,19 @@ NOTICE_S = 5.0
 class Store(Protocol):
     """What a meeting needs of torch's store."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value; blocks until it is there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Block until all keys are there."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,8 @@ def _waiting(group: str, missing: list[int], deadline: Deadline, patience: Deadl
 
 def _never_came(group: str, missing: list[int], world_size: int, timeout_s: float) -> DeadlineError:
     return DeadlineError(
-        f"init_process_group of group {group!r}: {ranks(missing)} of {world_size} never came within {timeout_s:.1f} s.\n"
+        f"init_process_group of group {group!r}: {ranks(missing)} of {world_size} never came within "
+        f"{timeout_s:.1f} s.\n"
         f"Check that {world_size} processes were started and that each reached init_process_group; "
         "the log of a missing rank comes first.",
         missing=tuple(missing),

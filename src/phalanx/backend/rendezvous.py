@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.arena.handover import Counter, fetch, memory
 from phalanx.arena.watch import start_ticks
@@ -91,8 +92,8 @@ def _next_prefix() -> str:
 def _from_agent(path: str) -> Meeting:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.FileStore(path, size)
-    return dist.PrefixStore(f"start-{attempt}/{_next_prefix()}", store), rank, size
+    store = FileStore(path, size)
+    return PrefixStore(f"start-{attempt}/{_next_prefix()}", store), rank, size
 
 
 def _from_mpi(launch: Launch, timeout: timedelta) -> Meeting:
@@ -114,8 +115,8 @@ def _from_mpi(launch: Launch, timeout: timedelta) -> Meeting:
                 raise _missing(launch, error) from None
     else:
         _kept.extend(fetch(token, launch.rank, 1, deadline, wait_for_leader=True))
-    store = dist.FileStore(f"/proc/self/fd/{_kept[-1]}", launch.world_size)
-    return dist.PrefixStore(prefix, store), launch.rank, launch.world_size
+    store = FileStore(f"/proc/self/fd/{_kept[-1]}", launch.world_size)
+    return PrefixStore(prefix, store), launch.rank, launch.world_size
 
 
 def _mpi_token(prefix: str) -> str:
@@ -128,7 +129,7 @@ def _mpi_token(prefix: str) -> str:
 
 def _missing(launch: Launch, error: DeadlineError) -> DeadlineError:
     return DeadlineError(
-        f"init_process_group under {launch.launcher}: {error}.\nStart the ranks directly under mpiexec, without a shell "
-        "in between, or set MASTER_ADDR and MASTER_PORT.",
+        f"init_process_group under {launch.launcher}: {error}.\nStart the ranks directly under mpiexec, without a "
+        "shell in between, or set MASTER_ADDR and MASTER_PORT.",
         missing=error.missing,
     )

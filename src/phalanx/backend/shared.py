@@ -40,7 +40,7 @@ def shared_empty(*size: Any, dtype: torch.dtype | None = None, group: dist.Proce
     span = Span(group._timeout_s, 0)
     nbytes = count * dtype.itemsize
     with memory.lock:
-        _, buffer = memory.arena.allocate(
+        buffer = memory.arena.allocate(
             nbytes, Deadline.after(group._timeout_s), lambda status: memory.check(status, span)
         )
     return torch.frombuffer(buffer, dtype=dtype).view(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ class SharedMemory:
         """Return when every rank has come."""
         self._collective(span, lambda: self.core.barrier(span.timeout_ns, span.site, ()))
 
-    def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: object = None) -> None:
+    def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
         src = dense(tensor if factor is None else tensor * factor)
         dst = src if factor is None or not tensor.is_contiguous() else tensor
@@ -202,7 +203,7 @@ class SharedMemory:
             write_back(output, dst)
 
     def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span, *, factor: object = None
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span, *, factor: Any = None
     ) -> None:
         """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
         src, dst = [dense(t if factor is None else t * factor) for t in inputs], dense(output)
@@ -213,7 +214,7 @@ class SharedMemory:
             write_back(output, dst)
 
     def reduce_scatter_single(
-        self, output: Tensor, tensor: Tensor, redop: int, span: Span, *, factor: object = None
+        self, output: Tensor, tensor: Tensor, redop: int, span: Span, *, factor: Any = None
     ) -> None:
         """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
         src, dst = dense(tensor if factor is None else tensor * factor), dense(output)

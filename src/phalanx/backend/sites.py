@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 
 import torch
 
@@ -24,12 +25,12 @@ def _is_library(filename: str) -> bool:
 
 def calling_site(depth: int = 2) -> tuple[str, int]:
     """(file, line) of the user's call; ("", 0) when only libraries are on the stack (autograd's own threads)."""
-    frame = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         filename = frame.f_code.co_filename
         if not _is_library(filename):
             return filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "", 0
 
 

@@ -43,7 +43,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     for algorithm in (
         Algorithm(
             "direct",
-            "shared memory of one host",
+            "the shared memory of one host",
             {
                 "all_reduce": _flat(direct.all_reduce),
                 "reduce_scatter": _flat(direct.reduce_scatter),
@@ -52,10 +52,10 @@ ALGORITHMS: dict[str, Algorithm] = {
             },
             one_host=True,
         ),
-        Algorithm("hierarchical", "rings inside hosts and between them", {"all_reduce": _two_levels}),
+        Algorithm("hierarchical", "the hierarchy of rings inside hosts and between them", {"all_reduce": _two_levels}),
         Algorithm(
             "ring",
-            "ring",
+            "the ring",
             {
                 "all_reduce": _flat(ring.all_reduce),
                 "reduce_scatter": _flat(ring.reduce_scatter),
@@ -73,7 +73,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "tree",
-            "binomial tree",
+            "the binomial tree",
             {
                 "all_reduce": _flat(tree.all_reduce),
                 "broadcast": _rooted(tree.broadcast),
@@ -82,7 +82,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "single",
-            "single reducer",
+            "the single reducer",
             {
                 "all_reduce": _flat(single.all_reduce),
                 "broadcast": _rooted(single.broadcast),
@@ -97,7 +97,7 @@ def find(name: str) -> Algorithm:
     """The algorithm called `name`; dashes and underscores are one. Raises ValueError that lists the valid names."""
     algorithm = ALGORITHMS.get(name.replace("-", "_").lower())
     if algorithm is None:
-        raise ValueError(f"algorithm {name!r} is unknown{_close(name, ALGORITHMS)}; valid: {', '.join(ALGORITHMS)}")
+        raise ValueError(f"algorithm {name!r} is unknown{_close(name, ALGORITHMS)} Valid: {', '.join(ALGORITHMS)}")
     return algorithm
 
 
@@ -105,7 +105,7 @@ def offering(operation: str) -> list[Algorithm]:
     """The algorithms that can do `operation`. Raises ValueError that lists the valid operations."""
     if operation not in OPERATIONS:
         close = _close(operation, OPERATIONS)
-        raise ValueError(f"operation {operation!r} is unknown{close}; valid: {', '.join(OPERATIONS)}")
+        raise ValueError(f"operation {operation!r} is unknown{close} Valid: {', '.join(OPERATIONS)}")
     return [algorithm for algorithm in ALGORITHMS.values() if operation in algorithm.operations]
 
 
@@ -120,6 +120,8 @@ def build(name: str, operation: Operation, topology: Topology, root: int = 0) ->
     if algorithm not in able:
         others = ", ".join(other.name for other in able)
         raise ValueError(f"algorithm {algorithm.name!r} has no {operation}; these have: {others}")
+    if root and operation not in ("broadcast", "reduce"):
+        raise ValueError(f"{operation} has no root, got root={root}")
     if algorithm.one_host and not fits(algorithm, topology):
         raise ValueError(
             f"algorithm {algorithm.name!r} needs all ranks on one host, at most {_MOST_DIRECT}; "
@@ -136,4 +138,4 @@ def fits(algorithm: Algorithm, topology: Topology) -> bool:
 
 def _close(name: str, valid: Mapping[str, object] | tuple[str, ...]) -> str:
     close = difflib.get_close_matches(name.replace("-", "_").lower(), valid, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {close[0]!r}?" if close else "."

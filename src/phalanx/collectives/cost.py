@@ -16,7 +16,7 @@ Sources: Hockney (1994) for α and β; Thakur, Rabenseifner and Gropp (2005) for
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,11 +56,11 @@ def durations(
     """Seconds that each of the `transfers` of one step takes, given all the others."""
     host_of = topology.host_of
     # Keys are ranks inside a host; between hosts they are negative: -1 - rank for messages, -1 - host for ports.
-    messages_out: Counter[int] = Counter()
-    messages_in: Counter[int] = Counter()
-    width_out: Counter[int] = Counter()
-    width_in: Counter[int] = Counter()
-    combined: Counter[int] = Counter()
+    messages_out: defaultdict[int, int] = defaultdict(int)
+    messages_in: defaultdict[int, int] = defaultdict(int)
+    width_out: defaultdict[int, int] = defaultdict(int)
+    width_in: defaultdict[int, int] = defaultdict(int)
+    combined: defaultdict[int, int] = defaultdict(int)
     for src, dst, start, stop, kind in transfers:
         width, src_host, dst_host = stop - start, host_of[src], host_of[dst]
         inside = src_host == dst_host

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from phalanx.collectives.schedule import Kind, Phase, Schedule, Transfer, require_world_size
 
-ORDER = "chunk c by rank, starting at rank c and going round"
+ORDER = "chunk number i by rank, starting at rank i and going round"
 
 
 def _everyone(name: str, size: int, kind: Kind) -> Phase:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from phalanx.collectives.schedule import Kind, Phase, Schedule, Transfer, require_world_size
 
-ORDER = "chunk c along the ring from rank c+1 to rank c, each rank adding its own to what arrives"
+ORDER = "chunk number i along the ring from rank i+1 to rank i, each rank adding its own to what arrives"
 
 
 def _around(name: str, size: int, offset: int, kind: Kind) -> Phase:

@@ -111,6 +111,11 @@ class Schedule:
         """Steps of all phases together."""
         return sum(phase.num_steps for phase in self.phases)
 
+    @property
+    def contributions(self) -> int:
+        """How many ranks' parts a final value is made of."""
+        return 1 if self.operation in ("all_gather", "broadcast") else self.world_size
+
     def steps(self) -> Iterator[Step]:
         """Every step in order; `step.phase.transfers(step.within)` is what travels in it."""
         number = 0

@@ -8,7 +8,7 @@ is played only until one step moves all clocks by the same amount; every later s
 durations do not change and a transfer's start is a maximum of clocks. So 131,070 steps of a ring of 65,536 ranks are
 exact after a few of them.
 Approximated: chunks are S/C bytes, without rounding to elements; ports share bandwidth among all transfers of a step
-as if these overlapped fully; and if a phase has not settled after `most_played` transfers, each of its remaining steps is
+as if these overlapped fully; and if a phase has not settled after `most_played` transfers, each of its other steps is
 taken to move all clocks by the largest advance of the last one played, and `exact` is False.
 """
 
@@ -58,11 +58,12 @@ def simulate(
         for step in range(phase.num_steps):
             if step == 0 or not phase.alike:
                 pairs = _durations(phase, step, bytes_per_chunk, topology, links)
-            before, clocks = clocks, _advance(phase, clocks, pairs)
+            left = phase.num_steps - step - 1
+            before = list(clocks) if phase.alike and left else None
+            _advance(phase, clocks, pairs)
             transfers += len(pairs)
             played += len(pairs)
-            left = phase.num_steps - step - 1
-            if phase.alike and left:
+            if before is not None:
                 advance = [now - then for now, then in zip(clocks, before, strict=True)]
                 longest = max(advance)
                 settled = longest - min(advance) <= _ROUNDING * longest
@@ -83,15 +84,13 @@ def _durations(
     return [(t.src, t.dst, s) for t, s in zip(transfers, seconds, strict=True)]
 
 
-def _advance(phase: Phase, clocks: list[float], pairs: list[tuple[int, int, float]]) -> list[float]:
+def _advance(phase: Phase, clocks: list[float], pairs: list[tuple[int, int, float]]) -> None:
     if phase.one_sided:
-        longest = max((seconds for _, _, seconds in pairs), default=0.0)
-        return [max(clocks) + longest] * len(clocks)
-    after = list(clocks)
-    for src, dst, seconds in pairs:
-        end = max(clocks[src], clocks[dst]) + seconds
-        if end > after[src]:
-            after[src] = end
-        if end > after[dst]:
-            after[dst] = end
-    return after
+        end = max(clocks) + max((seconds for _, _, seconds in pairs), default=0.0)
+        clocks[:] = [end] * len(clocks)
+        return
+    # All starts are read before any clock moves: a step's transfers do not wait for each other.
+    ends = [max(clocks[src], clocks[dst]) + seconds for src, dst, seconds in pairs]
+    for (src, dst, _), end in zip(pairs, ends, strict=True):
+        clocks[src] = max(clocks[src], end)
+        clocks[dst] = max(clocks[dst], end)

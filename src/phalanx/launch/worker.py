@@ -116,7 +116,7 @@ def _reseed() -> None:
 def _prepare_main(assignment: Assignment) -> Callable[[], object]:
     """Set up `__main__`, `sys.argv` and `sys.path` as the interpreter does; returns what runs the code."""
     main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
     safe_path = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
     if assignment.kind == "module":

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from phalanx.backend import sparse
 from phalanx.backend.arguments import (

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from phalanx.arena.arena import Arena
 from phalanx.backend.arguments import timeout_of
@@ -24,7 +25,11 @@ Operation = Callable[[Span], None]
 _JOIN_S = 5.0
 
 
-class Identity(dist.ProcessGroup):
+# torch's stub lists overloads for several devices per process and for positional options, which nobody calls.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class Identity(_ProcessGroup):  # type: ignore[misc]
     """What every process group answers, and the order in which this one carries things out.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
@@ -33,7 +38,7 @@ class Identity(dist.ProcessGroup):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         memory: SharedMemory,
         rank: int,
         size: int,
@@ -122,7 +127,7 @@ class Identity(dist.ProcessGroup):
         """The timeout and ranks of the group, as torch's backends show theirs."""
         return _Options(timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name)
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """The store under the group's prefix."""
         return self._store
 

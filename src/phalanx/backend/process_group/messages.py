@@ -62,11 +62,10 @@ class Messages(Identity):
                     lane.close(self._timeout_s)
                     del self._channels[key]
             peer = _ANYBODY
-        lane = self._channels.get((direction, peer))
-        if lane is None:
-            lane = Lane(f"phalanx-{self._name}-{direction}-{'any' if peer < 0 else peer}")
-            self._channels[direction, peer] = lane
-        return lane
+        if (direction, peer) not in self._channels:
+            name = f"phalanx-{self._name}-{direction}-{'any' if peer < 0 else peer}"
+            self._channels[direction, peer] = Lane(name)
+        return self._channels[direction, peer]
 
     def _lanes(self) -> list[Lane]:
         return [*super()._lanes(), *self._channels.values()]

@@ -1,0 +1,136 @@
+"""A schedule told step by step: who hands what to whom, and what every rank holds afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.collectives.explanation.symbols import chunk_name, chunks_name, value_text
+from phalanx.collectives.schedule import Schedule, Transfer
+from phalanx.collectives.symbolic import Snapshot, State, trace
+
+MOST_RANKS = 64
+
+# The values of a wider transfer do not fit on a line; its chunks are named, and the state shows the values.
+_VALUES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a rank holds of a chunk, in symbols; whether the step wrote it, and whether it is final."""
+
+    text: str
+    written: bool
+    final: bool
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One step: its title, a line for each transfer, and cells[rank][chunk] after it."""
+
+    title: str
+    moves: tuple[str, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+
+
+def tell(schedule: Schedule) -> Iterator[Scene]:
+    """The state before the schedule, then each step. Raises ValueError for more ranks than a person can read."""
+    if schedule.world_size > MOST_RANKS:
+        raise ValueError(
+            f"at most {MOST_RANKS} ranks can be told step by step, got {schedule.world_size}; "
+            "`phalanx explain simulate` goes further"
+        )
+    before: State = ()
+    for snapshot in trace(schedule):
+        yield Scene(
+            title=_title(schedule, snapshot),
+            moves=tuple(_move(t, before, schedule.world_size) for t in snapshot.transfers),
+            cells=_cells(schedule, snapshot),
+        )
+        before = snapshot.state
+
+
+def headline(schedule: Schedule) -> list[str]:
+    """What the schedule is, in a few lines."""
+    chunks = chunks_name(0, schedule.num_chunks)
+    return [
+        f"{schedule.algorithm} {schedule.operation}: {_count(schedule.world_size, 'rank')}, "
+        f"{_count(schedule.num_chunks, 'chunk')} ({chunks}), {_count(schedule.num_steps, 'step')}",
+        f"Combined in the order: {schedule.order}.",
+    ]
+
+
+def plain(schedule: Schedule) -> Iterator[str]:
+    """The story as lines of text; a star marks what a step wrote."""
+    yield from headline(schedule)
+    yield "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; * was written in the step."
+    names = [chunk_name(chunk) for chunk in range(schedule.num_chunks)]
+    for scene in tell(schedule):
+        yield ""
+        yield scene.title
+        yield from (f"  {move}" for move in scene.moves)
+        rows = [[f"{cell.text}{'*' if cell.written else ''}" for cell in row] for row in scene.cells]
+        widths = [max(len(text) for text in column) for column in zip(names, *rows, strict=True)]
+        label = len(f"rank {schedule.world_size - 1}")
+        for head, row in [("", names), *((f"rank {rank}", row) for rank, row in enumerate(rows))]:
+            cells = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+            yield f"    {head.ljust(label)}  {cells}".rstrip()
+
+
+def show(schedule: Schedule, console: Console) -> None:
+    """The story on a terminal: bold is what a step wrote, green is final."""
+    for line in headline(schedule):
+        console.print(escape(line), style="bold" if line.startswith(schedule.algorithm) else "", highlight=False)
+    key = "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; [bold]bold[/]: written; [green]green[/]: final."
+    console.print(key, highlight=False)
+    for scene in tell(schedule):
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        table.add_column("")
+        for chunk in range(schedule.num_chunks):
+            table.add_column(chunk_name(chunk), no_wrap=True)
+        for rank, row in enumerate(scene.cells):
+            table.add_row(f"rank {rank}", *(Text(cell.text, style=_style(cell)) for cell in row))
+        moves = (Text(move, style="cyan") for move in scene.moves)
+        console.print("", Text(scene.title, style="bold"), Group(*moves, table), sep="\n")
+
+
+def _style(cell: Cell) -> str:
+    return " ".join(word for word, on in (("bold", cell.written), ("green", cell.final)) if on) or "none"
+
+
+def _title(schedule: Schedule, snapshot: Snapshot) -> str:
+    if snapshot.step is None:
+        return "Before"
+    number, phase, within = snapshot.step
+    return f"Step {number + 1} of {schedule.num_steps}: {phase.name} {within + 1} of {phase.num_steps}"
+
+
+def _move(t: Transfer, before: State, world_size: int) -> str:
+    what = chunks_name(t.start, t.stop)
+    if t.width <= _VALUES_SHOWN:
+        what = ", ".join(value_text(before[t.src][chunk], chunk, world_size) for chunk in range(t.start, t.stop))
+    return f"rank {t.src} → rank {t.dst}  {'combine' if t.kind == 'reduce' else 'copy'} {what}"
+
+
+def _cells(schedule: Schedule, snapshot: Snapshot) -> tuple[tuple[Cell, ...], ...]:
+    written = {(t.dst, chunk) for t in snapshot.transfers for chunk in range(t.start, t.stop)}
+    return tuple(
+        tuple(
+            Cell(
+                text=value_text(value, chunk, schedule.world_size),
+                written=(rank, chunk) in written,
+                final=value is not None and len(value.contributors) == schedule.contributions,
+            )
+            for chunk, value in enumerate(row)
+        )
+        for rank, row in enumerate(snapshot.state)
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
