@@ -95,7 +95,7 @@ $(VENV)/requirements.stamp: $(VENV)/python.stamp constraints.txt pyproject.toml
 $(VENV)/package.stamp: $(VENV)/requirements.stamp setup.py $(CORE)
 	@rm -f src/phalanx/_core*.so # a build that fails must not leave yesterday's core in place
 	$(PIP) --no-deps --no-build-isolation --editable .
-	@test "$$(uname)" != Linux || $(BIN)/python -c 'import phalanx._core' || { \
+	@test "$$(uname)" != Linux || $(BIN)/python -c 'import phalanx._core' 2>/dev/null || { \
 	    echo "make: the C core was not built. The compiler says:" >&2; \
 	    $(BIN)/python setup.py -q build_ext --inplace >&2; exit 1; }
 	@touch $@
