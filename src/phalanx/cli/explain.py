@@ -1,0 +1,289 @@
+"""`phalanx explain`: how a collective moves its chunks, what it costs, and how it would run on many ranks."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from phalanx.collectives.algorithms import ALGORITHMS, Algorithm, build
+from phalanx.collectives.network import Link, Links, Topology
+from phalanx.collectives.schedule import OPERATIONS, Operation
+from phalanx.collectives.simulate import MOST_RANKS
+from phalanx.collectives.units import (
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    parse_bytes_per_s,
+    parse_seconds,
+)
+
+# Up to so many numbers of ranks in a range are all priced; of a longer range, the powers of two and both ends.
+_MOST_POINTS = 128
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _amount(name: str, parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` as the type of an option: what it raises becomes a usage error that names the option."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.") from error
+
+    convert.__name__ = name  # click shows it in the help
+    return convert
+
+
+def _parse_world_size(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"world size {text!r} must be a number of ranks, at least 1")
+    return int(text)
+
+
+def _parse_world_sizes(text: str) -> tuple[int, ...]:
+    """8, or 2,4,8, or 2..64."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        sizes = tuple(sorted({_parse_world_size(part) for part in text.split(",")}))
+    else:
+        low, high = _parse_world_size(first), _parse_world_size(last)
+        if low > high:
+            raise ValueError(f"world sizes {text!r} run backwards; write {high}..{low}")
+        sizes = tuple(_spread(low, high))
+    if sizes[-1] > MOST_RANKS:
+        raise ValueError(f"world size {sizes[-1]} is too large, at most {MOST_RANKS}")
+    return sizes
+
+
+def _spread(low: int, high: int) -> Iterable[int]:
+    if high - low < _MOST_POINTS:
+        return range(low, high + 1)
+    powers = (1 << bit for bit in range(high.bit_length()))
+    return sorted({low, high, *(power for power in powers if low <= power <= high)})
+
+
+def _parse_hosts(text: str) -> Topology:
+    """The number of ranks on each host: 2,3."""
+    return Topology.of_sizes(_parse_world_size(part) for part in text.split(","))
+
+
+_WORLD_SIZE = _amount("N", _parse_world_size)
+_BYTES = _amount("size", parse_bytes)
+_SECONDS = _amount("time", parse_seconds)
+_BANDWIDTH = _amount("bandwidth", parse_bytes_per_s)
+
+_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+_DRAW = "Also draw it into this file, as SVG."
+_WHICH = "Which collective."
+
+_svg_option = click.option("--svg", type=_FILE, help=_DRAW)
+_operation_option = click.option(
+    "--operation", type=click.Choice(OPERATIONS), default="all_reduce", show_default=True, help=_WHICH
+)
+
+
+def _network_options(function: F) -> F:
+    """The options that describe the buffer and the network; `_links` takes those that end up in `Links`."""
+    for flag, name, kind, default, text in reversed(
+        (
+            ("--bytes", "nbytes", _BYTES, "64MiB", "Size of the buffer of each rank."),
+            ("--latency", "latency", _SECONDS, "30us", "Of a message between hosts."),
+            ("--bandwidth", "bandwidth", _BANDWIDTH, "1Gbit", "Of a host's link to the others."),
+            ("--ranks-per-host", "ranks_per_host", _WORLD_SIZE, "4", "The last host takes the rest."),
+            ("--host-latency", "host_latency", _SECONDS, "1us", "Of a message inside a host."),
+            ("--host-bandwidth", "host_bandwidth", _BANDWIDTH, "8GB/s", "Of a rank inside its host."),
+            ("--reduce-rate", "reduce_rate", _BANDWIDTH, "8GB/s", "How fast a rank combines."),
+        )
+    ):
+        function = click.option(flag, name, type=kind, default=default, show_default=True, help=text)(function)
+    return function
+
+
+def _links(latency: float, bandwidth: float, host_latency: float, host_bandwidth: float, reduce_rate: float) -> Links:
+    return Links(Link(host_latency, host_bandwidth), Link(latency, bandwidth), reduce_rate)
+
+
+class _Explanations(click.Group):
+    """A group that suggests the nearest name; dashes and underscores are one."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name.replace("_", "-"))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            near = difflib.get_close_matches(args[0].replace("_", "-"), names, n=1)
+            advice = f"Did you mean {near[0]!r}? " if near else ""
+            ctx.fail(f"nothing called {args[0]!r} to explain. {advice}There are: {', '.join(names)}.")
+        return super().resolve_command(ctx, args)
+
+
+@click.group("explain", cls=_Explanations, short_help="Show how a collective works and what it costs.")
+def command() -> None:
+    """Show how a collective works and what it costs.
+
+    Name an algorithm to see which chunk goes from whom to whom in each step, from the schedule that is executed; `cost`
+    compares the algorithms over the number of ranks; `simulate` plays one out for up to 65,536 ranks.
+    """
+
+
+def _explain(
+    algorithm: Algorithm,
+    operation: Operation,
+    world_size: int | None,
+    hosts: Topology | None,
+    root: int,
+    svg: Path | None,
+) -> None:
+    from phalanx.collectives.explanation import drawing, story
+
+    schedule = _at_the_door(build, algorithm.name, operation, _topology(algorithm, world_size, hosts), root)
+    if svg is not None:
+        _write(svg, _at_the_door(drawing.draw, schedule))
+    if schedule.world_size > story.MOST_RANKS:
+        _at_the_door(next, story.tell(schedule))
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        story.show(schedule, Console())
+    else:
+        for line in story.plain(schedule):
+            click.echo(line)
+
+
+def _topology(algorithm: Algorithm, world_size: int | None, hosts: Topology | None) -> Topology:
+    if hosts is not None:
+        if world_size not in (None, hosts.world_size):
+            raise click.UsageError(
+                f"--hosts has {hosts.world_size} ranks, --world-size says {world_size}; leave one out"
+            )
+        return hosts
+    size = 4 if world_size is None else world_size
+    if algorithm.one_host:
+        return Topology.one_host(size)
+    return Topology.filled(size, 2) if algorithm.name == "hierarchical" else Topology.flat(size)
+
+
+def _explanation_of(algorithm: Algorithm) -> click.Command:
+    """The command that tells and draws one algorithm."""
+
+    def explain(
+        operation: Operation,
+        world_size: int | None,
+        svg: Path | None,
+        hosts: Topology | None = None,
+        root: int = 0,
+    ) -> None:
+        _explain(algorithm, operation, world_size, hosts, root, svg)
+
+    operations = list(algorithm.operations)
+    params: list[click.Parameter] = [
+        click.Option(["--world-size"], type=_WORLD_SIZE, help="Number of ranks.  [default: 4]"),
+        click.Option(
+            ["--operation"], type=click.Choice(operations), default="all_reduce", show_default=True, help=_WHICH
+        ),
+        click.Option(["--svg"], type=_FILE, help=_DRAW),
+    ]
+    if algorithm.name == "hierarchical":
+        hosts_help = "Ranks on each host.  [default: 2 on each]"
+        params.append(click.Option(["--hosts"], type=_amount("N,N,…", _parse_hosts), help=hosts_help))
+    if {"broadcast", "reduce"} & set(operations):
+        root_help = "The rank where a broadcast starts or a reduce ends."
+        params.append(click.Option(["--root"], type=int, default=0, show_default=True, help=root_help))
+    return click.Command(
+        algorithm.name.replace("_", "-"),
+        callback=explain,
+        params=params,
+        help=f"Tell {algorithm.title}, step by step: what goes from whom to whom, and what each rank then holds.",
+        short_help=f"{algorithm.title[0].upper()}{algorithm.title[1:]}, step by step.",
+    )
+
+
+for _algorithm in ALGORITHMS.values():
+    command.add_command(_explanation_of(_algorithm))
+
+
+@command.command("cost", short_help="Time, bytes and steps of every algorithm over the number of ranks.")
+@click.option(
+    "--world-size",
+    "world_sizes",
+    type=_amount("N,N,… or N..N", _parse_world_sizes),
+    default="2..64",
+    show_default=True,
+    help="Numbers of ranks.",
+)
+@_operation_option
+@_network_options
+@_svg_option
+def _cost(
+    world_sizes: tuple[int, ...],
+    operation: Operation,
+    nbytes: int,
+    ranks_per_host: int,
+    svg: Path | None,
+    **links: float,
+) -> None:
+    """Compare the algorithms: predicted time, bytes at the busiest rank and steps, in tables and as a plot."""
+    from phalanx.collectives.explanation import curves
+
+    computed = _at_the_door(curves.compute, operation, nbytes, world_sizes, ranks_per_host, _links(**links))
+    if svg is not None:
+        _write(svg, _at_the_door(curves.draw, computed))
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        curves.show(computed, Console())
+    else:
+        for line in curves.plain(computed):
+            click.echo(line)
+
+
+@command.command("simulate", short_help="Play an algorithm out, rank by rank.")
+@click.argument("algorithm")
+@click.option("--world-size", type=_WORLD_SIZE, required=True, help=f"Number of ranks, at most {MOST_RANKS}.")
+@_operation_option
+@_network_options
+def _simulate(
+    algorithm: str, world_size: int, operation: Operation, nbytes: int, ranks_per_host: int, **links: float
+) -> None:
+    """Play ALGORITHM out, each rank with a clock of its own, and say when the first and the last one finish."""
+    from phalanx.collectives.simulate import simulate
+
+    if world_size > MOST_RANKS:
+        raise click.UsageError(f"can simulate at most {MOST_RANKS} ranks, got {world_size}")
+    topology = _at_the_door(Topology.filled, world_size, ranks_per_host)
+    schedule = _at_the_door(build, algorithm, operation, topology)
+    result = simulate(schedule, nbytes, topology, _links(**links))
+    place = f"{world_size} ranks on {len(topology.hosts)} hosts"
+    click.echo(f"{schedule.algorithm} {operation} of {format_bytes(nbytes)} over {place}")
+    click.echo(f"  time       {format_seconds(result.seconds)}, rank {result.slowest_rank} last")
+    click.echo(f"  first rank {format_seconds(result.first_s)}")
+    click.echo(f"  steps      {result.steps}")
+    click.echo(f"  transfers  {result.transfers}, {result.played} of them played one by one")
+    click.echo(f"  exact      {'yes' if result.exact else 'no: the clocks had not settled, the rest is extrapolated'}")
+
+
+def _at_the_door(function: Callable[..., T], *arguments: object) -> T:
+    """Call `function`; a ValueError is the user's, and is shown as one line instead of a traceback."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        raise click.UsageError(f"{error}.") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"cannot write {path}: {error.strerror}.") from error
+    click.echo(f"Drawn into {path}.", err=True)
