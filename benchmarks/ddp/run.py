@@ -1,0 +1,90 @@
+"""How long is a training step on two ranks? Ours and PyTorch's DDP, one process, and two that don't talk."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from harness import (  # noqa: E402 - the line above says where it is
+    describe_machine,
+    format_ratio,
+    format_time,
+    plan_rounds,
+    print_table,
+    summarise,
+    write_results,
+)
+from models import WORKLOADS  # noqa: E402
+from team import CONTESTANTS, Team, Times  # noqa: E402
+
+PEER = "pytorch-gloo"
+BARE = "unconnected"
+HEADER = ["", "step", "forward, backward", "update", "beyond", "of the peer", "worst round", "beyond, of the peer's"]
+
+
+def measure(workload: str, names: list[str], rounds: int, steps: int, warmup: int) -> dict[str, list[Times]]:
+    """Every contestant's times, round by round."""
+    times: dict[str, list[Times]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        teams = {name: Team(name, WORKLOADS[workload], warmup, Path(folder)) for name in names}
+        losses = {name: team.final_loss for name, team in teams.items() if CONTESTANTS[name].backend}
+        if losses and max(losses.values()) - min(losses.values()) > 1e-3 * max(losses.values()):
+            raise SystemExit(f"{workload}: the contestants don't train alike, losses after the warm-up: {losses}")
+        for order in plan_rounds(names, rounds):
+            for name in order:
+                times[name].append(teams[name].measure(steps))
+        for team in teams.values():
+            team.close()
+    return times
+
+
+def row(name: str, times: dict[str, list[Times]]) -> list[str]:
+    """One contestant's medians, and its ratios to the peer over the rounds."""
+    mine = times[name]
+    cells = [name, *(format_time(summarise(one[part] for one in mine).median) for part in mine[0])]
+    beyond = {other: _beyond(other, times) for other in (name, PEER)}
+    cells.append(format_time(beyond[name]) if beyond[name] > 0 else "-")
+    ratios = summarise(one["step"] / peer["step"] for one, peer in zip(mine, times[PEER], strict=True))
+    cells += [format_ratio(ratios.median), format_ratio(ratios.high)]
+    cells.append(format_ratio(beyond[name] / beyond[PEER]) if min(beyond.values()) > 0 else "-")
+    return cells
+
+
+def _beyond(name: str, times: dict[str, list[Times]]) -> float:
+    """Seconds of a step beyond what forward and backward take in two processes that don't talk; median over rounds."""
+    pairs = zip(times[name], times[BARE], strict=True)
+    return statistics.median(one["step"] - bare["forward_backward"] for one, bare in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument(
+        "--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help=f"{PEER} and {BARE} always run"
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=5, help="per round")
+    parser.add_argument(
+        "--warmup", type=int, default=4, help="steps before the first round; buckets are rebuilt in them"
+    )
+    parser.add_argument("--output", type=Path, default=HERE / "results" / f"{date.today()}.json")
+    arguments = parser.parse_args()
+
+    machine = describe_machine()
+    names = [name for name in CONTESTANTS if name in {PEER, BARE, *arguments.contestants}]
+    samples = {}
+    for workload in arguments.models:
+        samples[workload] = measure(workload, names, arguments.rounds, arguments.steps, arguments.warmup)
+        print_table(HEADER, [row(name, samples[workload]) for name in names], title=workload)
+    write_results(arguments.output, {"seconds_per_step": samples}, machine=machine)
+
+
+if __name__ == "__main__":
+    main()

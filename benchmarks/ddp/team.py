@@ -1,0 +1,131 @@
+"""The processes of one contestant: they build the model once, and then run steps whenever they are asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from models import Workload
+from torch import nn
+
+from phalanx import DistributedDataParallel
+
+Times = dict[str, float]  # seconds per step, by part
+PARTS = ("step", "forward_backward", "update")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """How a model is trained: on how many ranks, connected by what, wrapped in what."""
+
+    world_size: int
+    backend: str | None = None
+    wrap: Callable[[nn.Module], nn.Module] | None = None
+
+
+def _pytorch(module: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def _pytorch_views(module: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+
+CONTESTANTS = {
+    "pytorch-gloo": Contestant(2, "gloo", _pytorch),
+    "pytorch-views-gloo": Contestant(2, "gloo", _pytorch_views),
+    "pytorch-phalanx": Contestant(2, "phalanx", _pytorch),
+    "phalanx-gloo": Contestant(2, "gloo", DistributedDataParallel),
+    "phalanx-phalanx": Contestant(2, "phalanx", DistributedDataParallel),
+    "alone": Contestant(1),
+    "unconnected": Contestant(2),
+}
+
+
+class Team:
+    """The ranks of one contestant, which wait, without spinning, between its turns."""
+
+    def __init__(self, name: str, workload: Workload, warmup: int, folder: Path) -> None:
+        contestant = CONTESTANTS[name]
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        context = multiprocessing.get_context("fork")  # torch is imported once, here
+        for rank in range(contestant.world_size):
+            mine, theirs = context.Pipe()
+            arguments = (rank, contestant, workload, warmup, folder / f"{name}-{workload.name}", theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        self.final_loss = max(pipe.recv() for pipe in self._pipes)
+
+    def measure(self, steps: int) -> Times:
+        """Medians over `steps`, of the rank whose steps took longest."""
+        for pipe in self._pipes:
+            pipe.send(steps)
+        times: list[Times] = [pipe.recv() for pipe in self._pipes]
+        return max(times, key=lambda one: one["step"])
+
+    def close(self) -> None:
+        """Let the ranks leave."""
+        for pipe in self._pipes:
+            pipe.send(0)
+        for process in self._processes:
+            process.join()
+
+
+def _serve(rank: int, contestant: Contestant, workload: Workload, warmup: int, meeting: Path, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if contestant.world_size <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+    if contestant.backend is not None:
+        store = dist.FileStore(str(meeting), contestant.world_size)
+        dist.init_process_group(
+            contestant.backend,
+            store=store,
+            rank=rank,
+            world_size=contestant.world_size,
+            timeout=timedelta(seconds=120),
+        )
+    step = _prepare(workload, rank, contestant)
+    for _ in range(warmup):
+        loss, _ = step()
+    pipe.send(loss)
+    while (count := pipe.recv()) > 0:
+        times = [step()[1] for _ in range(count)]
+        pipe.send({part: statistics.median(one[part] for one in times) for part in PARTS})
+    if contestant.backend is not None:
+        dist.destroy_process_group()
+
+
+def _prepare(workload: Workload, rank: int, contestant: Contestant) -> Callable[[], tuple[float, Times]]:
+    torch.manual_seed(0)
+    model = workload.build()
+    if contestant.wrap is not None:
+        model = contestant.wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    inputs, targets = workload.batch(torch.Generator().manual_seed(rank))
+
+    def step() -> tuple[float, Times]:
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = workload.loss(model(inputs), targets)
+        loss.backward()
+        middle = time.perf_counter()
+        optimizer.step()
+        end = time.perf_counter()
+        return loss.item(), {"step": end - begin, "forward_backward": middle - begin, "update": end - middle}
+
+    return step
