@@ -1,0 +1,118 @@
+"""The `phalanx` command as a user runs it, and a count of what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "FORCE_COLOR", "NO_COLOR", "COLUMNS")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+
+@dataclass
+class Running:
+    """A command that has not ended; `mark` is in the environment of every process that descends from it."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def read_until(self, text: str) -> str:
+        """The output up to the line that contains `text`."""
+        assert self.process.stdout is not None
+        read = ""
+        for line in self.process.stdout:
+            read += line
+            if text in line:
+                return read
+        raise AssertionError(f"the command ended without saying {text!r}; it said: {read}")
+
+    def survivors(self) -> list[int]:
+        """The living processes that carry the mark."""
+        found = []
+        for entry in os.listdir("/proc"):
+            try:
+                if entry.isdigit() and self.mark.encode() in Path(f"/proc/{entry}/environ").read_bytes():
+                    found.append(int(entry))
+            except OSError:
+                continue  # it ended, or is not ours
+        return found
+
+    def wait_gone(self) -> None:
+        """Return when no marked process lives; the test's own timeout ends the wait."""
+        while living := self.survivors():
+            for pid in living:
+                try:
+                    fd = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    continue
+                try:
+                    select.select([fd], [], [])
+                finally:
+                    os.close(fd)
+
+    def finish(self) -> Finished:
+        out, err = self.process.communicate()
+        return Finished(self.process.returncode, out, err)
+
+
+def _environment(mark: str, extra: dict[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    return {**kept, "PHALANX_TEST_MARK": mark, **extra}
+
+
+@contextmanager
+def start(*words: str, env: dict[str, str] | None = None, stdin: int = subprocess.DEVNULL) -> Iterator[Running]:
+    """`phalanx` with `words`; at the end nothing of it is left."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx.cli", *words],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(mark, env or {}),
+        # a shell that runs pytest in the background has made it ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    running = Running(process, mark)
+    with process:
+        try:
+            yield running
+        finally:
+            process.kill()
+            for pid in running.survivors():
+                os.kill(pid, signal.SIGKILL)
+
+
+def run(*words: str, env: dict[str, str] | None = None) -> Finished:
+    """`phalanx run` with `words`, to its end; fails if a process is left."""
+    with start("run", *words, env=env) as running:
+        finished = running.finish()
+        assert running.survivors() == []
+        return finished
+
+
+def write_script(folder: Path, text: str, name: str = "script.py") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)

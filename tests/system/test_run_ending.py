@@ -1,0 +1,164 @@
+"""However the command ends, its ranks hear of it, and no process is left."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tests.system.phalanx_command import Running, run, start, write_script
+
+# A rank with all kinds of descendants: a child, a daemon in a session of its own, and one that refuses to go.
+FAMILY = """
+import os, signal, subprocess, sys
+stubborn = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); signal.pause()"
+subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE).stdout.readline()
+subprocess.Popen(["sh", "-c", "setsid sleep 600 & sleep 600"], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.pause()
+    os._exit(0)
+os.wait()
+print("family", os.getppid())
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_nothing_survives_the_end_of_the_agent(tmp_path: Path, number: int) -> None:
+    script = write_script(tmp_path, FAMILY)
+    with start("run", "--no-preload", "--grace", "5", "--nproc-per-node", "2", script) as running:
+        running.read_until("family")
+        assert len(running.survivors()) > 8
+        running.process.send_signal(number)
+        running.process.wait()
+        if number == signal.SIGKILL:
+            running.wait_gone()  # the zygote does it, a moment later
+        assert running.survivors() == []
+        assert running.process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_nothing_survives_the_zygote_and_its_death_is_told(tmp_path: Path) -> None:
+    with start("run", "--no-preload", "--nproc-per-node", "2", write_script(tmp_path, FAMILY)) as running:
+        zygote = int(running.read_until("family").split()[-1])
+        os.kill(zygote, signal.SIGKILL)
+        finished = running.finish()
+        assert finished.code == 1
+        assert f"the zygote (pid {zygote})" in finished.err
+        assert "SIGKILL" in finished.err
+        assert "--no-preload" in finished.err
+        assert running.survivors() == []
+
+
+def test_nothing_survives_a_rank(tmp_path: Path) -> None:
+    script = write_script(tmp_path, FAMILY.removesuffix("signal.pause()\n"))
+    assert run("--no-preload", "--nproc-per-node", "2", script).code == 0
+
+
+def test_nothing_survives_an_agent_that_is_killed_while_torch_is_imported(tmp_path: Path) -> None:
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("import os, signal\nos.write(2, b'importing\\n')\nsignal.pause()\n")
+    script = write_script(tmp_path, "")
+    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
+        with start("run", "--nproc-per-node", "2", script, env={"PYTHONPATH": str(tmp_path)}) as running:
+            assert running.process.stderr is not None
+            assert running.process.stderr.readline() == "importing\n"
+            running.process.send_signal(number)
+            running.process.wait()
+            running.wait_gone()
+
+
+def test_keyboard_interrupt_runs_the_scripts_own_clean_up(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import signal\ntry:\n    print('ready'); signal.pause()\nexcept KeyboardInterrupt:\n    print('saved')\n",
+    )
+    with start("run", "--no-preload", "--nproc-per-node", "2", script) as running:
+        running.read_until("ready")
+        running.process.send_signal(signal.SIGINT)
+        finished = running.finish()
+    assert finished.out == "[0-1] saved\n"
+    assert finished.code == 0  # as `python script.py` would return
+    assert "stopping 2 ranks, with 10 s to end by themselves (again: kill at once)" in finished.err
+
+
+def test_a_rank_that_ignores_ctrl_c_is_killed_after_the_grace_period(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import os, signal\n"
+        "if os.environ['RANK'] == '1': signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "print('ready')\n"
+        "while True: signal.pause()\n",
+    )
+    with start("run", "--no-preload", "--grace", "0.2", "--nproc-per-node", "2", script) as running:
+        running.read_until("[0-1] ready")
+        running.process.send_signal(signal.SIGINT)
+        finished = running.finish()
+    assert finished.code == 130
+    assert "rank 1 did not end within 0.2 s and had to be killed (--grace gives them more)" in finished.err
+
+
+def test_the_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import signal\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('no'))\n"
+        "print('ready')\n"
+        "while True: signal.pause()\n",
+    )
+    with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "2", script) as running:
+        running.read_until("ready")
+        running.process.send_signal(signal.SIGINT)
+        running.read_until("no")
+        running.process.send_signal(signal.SIGINT)
+        finished = running.finish()
+    assert finished.code == 130
+    assert "SIGINT again: killing 2 ranks" in finished.err
+
+
+def test_a_failed_job_does_not_wait_for_a_rank_that_ignores_sigterm(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import os, signal, sys\n"
+        "if os.environ['RANK'] == '0': sys.exit(4)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "while True: signal.pause()\n",
+    )
+    assert run("--no-preload", "--grace", "0.2", "--nproc-per-node", "2", script).code == 4
+
+
+def test_sigusr1_is_passed_on_and_ends_nothing(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import signal\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "print('ready'); signal.pause(); print('heard')\n",
+    )
+    with start("run", "--no-preload", "--nproc-per-node", "2", script) as running:
+        running.read_until("ready")
+        running.process.send_signal(signal.SIGUSR1)
+        assert running.finish().out == "[0-1] heard\n"
+
+
+def test_ctrl_z_stops_the_ranks_and_fg_lets_them_go_on(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import os, sys, time\nprint('ready')\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nprint('on')\n",
+    )
+    flag = tmp_path / "flag"
+    with start("run", "--no-preload", "--nproc-per-node", "2", script, str(flag)) as running:
+        running.read_until("ready")
+        running.process.send_signal(signal.SIGTSTP)
+        while len(stopped(running)) < 3:
+            pass
+        flag.touch()
+        running.process.send_signal(signal.SIGCONT)
+        finished = running.finish()
+    assert finished.out == "[0-1] on\n"
+    assert finished.code == 0
+
+
+def stopped(running: Running) -> list[int]:
+    """The marked processes that are stopped: agent and ranks; the zygote goes on."""
+    return [pid for pid in running.survivors() if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][1] == "T"]

@@ -1,0 +1,177 @@
+"""What the ranks print arrives: whole, in order, with the rank in front."""
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.system.phalanx_command import run, start, write_script
+
+
+def test_equal_lines_fold_and_others_carry_their_rank(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import os; print('same'); print('rank', os.environ['RANK'])")
+    finished = run("--no-preload", "--nproc-per-node", "3", script)
+    assert sorted(finished.lines) == ["[0-2] same", "[0] rank 0", "[1] rank 1", "[2] rank 2"]
+
+
+def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)")
+    finished = run("--no-preload", "--nproc-per-node", "2", script)
+    assert (finished.out, finished.err) == ("[0-1] out\n", "[0-1] err\n")
+
+
+def test_output_is_live(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import signal; print('here'); signal.pause()")
+    with start("run", "--no-preload", "--nproc-per-node", "2", script) as running:
+        assert running.read_until("here") == "[0-1] here\n"
+        running.process.send_signal(signal.SIGTERM)
+        assert running.finish().code == 143
+
+
+def test_a_flood_arrives_whole_and_in_order(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path, "import os\nfor i in range(20_000): print(os.environ['RANK'], i, 'x' * (i % 100), sep=',')"
+    )
+    finished = run("--no-preload", "--nproc-per-node", "2", script)
+    for rank in "01":
+        mine = [line.split(",") for line in finished.lines if line.startswith(f"[{rank}]")]
+        assert [int(fields[1]) for fields in mine] == list(range(20_000))
+        assert all(len(fields[2]) == int(fields[1]) % 100 for fields in mine)
+
+
+def test_a_slow_reader_loses_nothing(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "for i in range(60_000): print(i, 'x' * 60)")
+    with start("run", "--no-preload", "--nproc-per-node", "1", script) as running:
+        running.read_until(" 100 ")  # and nothing for as long as the ranks can write
+        finished = running.finish()
+    assert finished.code == 0
+    assert finished.lines[-1].startswith("[0] 59999 ")
+
+
+def test_ctrl_c_works_while_nobody_reads_the_output(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "print('start')\nwhile True: print('x' * 1000)")
+    with start("run", "--no-preload", "--grace", "0.2", "--nproc-per-node", "1", script) as running:
+        running.read_until("start")
+        running.process.send_signal(signal.SIGINT)
+        running.process.send_signal(signal.SIGINT)
+        assert running.finish().code == 130
+        assert running.survivors() == []
+
+
+def test_a_reader_that_goes_away_ends_the_job_quietly(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "while True: print('x' * 1000)")
+    with start("run", "--no-preload", "--nproc-per-node", "2", script) as running:
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        assert running.process.stderr is not None
+        running.process.wait()
+        assert "Traceback" not in running.process.stderr.read().replace("BrokenPipe", "")
+        assert running.process.returncode == 141
+        assert running.survivors() == []
+
+
+def test_a_progress_bar_in_a_pipe_leaves_its_final_state(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import os, sys\n"
+        "assert 'PHALANX_TTY' not in os.environ\n"
+        "for i in range(100): print(f'\\r{i + 1}%', end='', file=sys.stderr, flush=True)\n"
+        "print(file=sys.stderr)\n",
+    )
+    assert run("--no-preload", "--nproc-per-node", "1", script).err == "[0] 100%\n"
+
+
+def test_a_process_that_keeps_the_pipe_open_does_not_keep_the_command(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\nprint('done')\n",
+    )
+    finished = run("--no-preload", "--nproc-per-node", "1", script)
+    assert (finished.code, finished.out) == (0, "[0] done\n")
+
+
+def test_log_dir_keeps_a_file_for_each_rank(tmp_path: Path) -> None:
+    logs = tmp_path / "new" / "logs"
+    script = write_script(tmp_path, "import os; print('same'); print('a\\rb'); print(os.environ['RANK'], end='')")
+    run("--no-preload", "--nproc-per-node", "2", "--log-dir", str(logs), script)
+    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
+    for rank in "01":
+        assert (logs / f"rank_{rank}.log").read_text() == f"same\nb\n{rank}\n"
+
+
+def on_terminal(tmp_path: Path, script: str, *, at: bytes, do: Callable[[int], object]) -> tuple[int, bytes]:
+    """Run `script` with 2 ranks on a terminal of 60 columns, and `do` something with it when it has shown `at`.
+
+    Returns the exit code and all that the terminal received.
+    """
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    words = ["run", "--no-preload", "--nproc-per-node", "2", write_script(tmp_path, script)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+         "from phalanx.cli.__main__ import main; main()", *words],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env={**environment, "TERM": "xterm"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    os.close(theirs)
+    received, done = b"", False
+    try:
+        while chunk := os.read(ours, 65536):
+            received += chunk
+            if not done and at in received:
+                do(ours)
+                done = True
+    except OSError:
+        pass  # EIO: all who held the terminal have gone
+    finally:
+        os.close(ours)
+    return process.wait(), received
+
+
+def test_a_terminal_shows_colours_and_redraws_the_status_below_the_lines(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    code, received = on_terminal(
+        tmp_path,
+        "import os\n"
+        "assert os.environ['PHALANX_TTY'] == '1'\n"
+        "print('width', os.environ['COLUMNS'])\n"
+        "print('\\r50%', end='', flush=True)\n"
+        f"while not os.path.exists({str(seen)!r}): pass\n"
+        "print('\\rend')\n",
+        at=b"50%",
+        do=lambda terminal: seen.touch(),
+    )
+    assert code == 0
+    assert b"\x1b[2m[0-1]\x1b[0m width 55\r\n" in received
+    assert b"\x1b[0m 50%" in received  # of one rank or of both: that is up to the moment
+    after_status = received.partition(b"50%")[2]
+    assert b"\r\x1b[J" in after_status.partition(b"end")[0]
+    assert received.endswith(b"end\r\n")
+
+
+def test_ctrl_c_on_a_terminal_reaches_each_rank_once(tmp_path: Path) -> None:
+    code, received = on_terminal(
+        tmp_path,
+        "import os, signal\n"
+        "def note(number, frame):\n"
+        "    os.write(1, b'noted\\n')\n"
+        "    signal.signal(signal.SIGINT, lambda *_: os.write(1, b'twice\\n'))\n"
+        "    raise SystemExit(0)\n"
+        "signal.signal(signal.SIGINT, note)\n"
+        "print('ready')\n"
+        "signal.pause()\n",
+        at=b"[0-1]\x1b[0m ready",
+        do=lambda terminal: os.write(terminal, b"\x03"),
+    )
+    assert code == 0
+    assert received.count(b"noted") == 1  # folded: both ranks said it
+    assert b"[0-1]\x1b[0m noted" in received
+    assert b"twice" not in received
+    assert b"stopping 2 ranks" in received

@@ -1,0 +1,209 @@
+"""A rank is what `python script.py` would be."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.system.phalanx_command import run, write_script
+
+WHAT_A_SCRIPT_SEES = """
+import json, os, sys
+import pickle
+
+class Defined:
+    pass
+
+main = sys.modules["__main__"]
+print(json.dumps({
+    "name": __name__, "file": __file__, "argv": sys.argv, "path0": sys.path[0], "spec": __spec__ and __spec__.name,
+    "package": repr(__package__), "loader": type(__loader__).__name__, "same": main.__dict__ is globals(),
+    "names": sorted(name for name in globals() if name.startswith("__")), "doc": __doc__,
+    "pickled": pickle.loads(pickle.dumps(Defined())).__class__ is Defined, "optimize": sys.flags.optimize,
+    "builtins": type(__builtins__).__name__, "debug": __debug__,
+}, sort_keys=True))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["-O"]])
+def test_a_script_sees_what_it_sees_without_us(tmp_path: Path, flags: list[str]) -> None:
+    script = write_script(tmp_path, WHAT_A_SCRIPT_SEES)
+    command = [sys.executable, *flags]
+    alone = subprocess.run([*command, script, "a", "--b"], capture_output=True, text=True, check=True)
+    words = ["-m", "phalanx.cli", "run", "--nproc-per-node", "1", "--no-preload", script, "a", "--b"]
+    launched = subprocess.run([*command, *words], capture_output=True, text=True)
+    assert launched.returncode == 0, launched.stderr
+    assert json.loads(launched.stdout.removeprefix("[0] ")) == json.loads(alone.stdout)
+
+
+def test_a_module_sees_what_it_sees_without_us(tmp_path: Path) -> None:
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "tool.py").write_text(WHAT_A_SCRIPT_SEES)
+    words = ["-m", "some_package.tool", "a"]
+    alone = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, cwd=tmp_path)
+    launcher = [sys.executable, "-m", "phalanx.cli", "run", "--nproc-per-node", "1", "--no-preload"]
+    launched = subprocess.run([*launcher, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert launched.returncode == 0, launched.stderr
+    assert json.loads(launched.stdout.removeprefix("[0] ")) == json.loads(alone.stdout)
+
+
+def test_the_end_of_a_script_is_the_interpreters_own(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import atexit, sys, threading\n"
+        "go = threading.Event()\n"
+        "atexit.register(print, 'atexit')\n"
+        "threading.Thread(target=lambda: (go.wait(), print('thread joined'))).start()\n"
+        "print('end of script')\n"
+        "go.set()\n",
+    )
+    finished = run("--no-preload", "--nproc-per-node", "1", script)
+    assert finished.lines == ["[0] end of script", "[0] thread joined", "[0] atexit"]
+
+
+def test_a_last_line_without_an_end_is_shown(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import sys; sys.stdout.write('no newline')")
+    assert run("--no-preload", "--nproc-per-node", "1", script).out == "[0] no newline\n"
+
+
+def test_standard_input_that_is_a_terminal_or_nothing_reads_as_empty(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import sys; print(repr(sys.stdin.read()))")
+    assert run("--no-preload", "--nproc-per-node", "2", script).lines == ["[0-1] ''"]
+
+
+def test_modules_of_the_working_directory_do_not_shadow_ours(tmp_path: Path) -> None:
+    for name in ("select.py", "socket.py", "struct.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadowed')")
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    script = write_script(folder, "print('fine')")
+    command = [sys.executable, "-c", "import sys; sys.path.pop(0); from phalanx.cli.__main__ import main; main()"]
+    launched = subprocess.run(
+        [*command, "run", "--nproc-per-node", "1", "--no-preload", script],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert launched.stdout == "[0] fine\n", launched.stderr
+
+
+LOADERS = """
+import multiprocessing, os, sys
+import random
+import torch
+import torch.multiprocessing
+from torch.utils.data import DataLoader, Dataset
+
+class Squares(Dataset):
+    def __len__(self):
+        return 3
+    def __getitem__(self, i):
+        return torch.tensor(i * i)
+
+def put(queue, value):
+    queue.put((value, __name__))
+
+def spawned(index, queue):
+    queue.put((index, __name__))
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        loader = DataLoader(Squares(), batch_size=1, num_workers=1, multiprocessing_context=method)
+        print("loader", method, [int(batch) for batch in loader])
+    context = multiprocessing.get_context("forkserver")
+    queue = context.Queue()
+    process = context.Process(target=put, args=(queue, "value"))
+    process.start()
+    print("process", queue.get())
+    process.join()
+    queue = torch.multiprocessing.get_context("forkserver").Queue()
+    torch.multiprocessing.start_processes(spawned, args=(queue,), nprocs=1, start_method="forkserver")
+    print("torch", queue.get())
+    print("threads", torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+"""
+
+
+def test_workers_start_with_every_method(tmp_path: Path) -> None:
+    script = write_script(tmp_path, LOADERS)
+    finished = run("--nproc-per-node", "1", script, env={"OMP_NUM_THREADS": "1"})
+    assert finished.lines == [
+        "[0] loader fork [0, 1, 4]",
+        "[0] loader spawn [0, 1, 4]",
+        "[0] loader forkserver [0, 1, 4]",
+        "[0] process ('value', '__mp_main__')",
+        "[0] torch (0, '__mp_main__')",
+        "[0] threads 1 1",
+    ], finished.err
+
+
+RANDOM_AND_GLOO = """
+import os, random, sys
+import numpy, torch
+import torch.distributed as dist
+
+print(f"random {random.random()} {numpy.random.rand()} {torch.rand(1).item()}")
+os.environ.pop("PHALANX_STORE", None)  # as if the launcher had been torchrun
+dist.init_process_group("gloo")
+value = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(value)
+print("sum", value.item(), dist.get_world_size())
+assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+assert not torch.cuda.is_initialized()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_for_torchrun_runs_unchanged_and_ranks_do_not_share_random_numbers(tmp_path: Path) -> None:
+    script = write_script(tmp_path, RANDOM_AND_GLOO)
+    finished = run("--nproc-per-node", "3", script)
+    assert finished.code == 0, finished.err
+    assert "[0-2] sum 6.0 3" in finished.lines
+    numbers = [word for line in finished.lines if "random" in line for word in line.split()[2:]]
+    assert len(numbers) == 9
+    assert len(set(numbers)) == 9
+
+
+def test_the_store_is_a_file_without_a_name_that_all_ranks_open(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import os\n"
+        "path, rank = os.environ['PHALANX_STORE'], int(os.environ['RANK'])\n"
+        "with open(path, 'r+b') as file:\n"
+        "    os.pwrite(file.fileno(), bytes([rank + 1]), rank)\n"
+        "    while os.pread(file.fileno(), 2, 0) != bytes([1, 2]): pass\n"
+        "print(os.readlink(path))\n",
+    )
+    assert run("--no-preload", "--nproc-per-node", "2", script).lines == ["[0-1] /memfd:phalanx-store (deleted)"]
+
+
+def test_ranks_are_placed_on_their_cores(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])")
+    cpus = sorted(os.sched_getaffinity(0))
+    one = run("--no-preload", "--nproc-per-node", "1", script)
+    assert one.lines == [f"[0] {cpus} {len(cpus)}"]
+    each = run("--no-preload", "--nproc-per-node", "cpu", script)
+    assert sorted(each.lines) == [f"[{rank}] [{cpu}] 1" for rank, cpu in enumerate(cpus)] or len(cpus) == 1
+    free = run("--no-preload", "--no-affinity", "--nproc-per-node", "1", script, env={"OMP_NUM_THREADS": "5"})
+    assert free.lines == [f"[0] {cpus} 5"]
+
+
+def test_a_program_runs_without_python() -> None:
+    finished = run("--nproc-per-node", "2", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert finished.code == 0
+    assert sorted(finished.lines) == ["[0] 0 of 2", "[1] 1 of 2"]
+
+
+def test_the_agent_imports_no_torch_and_no_click(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from phalanx.cli.__main__ import main\n"
+        "sys.argv = ['phalanx', 'run', '--no-python', '--nproc-per-node', '1', 'true']\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "print([name for name in ('torch', 'numpy', 'click', 'rich', 'asyncio') if name in sys.modules])\n"
+    )
+    script = write_script(tmp_path, code)
+    launched = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert launched.stdout == "[]\n", launched.stderr
