@@ -15,12 +15,14 @@ ELEMENT_BYTES = 4  # float32
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 SIZES = (4, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 ROOT = 0
+# What each rank can do for itself, all ranks at once: as much as the memory allows, since nothing is shared.
+COPY, UPDATE = "copy", "update"  # one buffer into another; the negative of a buffer, in place
 _PERIOD = 13  # of the value pattern; prime to every block size, so that a shifted block is noticed
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation of `OPS`, or `copy` (every rank for itself), with `num_bytes` in its larger buffer."""
+    """One of `OPS`, or `COPY` or `UPDATE`, between `world_size` ranks, with `num_bytes` in its larger buffer."""
 
     op: str
     num_bytes: int
@@ -53,6 +55,11 @@ class Case:
         return ELEMENT_BYTES * (sources * self.source_count + targets * self.target_count)
 
     @property
+    def floor(self) -> Case:
+        """What the memory alone can do in this case's place: the same buffers, read once and written once."""
+        return Case(UPDATE if self.op == "all_reduce" else COPY, self.num_bytes, self.world_size)
+
+    @property
     def _splits(self) -> bool:
         return self.op in ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -60,7 +67,7 @@ class Case:
         """What `rank` puts in: small integers, so that every sum is exact in float32 in any order."""
         if self.op == "broadcast":
             return _pattern(self.source_count) * np.float32(1 if rank == ROOT else 0)
-        if self.op in ("all_reduce", "all_gather", "copy"):
+        if self.op in ("all_reduce", "all_gather", COPY, UPDATE):
             return _pattern(self.source_count) * np.float32(rank + 1)
         blocks = range(self.world_size)
         if self.op == "reduce_scatter":
@@ -71,8 +78,8 @@ class Case:
         """What must come out on `rank`."""
         if self.op == "broadcast":
             return _pattern(self.target_count)
-        if self.op == "copy":
-            return self.source_values(rank)
+        if self.op in (COPY, UPDATE):
+            return self.source_values(rank) * np.float32(1 if self.op == COPY else -1)
         sum_of_ranks = self.world_size * (self.world_size + 1) // 2
         if self.op == "all_reduce":
             return _pattern(self.target_count) * np.float32(sum_of_ranks)

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from cases import Case
+from cases import COPY, UPDATE, Case
 from contestants.contract import NotOfferedError
 from peers import Peer
 from rank import die_with_parent
@@ -180,7 +180,7 @@ class Fleet:
 
     def _time(self, case: Case, *, warm_up: int, iterations: int) -> float:
         answers = self._ask(case, do="time", warm_up=warm_up, iterations=iterations)
-        if case.op == "copy":
+        if case.op in (COPY, UPDATE):
             # Nothing holds these ranks together: with more ranks than cores, one may be done before another begins.
             seconds = max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers)
         else:

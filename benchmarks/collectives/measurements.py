@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from cases import Case
+from cases import OPS, Case
 from harness import Summary, summarise
 from peers import MEMORY, PHALANX
 
@@ -34,7 +34,7 @@ class Measurements:
 
     def cases(self) -> list[Case]:
         """Every case that some contestant ran, in the order of measuring."""
-        return list(dict.fromkeys(case for _, case in self.samples if case.op != "copy"))
+        return list(dict.fromkeys(case for _, case in self.samples if case.op in OPS))
 
     def names(self) -> list[str]:
         """Every contestant that has a result, the memory aside."""
@@ -54,19 +54,21 @@ class Measurements:
         seconds, name = min(medians)
         return name, seconds
 
-    def copy_seconds(self, case: Case) -> float | None:
-        """The time in which every rank at once copies a buffer of this case's size."""
-        summary = self.summary(MEMORY.name, Case("copy", case.num_bytes, case.world_size))
+    def floor_seconds(self, case: Case) -> float | None:
+        """The time in which every rank at once copies, or updates in place, a buffer of this case's size."""
+        summary = self.summary(MEMORY.name, case.floor)
         return summary.median if summary else None
 
     def memory_bandwidth(self, world_size: int) -> float | None:
-        """Bytes per second, read plus written, all ranks copying at once at the largest size."""
-        copies = [case for name, case in self.samples if name == MEMORY.name and case.world_size == world_size]
-        if not copies:
-            return None
-        largest = max(copies, key=lambda case: case.num_bytes)
-        seconds = self.copy_seconds(largest)
-        return largest.least_traffic / seconds if seconds else None
+        """Bytes per second, read plus written, all ranks at once: the best that was seen at the largest size."""
+        cases = [case for name, case in self.samples if name == MEMORY.name and case.world_size == world_size]
+        largest = max((case.num_bytes for case in cases), default=0)
+        speeds = [
+            case.least_traffic / summary.median
+            for case in cases
+            if case.num_bytes == largest and (summary := self.summary(MEMORY.name, case))
+        ]
+        return max(speeds, default=None)
 
     def as_json(self) -> dict[str, object]:
         """All of it, seconds throughout."""

@@ -22,7 +22,7 @@ def print_report(measurements: Measurements) -> None:
     for world_size in dict.fromkeys(world_size for world_size, _ in groups):
         bandwidth = measurements.memory_bandwidth(world_size)
         if bandwidth:
-            print(f"Memory: {world_size} ranks copying at once read and write {bandwidth / 1e9:.1f} GB/s together.")
+            print(f"Memory: {world_size} ranks at once read and write {bandwidth / 1e9:.1f} GB/s together.")
     for name, reason in measurements.absent.items():
         print(f"Absent: {name}: {reason}")
     for name, operations in measurements.not_offered.items():
@@ -37,10 +37,10 @@ def _print_times(measurements: Measurements, cases: list[Case], title: str) -> N
     rows = []
     for case in cases:
         summaries = [measurements.summary(name, case) for name in names]
-        copy = measurements.copy_seconds(case)
+        floor = measurements.floor_seconds(case)
         times = [format_time(summary.median) if summary else NOTHING for summary in summaries]
-        rows.append([format_bytes(case.num_bytes), *times, format_time(copy) if copy else NOTHING])
-    print_table(["size", *names, "(copy)"], rows, title=title)
+        rows.append([format_bytes(case.num_bytes), *times, format_time(floor) if floor else NOTHING])
+    print_table(["size", *names, "(memory)"], rows, title=title)
 
 
 def _print_ratios(measurements: Measurements, cases: list[Case], title: str) -> None:

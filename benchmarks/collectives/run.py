@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from cases import OPS, SIZES, Case  # noqa: E402
+from cases import COPY, OPS, SIZES, UPDATE, Case  # noqa: E402
 from contestants.contract import NotOfferedError  # noqa: E402
 from fleet import Fleet, FleetError  # noqa: E402
 from harness import describe_machine, plan_rounds, write_results  # noqa: E402
@@ -31,7 +31,7 @@ from report import print_report  # noqa: E402
 BUDGET_S = 0.1
 QUICK_BUDGET_S = 0.02
 QUICK_ROUNDS = 3
-# Copied whatever sizes are asked for: far beyond the caches, so its speed is the memory's.
+# Copied and updated whatever sizes are asked for: far beyond the caches, so its speed is the memory's.
 BANDWIDTH_BYTES = 64 << 20
 
 
@@ -60,7 +60,8 @@ def _measure(peers: list[Peer], world_size: int, options: argparse.Namespace, me
     """Run all the rounds of one world size; what goes wrong with a contestant ends it, not the others."""
     sizes = options.sizes
     cases = [Case(op, num_bytes, world_size) for op in options.ops for num_bytes in sizes]
-    copies = [Case("copy", num_bytes, world_size) for num_bytes in sorted({*sizes, BANDWIDTH_BYTES})]
+    floors = list(dict.fromkeys(case.floor for case in cases))
+    floors += [case for op in (COPY, UPDATE) if (case := Case(op, BANDWIDTH_BYTES, world_size)) not in floors]
     with ExitStack() as stack:
         fleets: list[Fleet] = []
         for peer in [*peers, MEMORY]:
@@ -72,13 +73,13 @@ def _measure(peers: list[Peer], world_size: int, options: argparse.Namespace, me
         runnable: dict[str, list[Case]] = {}
         for fleet in list(fleets):
             _say(f"{world_size} ranks: checking {fleet.peer.name}")
-            wanted = copies if fleet.peer is MEMORY else cases
+            wanted = floors if fleet.peer is MEMORY else cases
             try:
                 runnable[fleet.peer.name] = [case for case in wanted if _is_offered(fleet, case, measurements)]
             except FleetError as error:
                 _end(fleet, fleets, world_size, error, measurements)
         for turn, order in enumerate(plan_rounds(fleets, options.rounds)):
-            for case in [*cases, *copies]:
+            for case in [*cases, *floors]:
                 _say(f"{world_size} ranks: round {turn + 1} of {options.rounds}, {case.op} {case.num_bytes} B")
                 for fleet in order:
                     if fleet not in fleets or case not in runnable[fleet.peer.name]:
