@@ -1,6 +1,7 @@
 """The picture in docs/architecture, enforced: imports only go down, and importing the package does nothing."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -45,6 +46,8 @@ READS_ENVIRONMENT = {
     "cli": "on a user's behalf",
     "launch": "on a user's behalf",
     "backend/rendezvous.py": "reads what launchers set",
+    "backend/job.py": "finds the job that a launcher put this process in",
+    "trainer/progress.py": "is told by `phalanx run` that a terminal lies behind its pipe",
     "doctor/host.py": "the variables that steer a job are part of what it examines",
     "testing/child.py": "sets the thread count of a rank, a process of its own",
     "testing/leaks.py": "compares the variables before and after a test",
@@ -70,8 +73,13 @@ def room_of(module: Path) -> str:
     return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def tree(module: Path) -> ast.Module:
+    return ast.parse(module.read_text(), str(module))
+
+
 def imports(module: Path) -> Iterator[Import]:
-    yield from _imports(ast.parse(module.read_text(), str(module)), module, at_module_level=True)
+    yield from _imports(tree(module), module, at_module_level=True)
 
 
 def _imports(node: ast.AST, module: Path, *, at_module_level: bool) -> Iterator[Import]:
@@ -147,7 +155,7 @@ def test_only_the_rooms_that_face_the_user_read_the_environment():
         place = module.relative_to(PACKAGE).as_posix()
         if room_of(module) in READS_ENVIRONMENT or place in READS_ENVIRONMENT:
             continue
-        for node in ast.walk(ast.parse(module.read_text())):
+        for node in ast.walk(tree(module)):
             if isinstance(node, ast.Attribute | ast.Name):
                 name = node.attr if isinstance(node, ast.Attribute) else node.id
                 if name in ("environ", "environb", "getenv", "putenv"):
