@@ -47,6 +47,9 @@ DTYPES: Mapping[torch.dtype, DType] = {
     for code, dtype in enumerate(_REDUCIBLE, start=1)
 }
 
+# The numbers of the types whose elements are what memory says: no conjugate or negated views.
+REAL_CODES: Mapping[torch.dtype, int] = {d: row.code for d, row in DTYPES.items() if not d.is_complex}
+
 _NAMES = {dtype.code: dtype.name for dtype in DTYPES.values()} | {0: "bytes"}
 
 # Order and numbers are those of enum plx_redop.

@@ -26,7 +26,8 @@ SPIN_NS = 100_000
 
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
-_BLOCK = struct.Struct("=qQ")
+_MISMATCH = 1  # enum plx_status
+_BLOCK = struct.Struct("=qQQ")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Arena:
         """Whether this rank has left."""
         return self._closed
 
-    def allocate(self, nbytes: int, deadline: Deadline, check: Callable[[int], None]) -> Buffer:
+    def allocate(self, nbytes: int, deadline: Deadline, site: int, check: Callable[[int], None]) -> Buffer:
         """This rank's piece of a block that lies at one offset of every rank's heap, as a buffer of `nbytes`.
 
         Collective. The block is let go when the buffer is collected; its memory is used anew, or given back, once
@@ -110,18 +111,20 @@ class Arena:
             self._collect()
             assert self._placement is not None
             block = self._placement.place(nbytes)
-            _BLOCK.pack_into(message, 0, *((block.index, block.offset) if block is not None else (-1, 0)))
+            _BLOCK.pack_into(message, 0, *((block.index, block.offset) if block is not None else (-1, 0)), nbytes)
         timeout_ns = _timeout_ns(deadline)
-        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, timeout_ns, 0, (nbytes,)))
-        index, offset = _BLOCK.unpack(message.raw)
+        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, timeout_ns, site, (nbytes,)))
+        index, offset, leader_nbytes = _BLOCK.unpack(message.raw)
         if index < 0:
             raise PhalanxError(
                 f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank has no room, "
                 f"or {_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
             )
+        if leader_nbytes != nbytes:
+            self.core.set_poison(_MISMATCH, self.rank)  # the next gate tells everybody
         self.core.claim(index)
         # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
-        check(self.core.barrier(timeout_ns, 0, ()))
+        check(self.core.barrier(timeout_ns, site, (nbytes,)))
         assert self._heap is not None
         buffer = (ctypes.c_char * nbytes).from_address(self._heap + self.rank * self._heap_bytes + offset)
         with self._lock:

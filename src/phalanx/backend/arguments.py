@@ -43,6 +43,8 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
             known = ", ".join(r.name for r in REDUCTIONS)
             raise ValueError(f"{operation}: no reduction {op!r}; there are {known} and PREMUL_SUM") from None
     row = dtype_of(dtype)
+    if factor is not None and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"{operation}: PREMUL_SUM is not defined for {row.name} tensors")
     if not _core.can_reduce(row.code, code):
         raise ValueError(f"{operation}: {reduction_name(code)} is not defined for {row.name} tensors")
     return code, factor

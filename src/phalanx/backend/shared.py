@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.shared_memory import Span
+from phalanx.backend.sites import calling_site
 from phalanx.deadline import Deadline
 
 
@@ -37,10 +38,10 @@ def shared_empty(*size: Any, dtype: torch.dtype | None = None, group: dist.Proce
     if not isinstance(group, PhalanxProcessGroup) or count == 0:
         return torch.empty(shape, dtype=dtype)
     memory = group._memory
-    span = Span(group._timeout_s, 0)
+    span = Span(group._timeout_s, memory.site(calling_site()))
     nbytes = count * dtype.itemsize
     with memory.lock:
         buffer = memory.arena.allocate(
-            nbytes, Deadline.after(group._timeout_s), lambda status: memory.check(status, span)
+            nbytes, Deadline.after(group._timeout_s), span.site, lambda status: memory.check(status, span)
         )
     return torch.frombuffer(buffer, dtype=dtype).view(shape)

@@ -20,11 +20,15 @@ from phalanx.backend.arguments import (
     one,
     reduction_of,
     split_rows,
+    timeout_of,
 )
 from phalanx.backend.process_group.identity import Identity
 from phalanx.backend.shared_memory import Span
+from phalanx.backend.sites import calling_site
+from phalanx.dtypes import REAL_CODES
 
 Work = dist.Work
+_SUM: Any = dist.ReduceOp.SUM
 
 
 def _options(options: Any, kind: type, timeout: timedelta | None = None) -> Any:
@@ -48,6 +52,20 @@ class Collectives(Identity):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Each tensor becomes the reduction over ranks."""
+        # The call that everybody makes, without a detour: a sum of one plain tensor that is waited for. The general
+        # way below does the same in three times the time.
+        if type(opts) is c10d.AllreduceOptions and not opts.asyncOp and len(tensors) == 1 and self._is_free():
+            tensor = tensors[0]
+            real = REAL_CODES.get(tensor.dtype)
+            if (
+                real is not None
+                and tensor.is_cpu
+                and tensor.layout is torch.strided
+                and tensor.is_contiguous()
+                and opts.reduceOp == _SUM
+            ):
+                self._memory.sum_in_place(tensor, real, timeout_of(opts, self._timeout_s), calling_site())
+                return self._done
         opts = _options(opts, c10d.AllreduceOptions, timeout)
         if isinstance(tensors, Sequence) and len(tensors) == 1 and _is_sparse(tensors[0]):
             return self._sparse_all_reduce(tensors[0], opts)

@@ -150,6 +150,9 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
             raise closed(self._name)
         return Span(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)))
 
+    def _is_free(self) -> bool:
+        return self._lane.idle and not self._closed
+
     def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
         span = self._span(options, 4)
