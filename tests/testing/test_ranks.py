@@ -27,8 +27,13 @@ def test_every_rank_returns_its_own_result_in_the_order_of_the_ranks(world_size)
     assert len({pid for *_, pid in results} | {os.getpid()}) == world_size + 1
 
 
-def test_ranks_have_a_group():
-    assert run_ranks(add_up, 2, 10.0, backend="gloo") == [21.0, 21.0]
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_ranks_have_a_group(backend):
+    assert run_ranks(add_up, 2, 10.0, backend=backend) == [21.0, 21.0]
+
+
+def test_the_group_is_over_phalanx_unless_another_backend_is_named():
+    assert run_ranks(lambda *_: dist.get_backend(), 2) == ["phalanx", "phalanx"]
 
 
 def test_a_rank_has_one_intra_op_thread():
