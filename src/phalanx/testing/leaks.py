@@ -56,7 +56,7 @@ class Snapshot:
             pools=frozenset(name for name in _POOLS if name in sys.modules),
         )
 
-    def leaks(self, *, patience_s: float = 2.0) -> list[str]:
+    def leaks(self, *, patience_s: float = 5.0) -> list[str]:
         """What is held now and was not at the time of this snapshot, in words; empty if nothing.
 
         What is still ending on its own gets `patience_s` to do so; with nothing left behind there is no wait.
