@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from phalanx.collectives.symbolic import Value
 
-# Up to so many contributions are written out; more become Σa (all ranks) or a[0-3,6].
-_WRITTEN_OUT = 5
+# Up to so many contributions are written out, so that five ranks fit 80 columns; more become Σa (all
+# ranks) or a[0-3,6].
+_WRITTEN_OUT = 4
 
 
 def chunk_name(chunk: int) -> str:
@@ -26,7 +27,7 @@ def chunks_name(start: int, stop: int) -> str:
 
 
 def value_text(value: Value | None, chunk: int, world_size: int) -> str:
-    """What a rank holds of `chunk`: a0+a1, a[0-5], Σa for all of more than five ranks, · for nothing."""
+    """What a rank holds of `chunk`: a0+a1, a[0-5], Σa for all of more than four ranks, · for nothing."""
     if value is None:
         return "·"
     name, ranks = chunk_name(chunk), sorted(value.contributors)

@@ -1,0 +1,178 @@
+"""Schedules carried out by threads over queues, against numpy."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from phalanx.collectives import Schedule, Topology, build, execute, halving_doubling, hierarchical, ring
+from phalanx.collectives.schedule import chunk_bounds
+
+from .conftest import UNEQUAL, every_schedule
+
+Array = NDArray[np.float32]
+
+
+class Arrival:
+    """A receive under way: what arrives is stored when it is waited for."""
+
+    def __init__(self, source: queue.Queue[Array], view: Array) -> None:
+        self._source, self._view = source, view
+
+    def wait(self) -> None:
+        self._view[:] = self._source.get(timeout=30)
+
+
+def run(
+    schedule: Schedule, buffers: list[Array], *, deferred: bool = True, bounds: Sequence[int] | None = None
+) -> list[int]:
+    """Play all ranks at once, each in a thread, in place; return the elements of scratch that each asked for."""
+    links: dict[tuple[int, int], queue.Queue[Array]] = defaultdict(queue.Queue)
+    asked = [0] * schedule.world_size
+    failures: list[BaseException] = []
+
+    def play(rank: int) -> None:
+        def send(dst: int, view: Array) -> None:
+            links[rank, dst].put(view.copy())
+
+        def recv(src: int, view: Array) -> Arrival | None:
+            arrival = Arrival(links[src, rank], view)
+            return arrival if deferred else arrival.wait()
+
+        def scratch(length: int) -> Array:
+            asked[rank] = max(asked[rank], length)
+            return np.full(length, np.nan, np.float32)
+
+        def combine(mine: Array, theirs: Array) -> None:
+            np.add(mine, theirs, out=mine)
+
+        try:
+            execute(
+                schedule, rank, buffers[rank], send=send, recv=recv, combine=combine, scratch=scratch, bounds=bounds
+            )
+        except BaseException as error:
+            failures.append(error)
+
+    # The defaultdict is filled beforehand: two threads must not make two queues for one link.
+    for src in range(schedule.world_size):
+        for dst in range(schedule.world_size):
+            links[src, dst] = queue.Queue()
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(schedule.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert all(link.empty() for link in links.values()), "something was sent that nobody received"
+    return asked
+
+
+def contributions(world_size: int, length: int) -> list[Array]:
+    rng = np.random.default_rng(world_size * 1000 + length)
+    return [(rng.standard_normal(length) * 10.0 ** rng.integers(-3, 4)).astype(np.float32) for _ in range(world_size)]
+
+
+def expect(schedule: Schedule, before: list[Array], after: list[Array], bounds: Sequence[int]) -> None:
+    total = np.sum([b.astype(np.float64) for b in before], axis=0)
+    scale = np.sum([np.abs(b.astype(np.float64)) for b in before], axis=0)
+
+    def is_the_sum(part: Array, begin: int, end: int) -> bool:
+        return bool(np.all(np.abs(part - total[begin:end]) <= 1e-6 * schedule.world_size * scale[begin:end]))
+
+    match schedule.operation:
+        case "all_reduce":
+            assert is_the_sum(after[0], 0, len(total))
+            assert all(result.tobytes() == after[0].tobytes() for result in after), "bits differ between ranks"
+        case "reduce":
+            assert is_the_sum(after[schedule.root], 0, len(total))
+        case "reduce_scatter":
+            for rank, result in enumerate(after):
+                assert is_the_sum(result[bounds[rank] : bounds[rank + 1]], bounds[rank], bounds[rank + 1])
+        case "broadcast":
+            assert all(result.tobytes() == before[schedule.root].tobytes() for result in after)
+        case "all_gather":
+            parts = [before[rank][bounds[rank] : bounds[rank + 1]] for rank in range(schedule.world_size)]
+            assert all(result.tobytes() == np.concatenate(parts).tobytes() for result in after)
+
+
+@pytest.mark.parametrize("length", [0, 1, 23])
+def test_every_schedule_does_what_its_operation_promises(length: int) -> None:
+    for schedule in every_schedule(range(1, 10)):
+        if schedule.root not in (0, schedule.world_size - 1):
+            continue
+        before = contributions(schedule.world_size, length)
+        after = [buffer.copy() for buffer in before]
+        run(schedule, after)
+        expect(schedule, before, after, chunk_bounds(length, schedule.num_chunks))
+
+
+@pytest.mark.parametrize("sizes", UNEQUAL)
+def test_the_hierarchy_runs_over_unequal_hosts_with_halving_between_them(sizes: tuple[int, ...]) -> None:
+    schedule = hierarchical.all_reduce(Topology.of_sizes(sizes), halving_doubling.all_reduce(len(sizes)))
+    before = contributions(schedule.world_size, 101)
+    after = [buffer.copy() for buffer in before]
+    run(schedule, after)
+    expect(schedule, before, after, [])
+
+
+def test_receives_that_block_need_no_handles() -> None:
+    for world_size in (2, 3, 5):
+        schedule = ring.all_reduce(world_size)
+        before = contributions(world_size, 17)
+        after = [buffer.copy() for buffer in before]
+        run(schedule, after, deferred=False)
+        expect(schedule, before, after, [])
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    schedule = build("halving_doubling", "all_reduce", Topology.flat(6))
+    results = []
+    for _ in range(2):
+        buffers = contributions(6, 50)
+        run(schedule, buffers)
+        results.append(buffers[0].tobytes())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("bounds", [[0, 5, 5, 12], [0, 0, 0, 12], [0, 1, 2, 12]])
+def test_uneven_chunks_are_scattered_and_gathered_as_told(bounds: list[int]) -> None:
+    for schedule in (ring.reduce_scatter(3), halving_doubling.reduce_scatter(3), ring.all_gather(3)):
+        before = contributions(3, 12)
+        after = [buffer.copy() for buffer in before]
+        run(schedule, after, bounds=bounds)
+        expect(schedule, before, after, bounds)
+
+
+def test_the_ring_asks_for_scratch_of_one_chunk() -> None:
+    buffers = contributions(4, 10)
+    assert run(ring.all_reduce(4), buffers) == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("bounds", [[0, 4], [0, 6, 4, 10], [1, 4, 7, 10], [0, 4, 7, 9]])
+def test_bounds_that_do_not_fit_are_refused_before_anything_is_sent(bounds: list[int]) -> None:
+    with pytest.raises(ValueError, match="bounds must be 4 ascending numbers from 0 to 10, the buffer's length"):
+        run(ring.all_reduce(3), contributions(3, 10), bounds=bounds)
+
+
+def test_an_error_of_a_send_reaches_the_caller() -> None:
+    def broken(dst: int, view: Array) -> None:
+        raise ConnectionResetError(f"rank {dst} is gone")
+
+    nothing: Callable[[int, Array], None] = lambda src, view: None  # noqa: E731
+    with pytest.raises(ConnectionResetError, match="rank 1 is gone"):
+        execute(
+            ring.all_reduce(2),
+            0,
+            np.zeros(4, np.float32),
+            send=broken,
+            recv=nothing,
+            combine=lambda mine, theirs: None,
+            scratch=lambda length: np.zeros(length, np.float32),
+        )

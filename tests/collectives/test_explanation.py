@@ -1,0 +1,148 @@
+"""What people are shown comes from the schedule, and from nothing else."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from phalanx.collectives import Links, Topology, build, ring
+from phalanx.collectives.explanation import curves, drawing, story
+from phalanx.collectives.explanation.symbols import chunk_name, value_text
+from phalanx.collectives.symbolic import Value
+
+from .conftest import every_schedule
+
+SVG = "{http://www.w3.org/2000/svg}"
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_chunks_are_letters_that_never_run_out() -> None:
+    assert [chunk_name(chunk) for chunk in (0, 25, 26, 51, 52, 701, 702)] == ["a", "z", "aa", "az", "ba", "zz", "aaa"]
+
+
+def test_values_are_sums_of_parts_until_they_grow_too_long() -> None:
+    assert value_text(None, 0, 4) == "·"
+    assert value_text(Value(frozenset({1}), 1), 2, 4) == "c1"
+    assert value_text(Value(frozenset({3, 0, 1}), 9), 0, 4) == "a0+a1+a3"
+    assert value_text(Value(frozenset({0, 1, 2, 4, 6, 7}), 9), 1, 9) == "b[0-2,4,6-7]"
+    assert value_text(Value(frozenset(range(9)), 9), 1, 9) == "Σb"
+
+
+def test_a_step_says_who_hands_what_to_whom_and_what_each_rank_then_holds() -> None:
+    scenes = list(story.tell(ring.all_reduce(3)))
+    assert [scene.title for scene in scenes] == [
+        "Before",
+        "Step 1 of 4: scatter-reduce 1 of 2",
+        "Step 2 of 4: scatter-reduce 2 of 2",
+        "Step 3 of 4: all-gather 1 of 2",
+        "Step 4 of 4: all-gather 2 of 2",
+    ]
+    assert scenes[2].moves == (
+        "rank 0 → rank 1  combine b0+b2",
+        "rank 1 → rank 2  combine c0+c1",
+        "rank 2 → rank 0  combine a1+a2",
+    )
+    assert [[cell.text for cell in row] for row in scenes[2].cells] == [
+        ["a0+a1+a2", "b0+b2", "c0"],
+        ["a1", "b0+b1+b2", "c0+c1"],
+        ["a1+a2", "b2", "c0+c1+c2"],
+    ]
+    assert [[cell.written for cell in row] for row in scenes[2].cells] == [
+        [True, False, False],
+        [False, True, False],
+        [False, False, True],
+    ]
+    assert all(cell.final for row in scenes[-1].cells for cell in row)
+
+
+def test_plain_text_and_terminal_tell_every_schedule() -> None:
+    for schedule in every_schedule(range(1, 4)):
+        if schedule.world_size > 5:
+            continue
+        lines = list(story.plain(schedule))
+        screen = io.StringIO()
+        story.show(schedule, Console(file=screen, width=200, force_terminal=True))
+        transfers = sum(len(list(step.phase.transfers(step.within))) for step in schedule.steps())
+        assert sum("→" in line for line in lines) == transfers
+        assert screen.getvalue().count("→") == transfers
+        assert not any("\x1b" in line for line in lines)
+
+
+def test_five_ranks_fit_a_terminal_of_80_columns() -> None:
+    screen = io.StringIO()
+    story.show(ring.all_reduce(5), Console(file=screen, width=80, force_terminal=True))
+    assert "…" not in screen.getvalue()
+
+
+def test_a_story_too_long_to_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 64 ranks can be told step by step, got 65"):
+        next(story.tell(ring.all_reduce(65)))
+
+
+def test_a_drawing_has_an_arrow_for_each_transfer_and_dashes_for_copies() -> None:
+    for schedule in every_schedule(range(1, 5)):
+        if schedule.world_size * schedule.num_chunks > drawing.MOST_BOXES:
+            continue
+        root = ElementTree.fromstring(drawing.draw(schedule))
+        arrows = [path for path in root.iter(f"{SVG}path") if "marker-end" in path.attrib]
+        kinds = [t.kind for step in schedule.steps() for t in step.phase.transfers(step.within)]
+        assert len(arrows) == len(kinds)
+        assert sum("stroke-dasharray" in arrow.attrib for arrow in arrows) == kinds.count("copy")
+
+
+def test_nothing_is_drawn_outside_the_page() -> None:
+    for schedule in (ring.all_reduce(5), build("hierarchical", "all_reduce", Topology.of_sizes([3, 2]))):
+        root = ElementTree.fromstring(drawing.draw(schedule))
+        width, height = float(root.attrib["width"]), float(root.attrib["height"])
+        for rect in root.iter(f"{SVG}rect"):
+            x, y = float(rect.attrib.get("x", 0)), float(rect.attrib.get("y", 0))
+            assert 0 <= x <= x + float(rect.attrib["width"]) <= width
+            assert 0 <= y <= y + float(rect.attrib["height"]) <= height
+
+
+def test_a_drawing_too_large_to_read_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"has 400 boxes in a row and 38 steps.*Take fewer ranks"):
+        drawing.draw(ring.all_reduce(20))
+
+
+def test_the_drawings_in_the_documentation_are_those_of_the_schedules() -> None:
+    assert (DOCS / "ring.svg").read_text(encoding="utf-8") == drawing.draw(ring.all_reduce(5))
+    computed = curves.compute("all_reduce", 64 << 20, range(2, 65), 4, Links())
+    assert (DOCS / "cost.svg").read_text(encoding="utf-8") == curves.draw(computed)
+
+
+def test_curves_show_every_algorithm_at_the_powers_of_two() -> None:
+    computed = curves.compute("all_reduce", 64 << 20, range(2, 65), 4, Links())
+    lines = list(curves.plain(computed))
+    assert lines[0] == "all_reduce of 64 MiB, 4 ranks per host, 30 µs and 1 Gbit/s between hosts"
+    header = next(i for i, line in enumerate(lines) if line.split()[:1] == ["ranks"])
+    assert lines[header].split() == ["ranks", "hierarchical", "ring", "halving_doubling", "tree", "single"]
+    assert [line.split()[0] for line in lines[header + 1 : header + 7]] == ["2", "4", "8", "16", "32", "64"]
+    assert lines[-1].split() == ["h", "hierarchical", "o", "ring", "x", "halving_doubling", "t", "tree", "s", "single"]
+
+
+def test_curves_of_one_point_are_a_table_without_a_plot() -> None:
+    for sizes in ([1], [7], [1, 2]):
+        computed = curves.compute("all_reduce", 0, sizes, 4, Links())
+        assert any("Predicted time" in line for line in curves.plain(computed))
+        with pytest.raises(ValueError, match="a plot needs at least two numbers of ranks above 1"):
+            curves.draw(computed)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"])
+def test_every_operation_and_size_can_be_plotted(operation: str) -> None:
+    for nbytes in (0, 1, 1 << 30):
+        computed = curves.compute(operation, nbytes, [1, 2, 3, 300], 4, Links())  # type: ignore[arg-type]
+        ElementTree.fromstring(curves.draw(computed))
+        screen = io.StringIO()
+        curves.show(computed, Console(file=screen, width=100))
+        assert "300" in screen.getvalue()
+
+
+def test_curves_of_no_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"numbers of ranks must be at least 1, got \[0, 2\]"):
+        curves.compute("all_reduce", 1, [0, 2], 4, Links())
