@@ -148,10 +148,9 @@ def _explain(
     from phalanx.collectives.explanation import drawing, story
 
     schedule = _at_the_door(build, algorithm.name, operation, _topology(algorithm, world_size, hosts), root)
+    _at_the_door(story.require_readable, schedule)
     if svg is not None:
         _write(svg, _at_the_door(drawing.draw, schedule))
-    if schedule.world_size > story.MOST_RANKS:
-        _at_the_door(next, story.tell(schedule))
     if sys.stdout.isatty():
         from rich.console import Console
 

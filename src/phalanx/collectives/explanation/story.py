@@ -40,11 +40,7 @@ class Scene:
 
 def tell(schedule: Schedule) -> Iterator[Scene]:
     """The state before the schedule, then each step. Raises ValueError for more ranks than a person can read."""
-    if schedule.world_size > MOST_RANKS:
-        raise ValueError(
-            f"at most {MOST_RANKS} ranks can be told step by step, got {schedule.world_size}; "
-            "`phalanx explain simulate` goes further"
-        )
+    require_readable(schedule)
     before: State = ()
     for snapshot in trace(schedule):
         yield Scene(
@@ -55,13 +51,22 @@ def tell(schedule: Schedule) -> Iterator[Scene]:
         before = snapshot.state
 
 
+def require_readable(schedule: Schedule) -> None:
+    """Raise ValueError for more ranks than a person can read about."""
+    if schedule.world_size > MOST_RANKS:
+        raise ValueError(
+            f"at most {MOST_RANKS} ranks can be told step by step, got {schedule.world_size}; "
+            "`phalanx explain simulate` goes further"
+        )
+
+
 def headline(schedule: Schedule) -> list[str]:
     """What the schedule is, in a few lines."""
     chunks = chunks_name(0, schedule.num_chunks)
     return [
         f"{schedule.algorithm} {schedule.operation}: {_count(schedule.world_size, 'rank')}, "
         f"{_count(schedule.num_chunks, 'chunk')} ({chunks}), {_count(schedule.num_steps, 'step')}",
-        f"Combined in the order: {schedule.order}.",
+        f"Order: {schedule.order}.",
     ]
 
 
