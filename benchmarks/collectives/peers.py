@@ -66,7 +66,7 @@ class Peer:
 
 def _build_oneccl(environment: Path) -> None:
     library = environment / "lib"
-    # The wheels' SONAMEs: the linker names (libccl.so) point at another ABI in some versions.
+    # By its SONAME: libccl.so.2 beside it has the C interface, which is newer and GPU-minded.
     _run(
         ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", f"-I{environment / 'include'}"],
         [str(HERE / "contestants" / "oneccl.cpp"), f"-L{library}", "-l:libccl.so.1"],
@@ -78,8 +78,7 @@ def _build_deepspeed(environment: Path) -> None:
     """Compile csrc/cpu/comm alone: installing all of DeepSpeed would add nothing to its all_reduce."""
     python, build = str(environment / "bin" / "python"), environment / "deepspeed-build"
     build.mkdir(exist_ok=True)
-    # PyPI's JSON and sdist hooks would build the package to name it; `pip download` with the wheel build isolated off
-    # only runs its setup.py, which asks for torch: the environment's own answers that.
+    # pip runs the sdist's setup.py to learn its version, and that imports torch: this environment's, so no isolation.
     _run(
         [python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"],
         ["--dest", str(build), "deepspeed"],
@@ -88,7 +87,7 @@ def _build_deepspeed(environment: Path) -> None:
         wanted = [member for member in sdist.getmembers() if "/csrc/cpu/" in member.name]
         for member in wanted:
             member.name = member.name.partition("/")[2]
-        sdist.extractall(build, wanted)
+        sdist.extractall(build, wanted, filter="data")
     source = build / "csrc" / "cpu"
     script = (
         "from torch.utils.cpp_extension import load; "

@@ -22,9 +22,11 @@ import time
 import traceback
 from importlib import import_module
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cases import Case
     from contestants.contract import BoundCall, Contestant
 
@@ -61,7 +63,8 @@ def main() -> None:
         os._exit(0)
 
 
-def _serve(arguments, rank, pipe, answer) -> None:
+def _serve(arguments: argparse.Namespace, rank: int, pipe: IO[str], answer: Callable[..., None]) -> None:
+    """Connect, then answer requests until the driver says leave or goes away."""
     from cases import ELEMENT_BYTES, Case
     from contestants.contract import NotOfferedError, Options
 

@@ -38,8 +38,7 @@ BANDWIDTH_BYTES = 64 << 20
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write; 1 when a contestant failed (an absent one is no failure)."""
     options = _parse(arguments)
-    # An exception, so that the fleets are closed; the default would leave stopped processes for the kernel to clear up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _leave_in_order)
     machine = describe_machine()
     measurements = Measurements(rounds=options.rounds)
     peers = []
@@ -54,6 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
     print_report(measurements)
     print(f"\nWritten: {write_results(options.output, measurements.as_json(), machine=machine)}")
     return 1 if measurements.failed else 0
+
+
+def _leave_in_order(number: int, _frame: object) -> None:
+    """Leave by an exception, so that the fleets are closed, and only once: `timeout` sends its signal twice."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _measure(peers: list[Peer], world_size: int, options: argparse.Namespace, measurements: Measurements) -> None:
