@@ -348,6 +348,14 @@ def test_half_a_place_without_a_process_group_is_refused(given, missing):
         DistributedSampler(range(10), **given)
 
 
+def test_a_rank_without_its_process_group_is_refused(monkeypatch):
+    # PyTorch's own sampler refuses it too; as a job of one, every rank would train on all of the data.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with pytest.raises(ValueError, match=r"started as a rank.*Start the group first \(phalanx.init\(\)\)"):
+        DistributedSampler(range(10))
+    assert len(DistributedSampler(range(10), num_replicas=2, rank=1)) == 5
+
+
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 2), (2, -1), (0, 0), (1, 5)])
 def test_a_rank_outside_of_the_world_is_refused_as_in_pytorch(world_size, rank):
     with pytest.raises(ValueError) as theirs:

@@ -30,7 +30,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
       iteration epoch e and the one after it e + 1. An iteration begins with its first index, not with `iter()`.
       Ranks must therefore iterate alike; a loop in which one rank alone looks at a batch must call `set_epoch`.
     - `state_dict()` is the position of the whole job in samples, and another number of ranks can go on from it.
-    - Without a process group it is a job of one rank, so that a script also runs alone.
+    - Without a process group, and not started by a launcher, it is a job of one rank: a script also runs alone.
 
     Args:
         dataset: anything with a length, which is read once, here.
@@ -43,7 +43,8 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
     Raises:
         TypeError: `dataset` has no length.
-        ValueError: `rank` is not one of `num_replicas`, or only one of the two is known.
+        ValueError: `rank` is not one of `num_replicas`, only one of the two is known, or a launcher started this
+            process and the group is not there yet.
     """
 
     def __init__(
@@ -159,6 +160,11 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
             dist.get_rank() if rank is None else rank,
         )
     if num_replicas is None and rank is None:
+        if dist.is_available() and dist.is_torchelastic_launched():
+            raise ValueError(
+                "DistributedSampler: this process was started as a rank of a job, but there is no process group yet, "
+                "so every rank would read all of the data. Start the group first (phalanx.init())."
+            )
         return 1, 0
     if num_replicas is None or rank is None:
         missing = "num_replicas" if num_replicas is None else "rank"

@@ -1,0 +1,71 @@
+"""The examples run as a reader would run them: alone, under `phalanx run` and under torchrun."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from phalanx.checkpoint import load_checkpoint
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+ALONE = [sys.executable]
+PHALANX_RUN = [str(SCRIPTS / "phalanx"), "run", "--nproc-per-node", "2"]
+TORCHRUN = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+
+
+def run(folder, launcher, script, *arguments):
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / script), *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracy(output):
+    (found,) = re.findall(r"test accuracy ([\d.]+) on 300 digits", output)
+    return float(found)
+
+
+def epochs(output):
+    return re.findall(r"epoch (\d+)/\d+: ([\d,]+) samples", output)
+
+
+def test_digits_reach_their_accuracy_on_two_ranks(tmp_path):
+    output = run(tmp_path, PHALANX_RUN, "digits.py")
+    assert accuracy(output) >= 0.97
+    assert len(epochs(output)) == 12
+
+
+def test_digits_go_on_where_they_stopped_with_another_number_of_ranks(tmp_path):
+    output = run(tmp_path, ALONE, "digits.py", "--epochs", 1, "--checkpoint", "mine.pt")
+    assert epochs(output) == [("1", "1,497")]
+    assert accuracy(output) > 0.5
+    assert os.listdir(tmp_path) == ["mine.pt"]
+    output = run(tmp_path, TORCHRUN, "digits.py", "--epochs", 2, "--checkpoint", "mine.pt", "--resume")
+    assert epochs(output) == [("2", "1,498")]
+    assert accuracy(output) > 0.7
+    assert load_checkpoint(tmp_path / "mine.pt")["sampler"]["epoch"] == 2
+
+
+def test_digits_script_is_what_a_person_would_write():
+    lines = (EXAMPLES / "digits.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 60
+    assert not [line for line in lines if re.search(r"rank|world_size|environ", line)]
+
+
+@pytest.mark.parametrize("launcher", [ALONE, PHALANX_RUN], ids=["alone", "two ranks"])
+def test_the_transformer_learns_letters_and_writes_some(tmp_path, launcher):
+    output = run(tmp_path, launcher, "char_transformer.py", "--steps", 40, "--sample", 20)
+    bits = [float(number) for number in re.findall(r"step \d+: ([\d.]+) bits per letter", output)]
+    assert len(bits) == 4
+    assert bits[-1] < bits[0] - 1
