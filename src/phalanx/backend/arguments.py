@@ -50,8 +50,8 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
     return code, factor
 
 
-def check_tensor(tensor: Any, operation: str) -> Tensor:
-    """A dense tensor on the CPU, or an error that says what it is instead."""
+def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
+    """A dense tensor on the CPU, or an error that says what it is instead. `written`: it receives the result."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
     if tensor.device.type != "cpu":
@@ -61,25 +61,41 @@ def check_tensor(tensor: Any, operation: str) -> Tensor:
         )
     if tensor.layout != torch.strided:
         raise ValueError(f"{operation}: the tensor is {tensor.layout}; only all_reduce takes sparse tensors")
+    if written and not tensor.is_contiguous() and 0 in tensor.stride() and _overlaps_itself(tensor):
+        raise ValueError(
+            f"{operation}: elements of the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} share "
+            "memory, so no result can be written to it.\nGive a clone() of it."
+        )
     return tensor
 
 
-def one(tensors: Any, operation: str) -> Tensor:
+def _overlaps_itself(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def one(tensors: Any, operation: str, *, written: bool = False) -> Tensor:
     """The single tensor of a list; several per call (one per device of a process) belong to torch's past."""
     if isinstance(tensors, Tensor):
-        return check_tensor(tensors, operation)
+        return check_tensor(tensors, operation, written=written)
     if len(tensors) != 1:
         raise ValueError(f"{operation}: expected one tensor per call, got {len(tensors)}")
-    return check_tensor(tensors[0], operation)
+    return check_tensor(tensors[0], operation, written=written)
 
 
 def check_list(
-    tensors: Sequence[Any], world_size: int, like: Tensor, operation: str, name: str, *, uneven: bool = False
+    tensors: Sequence[Any],
+    world_size: int,
+    like: Tensor,
+    operation: str,
+    name: str,
+    *,
+    uneven: bool = False,
+    written: bool = False,
 ) -> list[Tensor]:
     """One tensor per rank, of the dtype of `like` and, unless `uneven`, of its number of elements."""
     if len(tensors) != world_size:
         raise ValueError(f"{operation}: {name} holds {len(tensors)} tensors, the group has {world_size} ranks")
-    checked = [check_tensor(t, operation) for t in tensors]
+    checked = [check_tensor(t, operation, written=written) for t in tensors]
     for r, t in enumerate(checked):
         if t.dtype != like.dtype:
             raise ValueError(f"{operation}: {name}[{r}] is {t.dtype}, the tensor is {like.dtype}")

@@ -35,6 +35,8 @@ def all_reduce(memory: SharedMemory, tensor: Tensor, span: Span) -> None:
     values = [torch.empty((n, *mine.shape[mine.sparse_dim() :]), dtype=mine.dtype) for n in sizes]
     memory.gather(indices, mine.indices().t().contiguous(), span)
     memory.gather(values, mine.values(), span)
-    total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), mine.shape).coalesce()
+    total = torch.sparse_coo_tensor(
+        torch.cat(indices).t(), torch.cat(values), mine.shape, check_invariants=False
+    ).coalesce()
     with torch.no_grad():
         tensor.copy_(total)

@@ -69,7 +69,7 @@ class Collectives(Identity):
         opts = _options(opts, c10d.AllreduceOptions, timeout)
         if isinstance(tensors, Sequence) and len(tensors) == 1 and _is_sparse(tensors[0]):
             return self._sparse_all_reduce(tensors[0], opts)
-        tensor = one(tensors, "all_reduce")
+        tensor = one(tensors, "all_reduce", written=True)
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "all_reduce")
         return self._carry_out(lambda span: self._memory.all_reduce(tensor, code, span, factor=factor), opts, [tensor])
 
@@ -80,7 +80,7 @@ class Collectives(Identity):
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """As one all_reduce per tensor."""
         opts = _options(opts, c10d.AllreduceCoalescedOptions)
-        checked = [check_tensor(t, "all_reduce_coalesced") for t in tensors]
+        checked = [check_tensor(t, "all_reduce_coalesced", written=True) for t in tensors]
         codes = [reduction_of(opts.reduceOp, t.dtype, "all_reduce_coalesced") for t in checked]
 
         def run(span: Span) -> None:
@@ -96,14 +96,14 @@ class Collectives(Identity):
             opts = c10d.BroadcastOptions()
             opts.rootRank = root
             opts.asyncOp = True
-        tensor = one(tensors, "broadcast")
+        tensor = one(tensors, "broadcast", written=True)
         root = check_rank(opts.rootRank, self._size, "broadcast", "src")
         return self._carry_out(lambda span: self._memory.broadcast(tensor, root, span), opts, [tensor])
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         """The root's tensor becomes the reduction over ranks; the others keep theirs."""
         opts = _options(opts, c10d.ReduceOptions)
-        tensor = one(tensors, "reduce")
+        tensor = one(tensors, "reduce", written=True)
         root = check_rank(opts.rootRank, self._size, "reduce", "dst")
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "reduce")
         return self._carry_out(
@@ -115,7 +115,7 @@ class Collectives(Identity):
         opts = _options(opts, c10d.AllgatherOptions)
         tensor = one(input_tensors, "all_gather")
         lists = output_tensors if isinstance(output_tensors[0], Sequence) else [output_tensors]
-        outputs = check_list(lists[0], self._size, tensor, "all_gather", "tensor_list", uneven=True)
+        outputs = check_list(lists[0], self._size, tensor, "all_gather", "tensor_list", uneven=True, written=True)
         if outputs[self._rank].numel() != tensor.numel():
             raise ValueError(
                 f"all_gather: tensor_list[{self._rank}] has {outputs[self._rank].numel()} elements, this rank's tensor "
@@ -126,7 +126,7 @@ class Collectives(Identity):
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         """`output` becomes all ranks' tensors, one after the other."""
         opts = _options(opts, c10d.AllgatherOptions)
-        check_tensor(output, "all_gather_into_tensor")
+        check_tensor(output, "all_gather_into_tensor", written=True)
         check_tensor(tensor, "all_gather_into_tensor")
         check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
         return self._carry_out(lambda span: self._memory.all_gather_single(output, tensor, span), opts, [output])
@@ -139,7 +139,7 @@ class Collectives(Identity):
         """As one all_gather_single per pair."""
         opts = _options(opts, c10d.AllgatherOptions)
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_tensor(output, "all_gather_into_tensor")
+            check_tensor(output, "all_gather_into_tensor", written=True)
             check_tensor(tensor, "all_gather_into_tensor")
             check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
 
@@ -158,7 +158,12 @@ class Collectives(Identity):
             raise ValueError(f"all_gather_coalesced: {len(output_lists)} lists, the group has {self._size} ranks")
         by_tensor = [
             check_list(
-                [outputs[i] for outputs in output_lists], self._size, tensor, "all_gather_coalesced", "output_lists"
+                [outputs[i] for outputs in output_lists],
+                self._size,
+                tensor,
+                "all_gather_coalesced",
+                "output_lists",
+                written=True,
             )
             for i, tensor in enumerate(check_tensor(t, "all_gather_coalesced") for t in input_list)
         ]
@@ -178,7 +183,7 @@ class Collectives(Identity):
         if root == self._rank:
             if len(output_tensors) != 1:
                 raise ValueError("gather: the dst rank needs one list of outputs")
-            outputs = check_list(output_tensors[0], self._size, tensor, "gather", "gather_list")
+            outputs = check_list(output_tensors[0], self._size, tensor, "gather", "gather_list", written=True)
         elif output_tensors:
             raise ValueError(f"gather: only rank {root} (dst) takes outputs, rank {self._rank} gave some")
         return self._carry_out(lambda span: self._memory.gather(outputs, tensor, span, root=root), opts, outputs)
@@ -186,7 +191,7 @@ class Collectives(Identity):
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Each output becomes the root's input_tensors[0][rank]."""
         opts = _options(opts, c10d.ScatterOptions)
-        output = one(output_tensors, "scatter")
+        output = one(output_tensors, "scatter", written=True)
         root = check_rank(opts.rootRank, self._size, "scatter", "src")
         inputs: list[Tensor] = []
         if root == self._rank:
@@ -200,7 +205,7 @@ class Collectives(Identity):
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """The output becomes the reduction over ranks of input_tensors[0][rank]; the inputs may differ in size."""
         opts = _options(opts, c10d.ReduceScatterOptions)
-        output = one(output_tensors, "reduce_scatter")
+        output = one(output_tensors, "reduce_scatter", written=True)
         lists = input_tensors if isinstance(input_tensors[0], Sequence) else [input_tensors]
         inputs = check_list(lists[0], self._size, output, "reduce_scatter", "input_list", uneven=True)
         if inputs[self._rank].numel() != output.numel():
@@ -216,7 +221,7 @@ class Collectives(Identity):
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         """The output becomes the reduction over ranks of this rank's part of the tensor."""
         opts = _options(opts, c10d.ReduceScatterOptions)
-        check_tensor(output, "reduce_scatter_tensor")
+        check_tensor(output, "reduce_scatter_tensor", written=True)
         check_tensor(tensor, "reduce_scatter_tensor")
         check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
         code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor")
@@ -233,7 +238,7 @@ class Collectives(Identity):
         opts = _options(opts, c10d.ReduceScatterOptions)
         codes = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_tensor(output, "reduce_scatter_tensor")
+            check_tensor(output, "reduce_scatter_tensor", written=True)
             check_tensor(tensor, "reduce_scatter_tensor")
             check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
             codes.append(reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor"))
@@ -253,7 +258,9 @@ class Collectives(Identity):
             raise ValueError(f"all_to_all: no input tensors, the group has {self._size} ranks")
         like = check_tensor(input_tensors[0], "all_to_all")
         inputs = check_list(input_tensors, self._size, like, "all_to_all", "input_tensor_list", uneven=True)
-        outputs = check_list(output_tensors, self._size, like, "all_to_all", "output_tensor_list", uneven=True)
+        outputs = check_list(
+            output_tensors, self._size, like, "all_to_all", "output_tensor_list", uneven=True, written=True
+        )
         return self._carry_out(lambda span: self._memory.all_to_all(outputs, inputs, span, splits=True), opts, outputs)
 
     def all_to_all_single(
@@ -266,7 +273,7 @@ class Collectives(Identity):
     ) -> Work:
         """Rows of `output` from rank r become the rows that rank r's tensor holds for this rank."""
         opts = _options(opts, c10d.AllToAllOptions)
-        check_tensor(output, "all_to_all_single")
+        check_tensor(output, "all_to_all_single", written=True)
         check_tensor(tensor, "all_to_all_single")
         if output.dtype != tensor.dtype:
             raise ValueError(f"all_to_all_single: the output is {output.dtype}, the input is {tensor.dtype}")

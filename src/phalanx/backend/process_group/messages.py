@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -31,13 +31,16 @@ class Messages(Identity):
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
         """Over when the tensor holds the message."""
-        tensor = one(tensors, "recv")
+        tensor = one(tensors, "recv", written=True)
         self._check_peer(src, "recv", "src")
         return self._receive(tensor, src, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """As `recv`, from whoever sends first; `source_rank()` of the work says who."""
-        return self._receive(one(tensors, "recv"), _ANYBODY, tag)
+        tensor = one(tensors, "recv", written=True)
+        if self._size == 1:
+            raise ValueError("recv: the group has one rank, so there is nobody to receive from")
+        return self._receive(tensor, _ANYBODY, tag)
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> dist.Work:
         span = self._span(None, 4)
@@ -56,16 +59,24 @@ class Messages(Identity):
 
     def _channel(self, direction: str, peer: int) -> Lane:
         # Receives from anybody look into every channel, so then all receives share one lane.
-        if direction == "recv" and (peer == _ANYBODY or ("recv", _ANYBODY) in self._channels):
-            for key, lane in list(self._channels.items()):
-                if key[0] == "recv" and key[1] != _ANYBODY:
-                    lane.close(self._timeout_s)
-                    del self._channels[key]
+        if direction == "recv" and ("recv", _ANYBODY) in self._channels:
             peer = _ANYBODY
         if (direction, peer) not in self._channels:
-            name = f"phalanx-{self._name}-{direction}-{'any' if peer < 0 else peer}"
-            self._channels[direction, peer] = Lane(name)
+            lane = Lane(f"phalanx-{self._name}-{direction}-{'any' if peer < 0 else peer}")
+            if peer == _ANYBODY:
+                self._queue(lane, self._end_receives(), [])
+            self._channels[direction, peer] = lane
         return self._channels[direction, peer]
+
+    def _end_receives(self) -> Callable[[], None]:
+        """The first action of the lane for receives from anybody: wait until all receives before it are over."""
+        lanes = [self._channels.pop(key) for key in list(self._channels) if key[0] == "recv"]
+        return lambda: _close_all(lanes, self._timeout_s)
 
     def _lanes(self) -> list[Lane]:
         return [*super()._lanes(), *self._channels.values()]
+
+
+def _close_all(lanes: Sequence[Lane], timeout_s: float) -> None:
+    for lane in lanes:
+        lane.close(timeout_s)

@@ -1,0 +1,173 @@
+"""Tensors in the memory that all ranks share: reduced in place, mixed with others, let go and used anew."""
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.errors import PhalanxError
+from phalanx.testing import run_ranks
+from tests.backend.inputs import assert_same, tensor_of
+
+
+def total_of(world_size, size, dtype=torch.float32):
+    tensors = [tensor_of(r, size, dtype) for r in range(world_size)]
+    return sum(tensors[1:], tensors[0].clone())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_shared_tensors_are_reduced_in_place_at_every_size(world_size):
+    def check(rank, world_size):
+        for size in (1, 1023, 1024, 1025, 16_385, 100_003):
+            tensor = phalanx.shared_empty(size)
+            tensor.copy_(tensor_of(rank, size))
+            dist.all_reduce(tensor)
+            assert_same(tensor, total_of(world_size, size), size)
+        for dtype in (torch.bfloat16, torch.int8, torch.complex128):
+            tensor = phalanx.shared_empty(3, 7001, dtype=dtype)
+            assert tensor.shape == (3, 7001)
+            tensor.copy_(tensor_of(rank, (3, 7001), dtype))
+            dist.all_reduce(tensor)
+            if dtype == torch.bfloat16:
+                tensors = [tensor_of(r, (3, 7001), dtype).float() for r in range(world_size)]
+                expected = sum(tensors[1:], tensors[0]).bfloat16()
+            else:
+                expected = total_of(world_size, (3, 7001), dtype)
+            assert_same(tensor, expected, dtype)
+
+    run_ranks(check, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_may_mix_shared_and_private_tensors_and_different_places(world_size):
+    def check(rank, world_size):
+        size = 50_001
+        shared = phalanx.shared_empty(2 * size + 64)
+        expected = total_of(world_size, size)
+        places = {
+            "some in the heap": shared[:size] if rank == 0 else torch.empty(size),
+            "one at another offset": shared[64 : 64 + size] if rank == 1 else shared[:size],
+            "all in the middle": shared[17 : 17 + size],
+        }
+        for name, tensor in places.items():
+            shared.fill_(-1.0)
+            tensor.copy_(tensor_of(rank, size))
+            dist.all_reduce(tensor)
+            assert_same(tensor, expected, name)
+        assert bool((shared[:17] == -1).all())  # what lies around is left alone
+        assert bool((shared[17 + size :] == -1).all())
+
+    run_ranks(check, world_size)
+
+
+def test_all_other_collectives_take_shared_tensors_too():
+    def check(rank, world_size):
+        tensor = phalanx.shared_empty(10_000)
+        tensor.fill_(rank)
+        dist.broadcast(tensor, 2)
+        assert bool((tensor == 2).all())
+        parts = phalanx.shared_empty(world_size, 10_000)
+        dist.all_gather_single(parts, tensor + rank)
+        assert parts[:, 0].tolist() == [2.0, 3.0, 4.0]
+        dist.all_reduce(parts[rank : rank + 1])  # a different row on each rank
+        assert parts[rank, -1] == 9
+
+    run_ranks(check, 3)
+
+
+def test_memory_is_used_anew_and_given_back_once_every_rank_has_let_go():
+    def check(rank, world_size):
+        def pages():
+            descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit()]
+            assert not [d for d in descriptors if "phalanx-heap" in d]  # the mapping is all that holds it
+            with open("/proc/self/maps") as f:
+                mapped = next(line for line in f if "phalanx-heap" in line).split("-")[0]
+            with open("/proc/self/smaps") as f:
+                for line in f:
+                    if line.startswith(mapped):
+                        return next(int(x.split()[1]) for x in f if x.startswith("Rss:"))
+
+        kept = phalanx.shared_empty(1000)
+        kept.fill_(7.0)
+        first = phalanx.shared_empty(1 << 20)
+        at = first.data_ptr() - kept.data_ptr()
+        first.fill_(1.0)
+        view = first[5:10]  # holds the memory
+        del first
+        gc.collect()
+        dist.barrier()
+        second = phalanx.shared_empty(1 << 20)
+        assert second.data_ptr() - kept.data_ptr() != at
+        del view, second
+        gc.collect()
+        dist.barrier()
+        third = phalanx.shared_empty(1 << 20)
+        assert third.data_ptr() - kept.data_ptr() == at
+        assert bool((third == 0).all())  # its pages were given back and are new
+        assert bool((kept == 7).all())
+        before = pages()
+        for _ in range(20):  # 4 MiB each
+            again = phalanx.shared_empty(1 << 20)
+            again.fill_(1.0)
+            del again
+            gc.collect()
+            dist.barrier()
+        assert pages() - before < 16 * 1024, "KiB resident"
+
+    run_ranks(check, 2)
+
+
+def test_a_huge_tensor_costs_nothing_until_it_is_touched():
+    def check(rank, world_size):
+        tensor = phalanx.shared_empty(1 << 28)  # 1 GiB per rank
+        tensor[:5000] = rank + 1.0
+        tensor[-5000:] = rank + 1.0
+        dist.all_reduce(tensor[:5000])
+        dist.all_reduce(tensor[-5000:])
+        return tensor[0].item(), tensor[-1].item()
+
+    assert run_ranks(check, 2) == [(3.0, 3.0)] * 2
+
+
+def test_a_heap_without_room_says_so_on_every_rank_and_works_on():
+    def check(rank, world_size):
+        with pytest.raises(PhalanxError, match=r"shared_empty of \d+ bytes: .* has no room") as caught:
+            phalanx.shared_empty(1 << 50)
+        assert "Let go of tensors" in str(caught.value)
+        tensor = phalanx.shared_empty(5000)
+        tensor.fill_(1.0)
+        dist.all_reduce(tensor)
+        assert tensor[0] == 2
+
+    run_ranks(check, 2)
+
+
+def test_shared_tensors_outlive_their_group():
+    def check(rank, world_size):
+        tensor = phalanx.shared_empty(5000)
+        tensor.fill_(rank)
+        dist.destroy_process_group()
+        tensor.add_(1.0)
+        assert bool((tensor == rank + 1).all())
+        del tensor
+        gc.collect()
+        with open("/proc/self/maps") as f:
+            assert "phalanx" not in f.read()
+
+    run_ranks(check, 2)
+
+
+def test_empty_and_foreign_ones_are_plain_tensors_and_negative_sizes_are_refused():
+    def check(rank, world_size):
+        assert phalanx.shared_empty(0).shape == (0,)
+        assert phalanx.shared_empty((2, 3)).shape == (2, 3)
+        assert phalanx.shared_empty(()).shape == ()
+        with pytest.raises(ValueError, match="shared_empty: negative size"):
+            phalanx.shared_empty(-1)
+        gloo = dist.new_group(backend="gloo")
+        assert phalanx.shared_empty(4, group=gloo).shape == (4,)
+
+    run_ranks(check, 2)
