@@ -131,6 +131,7 @@ enum plx_kind {
   PLX_ALL_TO_ALL,
   PLX_SEND,
   PLX_RECV,
+  PLX_GRADIENTS, /* one round of a board of buckets */
   PLX_NUM_KINDS
 };
 

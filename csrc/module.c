@@ -7,6 +7,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "board.h"
 #include "collectives.h"
 #include "reduce.h"
 
@@ -538,6 +539,127 @@ static PyType_Slot group_slots[] = {{Py_tp_init, group_init},
 
 static PyType_Spec group_spec = {"phalanx._core.Group", sizeof(Group), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, group_slots};
 
+/* ---- the board of buckets ---- */
+
+typedef struct {
+  PyObject_HEAD
+  struct plx_board b;
+  Group *group;
+} Board;
+
+static int board_open(Board *self) {
+  if (!self->group->closed) return 1;
+  PyErr_SetString(PyExc_ValueError, "the group is closed");
+  return 0;
+}
+
+static PyObject *board_begin(Board *self, PyObject *const *a, Py_ssize_t n) {
+  (void)a;
+  if (want(n, 0, "begin") != 0 || !board_open(self)) return NULL;
+  plx_board_begin(&self->b);
+  Py_RETURN_NONE;
+}
+
+/* Mark a bucket complete, then reduce whatever is complete everywhere. Returns how many slices this rank still owes. */
+static PyObject *board_ready(Board *self, PyObject *const *a, Py_ssize_t n) {
+  int bucket;
+  if (want(n, 1, "ready") != 0 || to_int(a[0], &bucket) != 0 || !board_open(self)) return NULL;
+  if (plx_board_ready(&self->b, (uint32_t)bucket) != PLX_OK) {
+    PyErr_Format(PyExc_ValueError, "no bucket %d", bucket);
+    return NULL;
+  }
+  uint32_t left;
+  Py_BEGIN_ALLOW_THREADS
+  left = plx_board_poll(&self->b);
+  Py_END_ALLOW_THREADS
+  return PyLong_FromUnsignedLong(left);
+}
+
+static PyObject *board_finish(Board *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  if (want(n, 3, "finish") != 0 || to_tail(self->group, a, &t) != 0) return NULL;
+  struct plx_call call = {.seq = self->b.round, .count = self->b.num_buckets, .kind = PLX_GRADIENTS, .root = -1};
+  struct plx_record *record = plx_record_enter(&self->group->g, &call, t.origin.site, -1, t.origin.ndim, t.origin.shape);
+  BEGIN(self->group, t.timeout_ns, self->group->g.spin_ns)
+  int code = plx_board_finish(&self->b, &wait);
+  plx_record_leave(record, code);
+  END(self->group, code)
+}
+
+/* Board(group, offset of the flags, ((offset, count, dtype, redop), ...)): all offsets in the heap, the same everywhere. */
+static int board_init(PyObject *object, PyObject *args, PyObject *kwargs) {
+  Board *self = (Board *)object;
+  PyObject *group, *buckets;
+  unsigned long long flags;
+  (void)kwargs;
+  if (!PyArg_ParseTuple(args, "OKO!", &group, &flags, &PyTuple_Type, &buckets)) return -1;
+  PyTypeObject *type = Py_TYPE(group);
+  if ((destructor)PyType_GetSlot(type, Py_tp_dealloc) != group_dealloc || ((Group *)group)->closed ||
+      ((Group *)group)->g.heaps == NULL) {
+    PyErr_SetString(PyExc_ValueError, "a board needs an open group whose heap is mapped");
+    return -1;
+  }
+  struct plx_board *b = &self->b;
+  b->g = &((Group *)group)->g;
+  b->flags = flags;
+  b->num_buckets = (uint32_t)PyTuple_Size(buckets);
+  b->buckets = calloc(b->num_buckets + 1, sizeof *b->buckets);
+  if (b->buckets == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  Py_INCREF(group);
+  self->group = (Group *)group;
+  for (uint32_t i = 0; i < b->num_buckets; i++) {
+    unsigned long long offset, count;
+    int dtype, redop;
+    PyObject *item = PyTuple_GetItem(buckets, i);
+    if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKii", &offset, &count, &dtype, &redop)) {
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a bucket is (offset, count, dtype, redop)");
+      return -1;
+    }
+    struct plx_bucket k = {offset, count, plx_dtype_size(dtype), plx_reduce_kernel(dtype, redop), 0};
+    if (k.kernel == NULL || offset + count * k.width > b->g->heap_bytes) {
+      PyErr_Format(PyExc_ValueError, "bucket %u: no such reduction, or it lies outside the heap", i);
+      return -1;
+    }
+    b->buckets[i] = k;
+  }
+  if (flags + plx_board_bytes(b->num_buckets) > b->g->heap_bytes) {
+    PyErr_SetString(PyExc_ValueError, "the flags lie outside the heap");
+    return -1;
+  }
+  return 0;
+}
+
+static void board_dealloc(PyObject *object) {
+  Board *self = (Board *)object;
+  PyTypeObject *type = Py_TYPE(object);
+  free(self->b.buckets);
+  Py_XDECREF((PyObject *)self->group);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  release(object);
+  Py_DECREF(type);
+}
+
+#define BOARD_FAST(name) {#name, (PyCFunction)(void (*)(void))board_##name, METH_FASTCALL, NULL}
+static PyMethodDef board_methods[] = {BOARD_FAST(begin), BOARD_FAST(ready), BOARD_FAST(finish), {NULL, NULL, 0, NULL}};
+
+static PyType_Slot board_slots[] = {{Py_tp_init, board_init},
+                                    {Py_tp_dealloc, board_dealloc},
+                                    {Py_tp_methods, board_methods},
+                                    {Py_tp_doc, (void *)"Buckets in the shared heap, reduced as soon as all ranks have them."},
+                                    {0, NULL}};
+
+static PyType_Spec board_spec = {"phalanx._core.Board", sizeof(Board), 0, Py_TPFLAGS_DEFAULT, board_slots};
+
+static PyObject *core_board_bytes(PyObject *module, PyObject *arg) {
+  int buckets;
+  (void)module;
+  if (to_int(arg, &buckets) != 0) return NULL;
+  return PyLong_FromSize_t(plx_board_bytes((uint32_t)buckets));
+}
+
 /* ---- module functions ---- */
 
 static PyObject *core_map(PyObject *module, PyObject *args) {
@@ -622,6 +744,7 @@ static PyMethodDef core_methods[] = {{"map", core_map, METH_VARARGS, NULL},
                                      {"discard", core_discard, METH_VARARGS, NULL},
                                      {"group_bytes", core_group_bytes, METH_VARARGS, NULL},
                                      {"format", core_format, METH_VARARGS, NULL},
+                                     {"board_bytes", core_board_bytes, METH_O, NULL},
                                      {"can_reduce", core_can_reduce, METH_VARARGS, NULL},
                                      {"reduce", core_reduce, METH_VARARGS, NULL},
                                      {NULL, NULL, 0, NULL}};
@@ -629,6 +752,8 @@ static PyMethodDef core_methods[] = {{"map", core_map, METH_VARARGS, NULL},
 static int core_exec(PyObject *module) {
   PyObject *type = PyType_FromSpec(&group_spec);
   if (type == NULL || PyModule_AddObject(module, "Group", type) != 0) return -1;
+  type = PyType_FromSpec(&board_spec);
+  if (type == NULL || PyModule_AddObject(module, "Board", type) != 0) return -1;
   static const struct {
     const char *name;
     long value;

@@ -17,7 +17,7 @@ from phalanx.arena.handover import Counter, Notice, fetch, memory
 from phalanx.arena.heap import Placement
 from phalanx.arena.watch import ProcessId, watch
 from phalanx.deadline import Deadline
-from phalanx.errors import ClosedError, PhalanxError
+from phalanx.errors import ClosedError, InternalError, PhalanxError
 
 # Two stages of this size per rank, chosen so that a chunk on its way through lies in a second-level cache.
 STAGE_BYTES = 128 * 1024
@@ -131,6 +131,12 @@ class Arena:
             self._blocks_in_use += 1
         weakref.finalize(buffer, self._let_go, index)
         return buffer
+
+    def heap_offset(self, address: int) -> int:
+        """Where in this rank's heap an address lies; an allocation lies at the same offset on every rank."""
+        if self._heap is None or not 0 <= address - (self._heap + self.rank * self._heap_bytes) < self._heap_bytes:
+            raise InternalError(f"address {address:#x} is not in the group's heap. Please report this.")
+        return address - self._heap - self.rank * self._heap_bytes
 
     def _collect(self) -> None:
         """Leader: take back the blocks that all have let go, and give their pages to the system."""

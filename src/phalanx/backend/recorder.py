@@ -21,6 +21,7 @@ KINDS = {
     9: "all_to_all",
     10: "send",
     11: "recv",
+    12: "gradients",
 }
 _REDUCES = (3, 4, 8)
 _ROOTED = (2, 4, 6, 7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-from typing import Any
 
 import torch
 from torch import Tensor

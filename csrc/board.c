@@ -1,0 +1,145 @@
+/* The board of buckets; the picture and the proof are in board.h. */
+#include "board.h"
+
+#include <sched.h>
+#include <string.h>
+
+size_t plx_board_bytes(uint32_t num_buckets) { return ((size_t)num_buckets + 1) * sizeof(struct plx_flags); }
+
+static struct plx_flags *flags_of(const struct plx_board *b, uint32_t rank, uint32_t bucket) {
+  return (struct plx_flags *)(b->g->heaps[rank] + b->flags) + bucket;
+}
+
+/* The last line is a bell: its `ready` word changes whenever this rank changed any flag; its `done` word counts those
+ * asleep on it. */
+static struct plx_flags *bell_of(const struct plx_board *b, uint32_t rank) { return flags_of(b, rank, b->num_buckets); }
+
+static void ring(struct plx_board *b) {
+  struct plx_flags *bell = bell_of(b, b->g->rank);
+  atomic_fetch_add_explicit(&bell->ready, 1, memory_order_seq_cst);
+  if (atomic_load_explicit(&bell->done, memory_order_seq_cst) != 0) plx_futex_wake_all(&bell->ready);
+}
+
+void plx_board_begin(struct plx_board *b) {
+  b->round++;
+  b->left = b->num_buckets;
+  for (uint32_t i = 0; i < b->num_buckets; i++) b->buckets[i].reduced = 0;
+}
+
+int plx_board_ready(struct plx_board *b, uint32_t bucket) {
+  if (bucket >= b->num_buckets) return PLX_INVALID;
+  atomic_store_explicit(&flags_of(b, b->g->rank, bucket)->ready, b->round, memory_order_release);
+  ring(b);
+  return PLX_OK;
+}
+
+/* A rank may be a round ahead of us: it leaves a round when it has seen all flags, and we may not have looked yet. */
+static int reached(const struct plx_board *b, _Atomic uint32_t *flag) {
+  return (int32_t)(atomic_load_explicit(flag, memory_order_acquire) - b->round) >= 0;
+}
+
+static int all_ready(const struct plx_board *b, uint32_t bucket) {
+  for (uint32_t r = 0; r < b->g->world; r++)
+    if (!reached(b, &flags_of(b, r, bucket)->ready)) return 0;
+  return 1;
+}
+
+/* Slices start on cache lines, so that no two ranks write into one. */
+static uint64_t slice_start(const struct plx_bucket *k, uint32_t rank, uint32_t world) {
+  uint64_t bytes = k->count * k->width, lines = (bytes + 63) / 64, at = lines * rank / world * 64;
+  return at < bytes ? at : bytes;
+}
+
+static void reduce_slice(struct plx_board *b, struct plx_bucket *k) {
+  struct plx_group *g = b->g;
+  const void *src[PLX_MAX_WORLD];
+  uint64_t end = slice_start(k, g->rank + 1, g->world);
+  size_t block = 16384 / k->width * k->width; /* the result stays in the first-level cache while it is handed out */
+  for (uint64_t at = slice_start(k, g->rank, g->world); at < end; at += block) {
+    size_t n = end - at < block ? end - at : block;
+    for (uint32_t r = 0; r < g->world; r++) src[r] = g->heaps[r] + k->offset + at;
+    unsigned char *mine = g->heaps[g->rank] + k->offset + at;
+    k->kernel(mine, src, g->world, n / k->width);
+    for (uint32_t i = 1; i < g->world; i++) memcpy(g->heaps[(g->rank + i) % g->world] + k->offset + at, mine, n);
+  }
+}
+
+uint32_t plx_board_poll(struct plx_board *b) {
+  for (uint32_t i = 0; i < b->num_buckets && b->left != 0; i++) {
+    struct plx_bucket *k = &b->buckets[i];
+    if (k->reduced || !all_ready(b, i)) continue;
+    reduce_slice(b, k);
+    k->reduced = 1;
+    b->left--;
+    atomic_store_explicit(&flags_of(b, b->g->rank, i)->done, b->round, memory_order_release);
+    ring(b);
+  }
+  return b->left;
+}
+
+static int is_ready(const struct plx_board *b, uint32_t rank) {
+  for (uint32_t k = 0; k < b->num_buckets; k++)
+    if (!reached(b, &flags_of(b, rank, k)->ready)) return 0;
+  return 1;
+}
+
+static int is_done(const struct plx_board *b, uint32_t rank) {
+  for (uint32_t k = 0; k < b->num_buckets; k++)
+    if (!reached(b, &flags_of(b, rank, k)->done)) return 0;
+  return 1;
+}
+
+/* Whom to wait for: a rank whose gradients are missing, else one that has not reduced all its slices, else nobody: our
+ * own rank. Those who wait for gradients all wake when they come; waiting for slices first would wake one by one. */
+static uint32_t find_late(const struct plx_board *b) {
+  for (int want_done = 0; want_done < 2; want_done++)
+    for (uint32_t i = 1; i < b->g->world; i++) {
+      uint32_t r = (b->g->rank + i) % b->g->world;
+      if (!(want_done ? is_done(b, r) : is_ready(b, r))) return r;
+    }
+  return b->g->rank;
+}
+
+int plx_board_finish(struct plx_board *b, struct plx_wait *w) {
+  struct plx_group *g = b->g;
+  uint64_t since = plx_now_ns();
+  for (uint32_t looks = 1;; looks++) {
+    uint32_t owed = plx_board_poll(b), late = find_late(b);
+    if (owed == 0 && late == g->rank) return PLX_OK;
+    if (late == g->rank) continue; /* the others are done, so all were ready: poll again does our part */
+    if (g->crowded) {
+      if (looks % 8 != 0) {
+        sched_yield();
+        continue;
+      }
+    } else {
+      plx_relax();
+      if (looks % 64 != 0 || plx_now_ns() - since < w->spin_ns) continue;
+    }
+    struct plx_flags *bell = bell_of(b, late);
+    atomic_fetch_add_explicit(&bell->done, 1, memory_order_seq_cst);
+    uint32_t seen = atomic_load_explicit(&bell->ready, memory_order_seq_cst);
+    if (plx_board_poll(b) == owed && find_late(b) == late &&
+        atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
+      plx_futex_wait(&bell->ready, seen, PLX_SLICE_NS);
+    atomic_fetch_sub_explicit(&bell->done, 1, memory_order_relaxed);
+
+    int code = plx_poisoned(g, w);
+    if (code != PLX_OK) return code;
+    w->culprit = (int32_t)late;
+    if (!is_ready(b, late)) {
+      if (!plx_peer_alive(g, late) && !is_ready(b, late)) return plx_poison(g, PLX_PEER_LOST, late);
+      /* It stands at a gate that we have not reached, and has not given its gradients: it does something else. */
+      if (atomic_load_explicit(&plx_rank_of(g, late)->step, memory_order_acquire) > g->step && !is_ready(b, late))
+        return plx_poison(g, PLX_MISMATCH, g->rank);
+    } else if (!plx_peer_alive(g, late) && find_late(b) == late) {
+      return plx_poison(g, PLX_PEER_LOST, late);
+    }
+    uint64_t now = plx_now_ns();
+    if (now >= w->deadline_ns) return plx_poison(g, PLX_DEADLINE, g->rank);
+    if (w->idle != NULL && w->idle(w->context, now - since) != 0) {
+      plx_poison(g, PLX_INTERRUPTED, g->rank);
+      return PLX_INTERRUPTED;
+    }
+  }
+}

@@ -1,0 +1,55 @@
+/* A board of buckets: gradients that lie in the shared heap are reduced where they are, each as soon as all ranks have
+ * it, by whoever passes by. No thread, no queue, no copy.
+ *
+ *             rank 0's heap          rank 1's heap
+ *   flags     ready[b] done[b]       ready[b] done[b]      one line per bucket; written by the owner only
+ *   bucket b  [ slice 0 | slice 1 ]  [ slice 0 | slice 1 ]
+ *
+ *   rank r, bucket b:  ready[b] = round                         "my gradients of b are complete"
+ *   whenever rank r looks (poll): if ready[b] == round on every rank, r reads slice r of all heaps, adds them up in
+ *                      the order of the ranks, writes the result to slice r of all heaps; done[b] = round
+ *   at the end:        wait until done[b] == round on every rank, for all b
+ *
+ * A bucket's slices are written by one rank each, and read by others only before its owner wrote them (ready, not done)
+ * or after (done everywhere), so no byte is ever read while it is written.
+ */
+#ifndef PLX_BOARD_H
+#define PLX_BOARD_H
+
+#include "group.h"
+#include "reduce.h"
+
+struct plx_flags { /* in the heap, one per bucket and rank */
+  _Alignas(PLX_LINE) _Atomic uint32_t ready;
+  _Atomic uint32_t done;
+};
+
+struct plx_bucket {
+  uint64_t offset; /* in the heap */
+  uint64_t count;  /* elements */
+  size_t width;    /* bytes per element */
+  plx_reduce_fn kernel;
+  int reduced; /* our slice, in this round */
+};
+
+struct plx_board {
+  struct plx_group *g;
+  uint64_t flags; /* offset of num_buckets struct plx_flags, then of one bell, in the heap; zeroed at first */
+  uint32_t num_buckets;
+  uint32_t round;
+  uint32_t left;  /* buckets of this round whose slice we still owe */
+  struct plx_bucket *buckets;
+};
+
+size_t plx_board_bytes(uint32_t num_buckets);
+
+/* Begin a round: all buckets are ours to fill. Only after the last round has finished. */
+void plx_board_begin(struct plx_board *b);
+/* Our part of the bucket is complete. */
+int plx_board_ready(struct plx_board *b, uint32_t bucket);
+/* Reduce our slice of every bucket that all ranks have. Never waits. Returns how many slices we still owe. */
+uint32_t plx_board_poll(struct plx_board *b);
+/* Wait until all slices of all buckets are done by everybody. All buckets must be ready here. */
+int plx_board_finish(struct plx_board *b, struct plx_wait *w);
+
+#endif

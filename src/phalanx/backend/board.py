@@ -1,0 +1,76 @@
+"""Tensors of the shared heap that are reduced where they lie, each as soon as all ranks have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx import _core
+from phalanx.backend.arguments import reduction_of
+from phalanx.backend.failures import closed
+from phalanx.backend.shared import shared_empty
+from phalanx.backend.shared_memory import Span
+from phalanx.backend.sites import calling_site
+from phalanx.dtypes import dtype_of
+
+
+class SharedBoard:
+    """Rounds of reductions of the same tensors, in place. Collective: all ranks build theirs with the same tensors.
+
+    A round: `begin`, then `ready(i)` once for each tensor, in any order and with anything in between, then `finish`.
+    From `ready(i)` to the end of `finish` tensor i belongs to the board.
+    """
+
+    def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
+        self._group = group
+        self._memory = group._memory
+        self._tensors = list(tensors)  # the heap's blocks stay ours as long as the board does
+        words = _core.board_bytes(len(tensors)) // 4
+        self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
+        span = self._span()
+        self._memory.barrier(span)  # nobody raises a flag before all flags are down
+        self._board = _core.Board(
+            self._memory.core,
+            self._offset(self._flags),
+            tuple(
+                (self._offset(t), t.numel(), dtype_of(t.dtype).code, reduction_of(op, t.dtype, "gradients")[0])
+                for t in tensors
+            ),
+        )
+
+    @staticmethod
+    def serves(group: dist.ProcessGroup) -> bool:
+        """Whether the ranks of `group` share a heap."""
+        from phalanx.backend.process_group import PhalanxProcessGroup
+
+        return isinstance(group, PhalanxProcessGroup)
+
+    def _offset(self, tensor: Tensor) -> int:
+        """Where in the heap the tensor lies; it is the same on every rank."""
+        return int(self._memory.arena.heap_offset(tensor.data_ptr()))
+
+    def _span(self) -> Span:
+        return Span(self._group._timeout_s, self._memory.site(calling_site(3)))
+
+    def begin(self) -> None:
+        """Open a round; the last one has finished."""
+        if self._memory.arena.closed:
+            raise closed(self._memory.group)
+        self._board.begin()
+
+    def ready(self, number: int) -> None:
+        """This rank's tensor is complete. Also reduces, without waiting, every tensor that all ranks have."""
+        if self._memory.arena.closed:
+            raise closed(self._memory.group)
+        self._board.ready(number)
+
+    def finish(self) -> None:
+        """Return when every tensor holds the reduction on every rank."""
+        if self._memory.arena.closed:
+            raise closed(self._memory.group)
+        span = self._span()
+        self._memory.check(self._board.finish(span.timeout_ns, span.site, ()), span)

@@ -1,0 +1,49 @@
+"""The mean where the gradients lie: buckets in the ranks' shared heap, no thread, no queue, no copy.
+
+Each rank says which of its buckets are complete. Whoever passes by (each launch does) and finds a bucket complete on
+all ranks adds up its own slice of it, straight from everybody's memory into everybody's memory. The picture and the
+proof are in csrc/board.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from phalanx.backend.board import SharedBoard
+from phalanx.ddp.bucket import DenseBucket
+
+
+class BoardExchange:
+    """Averages the buckets of one plan over the ranks of one host. Collective: all ranks build theirs.
+
+    Every round takes every bucket once, in any order; a round ends with the first `wait`.
+    Numerics: the sum in the order of the ranks, divided by their number; half types accumulate in float32.
+    """
+
+    scale = 1.0
+
+    def __init__(self, group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> None:
+        self._numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
+        self._board = SharedBoard(group, [bucket.buffer for bucket in buckets], dist.ReduceOp.AVG)
+        self._open = False
+
+    def launch(self, bucket: DenseBucket) -> BoardExchange:
+        """Say that this rank's bucket is complete, and reduce what all ranks have."""
+        if not self._open:
+            self._open = True
+            self._board.begin()
+        self._board.ready(self._numbers[id(bucket)])
+        return self
+
+    def wait(self) -> None:
+        """Return when every bucket of the round holds the mean."""
+        if self._open:
+            self._open = False
+            self._board.finish()
+
+
+def can_share(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> bool:
+    """Whether the buckets lie in memory that the group's ranks share. The same answer on every rank."""
+    return all(bucket.buffer.device.type == "cpu" for bucket in buckets) and SharedBoard.serves(group)
