@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import LaunchError
-from phalanx.launch.agent.agent import is_terminal, run_job
+from phalanx.launch.agent.agent import run_job
 from phalanx.launch.devices import count_gpus, find_cpus
 from phalanx.launch.environment import find_disagreements
 from phalanx.launch.placement import plan_placement
-from phalanx.launch.plan import JobPlan
+from phalanx.launch.plan import JobPlan, is_terminal
 from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, format_help, parse
 from phalanx.launch.target import find_problem
 

@@ -46,3 +46,11 @@ def _find_free_port() -> int:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
         return port
+
+
+def is_terminal() -> bool:
+    """Whether our stdout is one, and knows its size."""
+    try:
+        return os.isatty(1) and os.get_terminal_size(1).columns > 0
+    except OSError:
+        return False

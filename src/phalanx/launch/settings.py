@@ -5,8 +5,6 @@ Purely data: nothing here looks at the machine, so that every rule can be tested
 
 from __future__ import annotations
 
-import difflib
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -210,6 +208,8 @@ def decide_num_ranks(nproc: str, cpus: int, gpus: int) -> int:
 
 def format_help() -> str:
     """The text of `phalanx run --help`."""
+    import textwrap
+
     lines = [
         "Usage: phalanx run [OPTIONS] SCRIPT [ARGUMENTS]…",
         "       phalanx run [OPTIONS] -m MODULE [ARGUMENTS]…",
@@ -243,6 +243,8 @@ def format_help() -> str:
 def _explain_unknown(given: str, name: str) -> str:
     if name in _REFUSED:
         return f"{given}: not in this version: {_REFUSED[name]}."
+    import difflib
+
     known = [option.name for option in OPTIONS]
     near = [other for other in known if name and other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
     advice = f"Did you mean --{near[0]}?" if near else "`phalanx run --help` lists the options."

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import os
-import shutil
 import warnings
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +24,7 @@ def find_problem(target: Target) -> str | None:
     if target.kind == "script":
         return _find_script_problem(target.name)
     if target.kind == "program":
-        if shutil.which(target.name) is None:
+        if _which(target.name) is None:
             return f"program {target.name!r}: not found, or not executable. Give its path, or look at PATH."
         return None
     return _find_module_problem(target.name)
@@ -40,7 +37,7 @@ def _find_script_problem(path: str) -> str | None:
         with open(path, "rb") as file:
             source = file.read()
     except FileNotFoundError:
-        program = shutil.which(path)
+        program = _which(path)
         advice = f" To run the program {program}, use --no-python." if program else _suggest_neighbour(path)
         return f"script {path!r}: no such file in {os.getcwd()}.{advice}"
     except OSError as error:
@@ -60,10 +57,19 @@ def _find_script_problem(path: str) -> str | None:
     return None
 
 
+def _which(name: str) -> str | None:
+    import shutil  # here, because it loads three compression libraries, and a script needs none of it
+
+    return shutil.which(name)
+
+
 def _find_module_problem(name: str) -> str | None:
     """Only the top package is looked for: looking further would import it."""
     if not all(part.isidentifier() for part in name.split(".")):
         return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
+    import importlib.machinery
+    import importlib.util
+
     top = name.partition(".")[0]
     here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
     if here is None and importlib.util.find_spec(top) is None:

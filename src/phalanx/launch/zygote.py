@@ -13,11 +13,14 @@ Events:    started {rank, pid};  exit {rank, pid, status, at};  swept
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import importlib.util
 import os
 import select
 import signal
 import socket
+import threading
 import time
 from typing import Any
 
@@ -30,19 +33,39 @@ def main(control: int, agent: int, preload: bool) -> None:
     """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended."""
     die_with_parent(agent)  # while torch is being imported nobody watches the socket, and there is nothing to clean up
     adopt_orphans()
+    gc.disable()  # an import makes objects that stay: to look for garbage in between only takes time
     if preload:
         _import_torch()
-    gc.collect()
-    gc.freeze()  # the ranks' collector leaves the pages of the imported modules shared
+    gc.freeze()  # and for the ranks' collector the pages of the modules stay shared
+    gc.enable()
     assignment = _Zygote(socket.socket(fileno=control), agent).serve()
     run_worker(assignment)
 
 
 def _import_torch() -> None:
+    """Import what the ranks will import: torch, and our backend."""
+    loading = threading.Thread(target=_load_torch_library, name="phalanx-load")
+    loading.start()
     try:
         import torch  # noqa: F401
-    except ImportError:
+
+        from phalanx.backend import create_process_group  # noqa: F401
+    except Exception:
         pass  # a script without torch runs all the same; one with it fails in its own import, which says why
+    finally:
+        loading.join()  # nothing may be forked while a thread runs
+
+
+def _load_torch_library() -> None:
+    """Link torch's largest library, on another core, while Python imports what torch's modules need first."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        library = os.path.join(folder, "lib", "libtorch_cpu.so")
+        if os.path.exists(library):
+            try:
+                ctypes.CDLL(library)
+            except OSError:
+                pass  # torch's own import loads it, or says what is wrong
 
 
 class _Zygote:

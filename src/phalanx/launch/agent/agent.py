@@ -1,24 +1,12 @@
-"""A job from its plan to its exit code: attempts, restarts, last words; and nothing left behind."""
+"""The agent's own life: the zygote is started first, everything else is loaded while that imports torch."""
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import socket
-from pathlib import Path
-
-from phalanx.errors import LaunchError
-from phalanx.launch.agent.attempt import Attempt, Host, describe_signal_end
-from phalanx.launch.agent.signals import caught_signals, read_signals
-from phalanx.launch.agent.supervision import ENDING_SIGNALS, Supervision
+from phalanx.launch.agent.signals import caught_signals
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_zygote_environment
-from phalanx.launch.failure import describe_failures
-from phalanx.launch.output.pump import Pump
-from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import adopt_orphans, kill_descendants, name_signal
+from phalanx.launch.processes import adopt_orphans, kill_descendants
 
 
 def run_job(plan: JobPlan) -> int:
@@ -28,97 +16,13 @@ def run_job(plan: JobPlan) -> int:
         LaunchError: the log directory cannot be written.
     """
     adopt_orphans()
-    pump = _open_pump(plan)
     with caught_signals() as signals:
         environment = plan_zygote_environment(plan.environ, plan.placement.threads)
         preload = plan.settings.preload and plan.settings.target.kind != "program"
-        host = Host(ZygoteProcess(environment, preload=preload), pump, signals)
+        zygote = ZygoteProcess(environment, preload=preload)
         try:
-            return _run_attempts(plan, host)
+            from phalanx.launch.agent.job import see_through  # here, because it takes time that the zygote needs too
+
+            return see_through(plan, zygote, signals)
         finally:
-            host.zygote.close(kill_descendants())
-            pump.drain()
-            _flush(host)
-            pump.close()
-
-
-def _run_attempts(plan: JobPlan, host: Host) -> int:
-    host.zygote.assign(plan.settings.target)
-    for restart_count in range(plan.settings.max_restarts + 1):
-        attempt = Attempt(plan, host, restart_count)
-        attempt.run()
-        state = attempt.state
-        left = plan.settings.max_restarts - restart_count
-        if attempt.zygote_lost and state.interrupted is None:
-            return _tell_zygote_lost(host, state)
-        if state.interrupted is not None or not state.failures or not left:
-            break
-        _tell_failures(plan, host, state)
-        times = "once more" if left == 1 else f"up to {left} times more"
-        host.pump.say(f"phalanx run: starting all {plan.num_ranks} ranks again ({times})")
-    return _conclude(plan, host, state)
-
-
-def _conclude(plan: JobPlan, host: Host, state: Supervision) -> int:
-    """Say the last words; returns the exit code."""
-    if state.interrupted is not None:
-        if state.interrupted == signal.SIGPIPE:
-            return 128 + signal.SIGPIPE  # who closed our output wants to hear no more
-        host.pump.say(describe_signal_end(state))
-        # ranks that took the signal as a wish, saved their work and returned 0 have succeeded
-        ended_well = state.finished and not any(end.status for end in state.exits.values())
-        return 0 if ended_well else 128 + state.interrupted
-    if not state.failures:
-        return 0
-    _tell_failures(plan, host, state)
-    return state.failures[0].code
-
-
-def _tell_failures(plan: JobPlan, host: Host, state: Supervision) -> None:
-    host.pump.say("\n" + describe_failures(state.failures, plan.num_ranks, socket.gethostname()))
-
-
-def _tell_zygote_lost(host: Host, state: Supervision) -> int:
-    pid, status = host.zygote.pid, host.zygote.wait_exit()
-    how = name_signal(-status) if status < 0 else f"exit code {status}"
-    host.pump.say(
-        f"phalanx run: the zygote (pid {pid}), from which the ranks are forked, ended: {how}. "
-        f"All {len(state.exits) + len(state.running)} ranks were killed. "
-        "If nobody killed it, memory is the first suspect; if it ended while importing torch, try --no-preload."
-    )
-    return 1
-
-
-def _open_pump(plan: JobPlan) -> Pump:
-    log_dir = Path(plan.settings.log_dir) if plan.settings.log_dir else None
-    colour = wants_colour(plan.environ, plan.terminal)
-    try:
-        return Pump(plan.num_ranks, log_dir=log_dir, colour=colour, terminal=plan.terminal)
-    except OSError as error:
-        raise LaunchError(
-            f"phalanx run: --log-dir {log_dir}: cannot write {error.filename}: {error.strerror}. "
-            "Choose a directory that is yours.",
-            exit_code=2,
-        ) from error
-
-
-def _flush(host: Host) -> None:
-    """Write what is still queued, however slowly it is read; a signal that would end the job ends this too."""
-    while host.pump.writers:
-        poll = select.poll()
-        poll.register(host.signals, select.POLLIN)
-        for writer in host.pump.writers:
-            poll.register(writer.fd, select.POLLOUT)
-        ready = [fd for fd, _ in poll.poll()]
-        if host.signals in ready and set(read_signals(host.signals)) & set(ENDING_SIGNALS):
-            return
-        for writer in host.pump.writers:
-            writer.write_some()
-
-
-def is_terminal() -> bool:
-    """Whether our stdout is one, and knows its size."""
-    try:
-        return os.isatty(1) and os.get_terminal_size(1).columns > 0
-    except OSError:
-        return False
+            zygote.close(kill_descendants())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
-from typing import BinaryIO
+from io import FileIO
 
 from phalanx.launch.output.fold import Folder
 from phalanx.launch.output.lines import LineSplitter
@@ -19,7 +18,7 @@ _REDRAW_S = 0.05  # a status line is redrawn at most this often
 class Pump:
     """Reads the ranks' pipes when told that they are ready, and queues what is to be seen."""
 
-    def __init__(self, num_ranks: int, *, log_dir: Path | None, colour: bool, terminal: bool) -> None:
+    def __init__(self, num_ranks: int, *, log_dir: str | None, colour: bool, terminal: bool) -> None:
         self._out = Writer(1)
         # one queue when both lead to the same place, so that nothing overtakes there
         self._err = self._out if os.path.sameopenfile(1, 2) else Writer(2)
@@ -31,11 +30,12 @@ class Pump:
         self._redraw_at: float | None = None
         self._redrawn_at = 0.0
         self._prefixes: dict[frozenset[int], bytes] = {}
-        self._logs: list[BinaryIO] = []
+        self._logs: list[FileIO] = []
         if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
+            os.makedirs(log_dir, exist_ok=True)
             # unbuffered: what a rank said last must be on disk when everything dies
-            self._logs = [(log_dir / f"rank_{rank}.log").open("wb", buffering=0) for rank in range(num_ranks)]
+            for rank in range(num_ranks):
+                self._logs.append(open(os.path.join(log_dir, f"rank_{rank}.log"), "wb", buffering=0))  # noqa: SIM115
 
     def add(self, rank: int, stream: int, fd: int) -> None:
         """Take over the reading end `fd` of a rank's stdout (1) or stderr (2)."""
