@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import phalanx
 
 parser = argparse.ArgumentParser(description="Train a small language model on Python's own documentation.")
-parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--context", type=int, default=64)
 parser.add_argument("--width", type=int, default=64)
 parser.add_argument("--sample", type=int, default=200, help="how many letters to write at the end")
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.letter, self.position = nn.Embedding(letters, width), nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, letters)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,15 +74,15 @@ loader = DataLoader(data, batch_size=16, sampler=phalanx.DistributedSampler(data
 model = phalanx.DistributedDataParallel(Transformer(len(alphabet), args.context, args.width))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-bar = phalanx.progress(islice(loader, args.steps), total=args.steps, desc=f"{len(corpus):,} letters")
-for step, (before, after) in enumerate(bar, start=1):
-    loss = nn.functional.cross_entropy(model(before).flatten(0, 1), after.flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    bar.update(bits_per_letter=loss / math.log(2))
-    if job.is_main and step in (1, args.steps // 4, args.steps // 2, args.steps):
-        print(f"step {step}: {loss.item() / math.log(2):.2f} bits per letter")
+steps = iter(loader)
+for part in range(8):
+    bar = phalanx.progress(islice(steps, args.steps // 8), total=args.steps // 8, desc=f"part {part + 1}/8")
+    for before, after in bar:
+        loss = nn.functional.cross_entropy(model(before).flatten(0, 1), after.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        bar.update(bits_per_letter=loss / math.log(2))
 
 if job.is_main:
     text = data.letters[: args.context]

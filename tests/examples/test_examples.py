@@ -7,8 +7,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
-
 from phalanx.checkpoint import load_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -63,9 +61,8 @@ def test_digits_script_is_what_a_person_would_write():
     assert not [line for line in lines if re.search(r"rank|world_size|environ", line)]
 
 
-@pytest.mark.parametrize("launcher", [ALONE, PHALANX_RUN], ids=["alone", "two ranks"])
-def test_the_transformer_learns_letters_and_writes_some(tmp_path, launcher):
-    output = run(tmp_path, launcher, "char_transformer.py", "--steps", 40, "--sample", 20)
-    bits = [float(number) for number in re.findall(r"step \d+: ([\d.]+) bits per letter", output)]
-    assert len(bits) == 4
-    assert bits[-1] < bits[0] - 1
+def test_the_transformer_learns_letters_and_writes_some(tmp_path):
+    output = run(tmp_path, PHALANX_RUN, "char_transformer.py", "--steps", 64, "--sample", 20)
+    bits = [float(number) for number in re.findall(r"samples/s, bits_per_letter ([\d.]+)", output)]
+    assert len(bits) == 8
+    assert bits[-1] < min(5.0, bits[0] - 0.5)  # about 6.6 before the first step
