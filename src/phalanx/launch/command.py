@@ -12,6 +12,7 @@ from phalanx.launch.devices import count_gpus, find_cpus
 from phalanx.launch.environment import find_disagreements
 from phalanx.launch.placement import plan_placement
 from phalanx.launch.plan import JobPlan, is_terminal
+from phalanx.launch.processes import SUPPORTED
 from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, format_help, parse
 from phalanx.launch.target import find_problem
 
@@ -22,7 +23,14 @@ def main(words: Sequence[str]) -> int:
         print(format_help())
         return 0
     try:
-        return run_job(plan_job(parse(words), os.environ))
+        plan = plan_job(parse(words), os.environ)
+        if not SUPPORTED:
+            print(
+                f"phalanx run: {sys.platform} tells no process of its parent's death: if this command is killed with SIGKILL, "
+                "or a rank starts daemons, processes may be left. On Linux none are.",
+                file=sys.stderr,
+            )
+        return run_job(plan)
     except LaunchError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 
 SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no adoption of orphans and no /proc
 
@@ -77,20 +78,19 @@ def find_descendants(ancestor: int) -> list[int]:
     return found
 
 
-def kill_descendants(limit_s: float = 5.0) -> dict[int, int]:
+def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0) -> dict[int, int]:
     """SIGKILL and reap every descendant of this process; returns the wait status of each that it reaped.
 
     Repeats until none is left, because a process can fork between the scan and its death; for that to find orphans this
     process must have called `adopt_orphans`. Gives up after `limit_s` on processes that the kernel doesn't let die (a
-    hung disk).
+    hung disk). Where there is no /proc, only the process groups `groups`, led by children of this process, are killed.
     """
     reaped: dict[int, int] = {}
     end = time.monotonic() + limit_s
     while True:
-        living = find_descendants(os.getpid())
-        for pid in living:
+        for pid in find_descendants(os.getpid()) if SUPPORTED else groups:
             try:
-                os.kill(pid, signal.SIGKILL)
+                (os.kill if SUPPORTED else os.killpg)(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass  # gone already, or a set-uid program that only root may kill
         try:

@@ -97,7 +97,7 @@ class _Zygote:
             if self._control.fileno() in ready:
                 received = wire.receive(self._control)
                 if received is None:
-                    kill_descendants()
+                    kill_descendants(list(self._ranks))
                     os._exit(0)
                 assignment = self._obey(*received)
                 if assignment is not None:
@@ -110,7 +110,7 @@ class _Zygote:
         elif command == "signal":
             self._signal(message["signum"], message["ranks"], message["group"])
         elif command == "sweep":
-            self._tell_exits(kill_descendants())
+            self._tell_exits(kill_descendants(list(self._ranks)))
             self._tell({"event": "swept"})
         elif command == "fork":
             return self._fork(message, fds)

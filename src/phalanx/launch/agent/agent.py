@@ -25,4 +25,4 @@ def run_job(plan: JobPlan) -> int:
 
             return see_through(plan, zygote, signals)
         finally:
-            zygote.close(kill_descendants())
+            zygote.close(kill_descendants([zygote.pid]))

@@ -50,7 +50,7 @@ class Attempt:
 
     def run(self) -> None:
         """Returns when every rank has ended, every process below the zygote is gone and every line was queued."""
-        reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         store = _create_store()
         try:
             with reports, theirs:

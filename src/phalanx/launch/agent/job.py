@@ -28,7 +28,7 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     try:
         return _run_attempts(plan, host)
     finally:
-        zygote.close(kill_descendants())
+        zygote.close(kill_descendants([zygote.pid]))
         host.pump.drain()
         _flush(host)
         host.pump.close()
