@@ -14,7 +14,7 @@ def test_small_buffers_go_in_few_steps_and_large_ones_in_few_bytes() -> None:
     topology = Topology.filled(6, 1)
     assert choose("all_reduce", 4, topology, ETHERNET).algorithm == "halving_doubling"
     assert choose("all_reduce", 64 * MIB, topology, ETHERNET).algorithm in ("ring", "hierarchical")
-    assert choose("all_reduce", 4, Topology.of_sizes([4, 4]), ETHERNET).algorithm == "tree"
+    assert choose("all_reduce", 4, Topology.filled(16, 4), ETHERNET).algorithm == "tree"
     assert choose("all_reduce", 64 * MIB, Topology.flat(8), ETHERNET).algorithm == "halving_doubling"
 
 

@@ -52,7 +52,9 @@ ALGORITHMS: dict[str, Algorithm] = {
             },
             one_host=True,
         ),
-        Algorithm("hierarchical", "the hierarchy of rings inside hosts and between them", {"all_reduce": _two_levels}),
+        Algorithm(
+            "hierarchical", "the hierarchy of memory inside hosts and a ring between them", {"all_reduce": _two_levels}
+        ),
         Algorithm(
             "ring",
             "the ring",

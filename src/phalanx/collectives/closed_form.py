@@ -9,8 +9,8 @@ P ranks, S bytes, L = ⌈log2 P⌉, Q = the power of two at or below P, q = log2
                        2q+2 if P > Q     … + 2α + 2Sβ + Sγ
     single             2(P-1)            2(P-1)α + 2(P-1)·Sβ + (P-1)·Sγ
     direct             2                 2α + 2(P-1)/P·Sβ + (P-1)/P·Sγ
-    hierarchical       2(R-1) + 2(H-1)   a ring of R ranks on S inside, one of H hosts on S between,
-                                         of which a rank combines (H-1)/H·S/R
+    hierarchical       2 + 2(H-1)        direct of R ranks on S inside, a ring of H hosts on S between,
+                                         of which a rank combines (H-1)/H·S/R; no steps inside if R = 1
 
 Each agrees with `cost.of_schedule`, which tests compare; where there is no formula the schedule is asked.
 """
@@ -106,7 +106,7 @@ def _hierarchical(s: float, topology: Topology, links: Links) -> Cost | None:
     if r is None:
         return None
     gamma = 1 / links.reduce_bytes_per_s
-    inside = _cost(2 * (r - 1), 2 * s * (r - 1) / r, s * (r - 1) / r, links.intra, gamma)
+    inside = _cost(2 if r > 1 else 0, 2 * s * (r - 1) / r, s * (r - 1) / r, links.intra, gamma)
     # The host's port carries the slices of its R ranks at once, so the bytes on the wire do not depend on R.
     between = _cost(2 * (h - 1), 2 * s * (h - 1) / h, s * (h - 1) / h / r, links.inter, gamma)
     return Cost(

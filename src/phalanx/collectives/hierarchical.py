@@ -1,19 +1,20 @@
-"""Two levels: reduce inside each host, combine across hosts slice by slice, gather inside each host.
+"""Two levels: reduce in each host's memory, combine across hosts slice by slice, gather in each host's memory.
 
-The buffer is cut into L slices, L the most ranks on any host. A ring inside each host leaves every local rank with its
-slices (host of R ranks: L/R each, rounded up or down). Each slice is then all-reduced across the H hosts by the ranks
-that hold it, by any flat algorithm; all slices at once, so that every rank drives a part of its host's link. A second
-ring inside each host hands the finished slices round.
+The buffer is cut into L slices, L the most ranks on any host. Inside a host of R ranks each combines its L/R slices
+(rounded up or down) straight out of the others' memory. Each slice is then all-reduced across the H hosts by the ranks
+that hold it, by any flat algorithm; all slices at once, so that every rank drives a part of its host's link. Finally
+the ranks of a host copy the finished slices from each other.
 
-    hosts (0 1 2) (3 4 5)      inside: 0 1 2 own slices x y z, 3 4 5 likewise
+    hosts (0 1 2) (3 4 5)      inside: 0 1 2 combine slices x y z, 3 4 5 likewise
                                across: 0 ↔ 3 on x, 1 ↔ 4 on y, 2 ↔ 5 on z
-                               inside: x y z handed round
+                               inside: all copy x y z
     hosts (0 1 2) (3)          across: 0 ↔ 3 on x, 1 ↔ 3 on y, 2 ↔ 3 on z
 
-Steps: 2(R-1) inside and 2(H-1) across with a ring. Bytes that leave a host: 2S(H-1)/H (S bytes), however many ranks it
-has. Order: each host's ranks along its ring first, then the hosts in the order of the algorithm between them.
+Steps: 2 inside, and 2(H-1) across with a ring. Bytes that leave a host: 2S(H-1)/H (S bytes), however many ranks it has.
+Order: each host's ranks by number, from the slice's driver and round; then the hosts as the algorithm between them.
 
-Source: the scheme is as old as SMP clusters; see Thakur, Rabenseifner and Gropp (2005), section 5.
+Source: Cho, Finkler, Kung and Hunter (2019), BlueConnect: decomposing all-reduce for deep learning on heterogeneous
+network hierarchy; here with shared memory for the innermost level and hosts of unequal size.
 """
 
 from __future__ import annotations
@@ -48,31 +49,29 @@ class _Slices:
         return range(-(-local_rank * self.count // size), -(-(local_rank + 1) * self.count // size))
 
 
-def _inside(name: str, slices: _Slices, offset: int, kind: Kind) -> Phase:
-    """A ring in each host at once, over the blocks of slices that its ranks drive; small hosts finish early."""
+def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
+    """One step in each host at once: all read the slices they drive (reduce), or those the others drive (copy)."""
     topology = slices.topology
     local_rank = _local_ranks(topology)
 
-    def sends(step: int, rank: int) -> tuple[Transfer, ...]:
-        index, local = topology.host_of[rank], local_rank[rank]
-        host = topology.hosts[index]
-        if step >= len(host) - 1:
-            return ()
-        block = slices.driven(index, (local + offset - step) % len(host))
-        dst = host[(local + 1) % len(host)]
-        return (Transfer(rank, dst, block.start * slices.width, block.stop * slices.width, kind),)
+    def others(rank: int) -> list[int]:
+        host, local = topology.hosts[topology.host_of[rank]], local_rank[rank]
+        return [*host[local + 1 :], *host[:local]]
 
-    def sources(step: int, rank: int) -> tuple[int, ...]:
-        host = topology.hosts[topology.host_of[rank]]
-        return (host[(local_rank[rank] - 1) % len(host)],) if step < len(host) - 1 else ()
+    def sends(step: int, rank: int) -> list[Transfer]:
+        transfers = []
+        for dst in others(rank):
+            block = slices.driven(topology.host_of[rank], local_rank[dst if kind == "reduce" else rank])
+            transfers.append(Transfer(rank, dst, block.start * slices.width, block.stop * slices.width, kind))
+        return transfers
 
     return Phase(
         name=name,
-        num_steps=slices.count - 1,
+        num_steps=1 if slices.count > 1 else 0,
         sends=sends,
-        sources=sources,
+        sources=lambda step, rank: others(rank),
         senders=lambda step: range(topology.world_size),
-        alike=topology.ranks_per_host is not None,
+        one_sided=True,
     )
 
 
@@ -134,9 +133,9 @@ def all_reduce(topology: Topology, across: Schedule) -> Schedule:
         world_size=topology.world_size,
         num_chunks=slices.count * slices.width,
         phases=(
-            _inside("inside hosts: scatter-reduce", slices, -1, "reduce"),
+            _inside("inside hosts: scatter-reduce", slices, "reduce"),
             *(_across(phase, slices) for phase in across.phases),
-            _inside("inside hosts: all-gather", slices, 0, "copy"),
+            _inside("inside hosts: all-gather", slices, "copy"),
         ),
-        order=f"each host's ranks along its ring; then, with hosts for ranks, {across.order}",
+        order=f"each host's ranks by number, from the slice's driver and round; then, of hosts: {across.order}",
     )

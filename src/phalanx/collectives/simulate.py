@@ -1,7 +1,7 @@
 """A schedule played out rank by rank: each has its own clock, and goes on as soon as those it meets are ready.
 
 A transfer starts when both of its ranks have finished their previous step, and takes what `cost.durations` says; a rank
-has finished a step when all of its transfers in it have. (A one-sided step ends with a barrier for everybody.)
+has finished a step when all of its transfers in it have. (A one-sided step has a barrier in each host at both ends.)
 
 Exact, given that model: the clock of every rank, for any schedule and any mix of hosts. A phase whose steps are alike
 is played only until one step moves all clocks by the same amount; every later step then does the same, because
@@ -60,7 +60,7 @@ def simulate(
                 pairs = _durations(phase, step, bytes_per_chunk, topology, links)
             left = phase.num_steps - step - 1
             before = list(clocks) if phase.alike and left else None
-            _advance(phase, clocks, pairs)
+            _advance(phase, topology, clocks, pairs)
             transfers += len(pairs)
             played += len(pairs)
             if before is not None:
@@ -84,10 +84,16 @@ def _durations(
     return [(t.src, t.dst, s) for t, s in zip(transfers, seconds, strict=True)]
 
 
-def _advance(phase: Phase, clocks: list[float], pairs: list[tuple[int, int, float]]) -> None:
+def _advance(phase: Phase, topology: Topology, clocks: list[float], pairs: list[tuple[int, int, float]]) -> None:
     if phase.one_sided:
-        end = max(clocks) + max((seconds for _, _, seconds in pairs), default=0.0)
-        clocks[:] = [end] * len(clocks)
+        longest = [0.0] * len(topology.hosts)
+        for _, dst, seconds in pairs:
+            host = topology.host_of[dst]
+            longest[host] = max(longest[host], seconds)
+        for ranks, seconds in zip(topology.hosts, longest, strict=True):
+            end = max(clocks[rank] for rank in ranks) + seconds
+            for rank in ranks:
+                clocks[rank] = end
         return
     # All starts are read before any clock moves: a step's transfers do not wait for each other.
     ends = [max(clocks[src], clocks[dst]) + seconds for src, dst, seconds in pairs]

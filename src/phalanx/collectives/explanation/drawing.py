@@ -6,6 +6,8 @@ is filled when the value is final.
 
 from __future__ import annotations
 
+import textwrap
+
 from phalanx.collectives.explanation.story import headline
 from phalanx.collectives.explanation.svg import FAINT, INK, PAPER, RULE, Drawing, colour
 from phalanx.collectives.explanation.symbols import chunk_name
@@ -50,19 +52,23 @@ class _Page:
         self.box = max(30.0, 3.0 * schedule.world_size + 10.0, 64.0 if schedule.num_chunks == 1 else 0.0)
         self.rank_width = self.box * schedule.num_chunks
         width = _LEFT + _RIGHT + schedule.world_size * (self.rank_width + _BETWEEN_RANKS) - _BETWEEN_RANKS
-        width = max(width, 700.0)
-        height = self.row_top(schedule.num_steps) + _BOX_HEIGHT + _FOOT
         title, order = headline(schedule)
+        # Roughly the width of the letters at their size: nothing here can measure a font.
+        width = max(width, 680.0, 48 + 10.4 * len(title))
+        lines = textwrap.wrap(order, int((width - 48) / 6.8))
+        self.top = _TOP + 16 * (len(lines) - 1)
+        height = self.row_top(schedule.num_steps) + _BOX_HEIGHT + _FOOT
         self.drawing = Drawing(width, height, title)
         self.width = width
         self.drawing.text(24, 34, title, size=17, anchor="start", bold=True)
-        self.drawing.text(24, 54, order, size=12, anchor="start", fill=FAINT)
+        for i, line in enumerate(lines):
+            self.drawing.text(24, 54 + 16 * i, line, size=12, anchor="start", fill=FAINT)
         for rank in range(schedule.world_size):
             x = self.box_left(rank, 0) + self.rank_width / 2
-            self.drawing.text(x, _TOP - 12, f"rank {rank}", size=13, bold=True)
+            self.drawing.text(x, self.top - 12, f"rank {rank}", size=13, bold=True)
 
     def row_top(self, row: int) -> float:
-        return _TOP + row * (_BOX_HEIGHT + _GAP)
+        return self.top + row * (_BOX_HEIGHT + _GAP)
 
     def box_left(self, rank: int, chunk: float) -> float:
         return _LEFT + rank * (self.rank_width + _BETWEEN_RANKS) + chunk * self.box
