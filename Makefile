@@ -41,8 +41,8 @@ lint: setup ## Check style, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: setup ## Run every benchmark, one after another, in its quick form
-	@set -e; for run in $(BENCHMARKS); do echo "== $$run"; $(BIN)/python $$run $(or $(ARGS),--quick); done
+bench: setup ## Run every benchmark, one after another, in three rounds each
+	@set -e; for run in $(BENCHMARKS); do echo "== $$run"; $(BIN)/python $$run $(or $(ARGS),--rounds 3); done
 
 # A sanitizer that finds something ends the program with an error, and that ends this target.
 sanitize: ## Run the C core's stress programs under ASan, UBSan and TSan
