@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
@@ -140,12 +141,24 @@ class DistributedDataParallel(nn.Module):
         """Which gradient lies in which bucket; `print` draws it. Rebuilt once, at the end of the first backward."""
         return self._reducer.plan
 
+    # torch.compile shall compile the module, and not look around it. The public torch.compiler.disable
+    # would import the compiler, a second or more, with this file; this one does at the first call, as optimizers do.
+    @_disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, and note whether the backward that follows averages gradients."""
+        sync = self._before_forward()
+        if self._inputs_to is not None:
+            args, kwargs = tree_map(self._move, (args, kwargs))
+        output = self.module(*args, **kwargs)
+        self._after_forward(output, sync)
+        return output
+
+    @_disable_dynamo
+    def _before_forward(self) -> bool | None:
+        """Whether this forward's backward averages gradients; None for a forward that has no say in it."""
         reducer = self._reducer
         if reducer.in_backward and torch._C._current_graph_task_id() != -1:
-            # Checkpointing runs a forward again in the middle of a backward that is already known: only compute.
-            return self.module(*args, **kwargs)
+            return None  # checkpointing runs the forward again in the middle of a backward that has been announced
         grad_enabled = torch.is_grad_enabled()
         sync = grad_enabled and self.require_backward_grad_sync
         if sync:
@@ -154,12 +167,12 @@ class DistributedDataParallel(nn.Module):
             broadcast_tensors(self._synced_buffers(), self.process_group)
         # As in PyTorch: the forward after one that trained starts from rank 0's buffers, in evaluation as well.
         self._buffers_stale = sync
-        if self._inputs_to is not None:
-            args, kwargs = tree_map(self._move, (args, kwargs))
-        output = self.module(*args, **kwargs)
-        if grad_enabled:
-            reducer.prepare_backward(tensors_in(output), sync=sync)
-        return output
+        return sync if grad_enabled else None
+
+    @_disable_dynamo
+    def _after_forward(self, output: object, sync: bool | None) -> None:
+        if sync is not None:
+            self._reducer.prepare_backward(tensors_in(output), sync=sync)
 
     def _move(self, value: Any) -> Any:
         return value.to(self._inputs_to, non_blocking=True) if isinstance(value, Tensor) else value

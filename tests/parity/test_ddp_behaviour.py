@@ -1,0 +1,134 @@
+"""What training through the wrapper leaves in gradients and buffers, ours against PyTorch's, over the same backend."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx import DistributedDataParallel
+from phalanx.testing import run_ranks
+
+
+class Convolutional(nn.Module):
+    """Batch norm, a tied weight, a frozen one, a branch that is sometimes left out, a checkpointed block."""
+
+    def __init__(self):
+        super().__init__()
+        # No bias before batch norm: its gradient is rounding error, which Adam would blow up to a full step.
+        self.features = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.block[0].weight
+        self.branch = nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 3).requires_grad_(False)
+
+    def forward(self, inputs, *, branch):
+        hidden = checkpoint(self.block, self.features(inputs), use_reentrant=False)
+        hidden = self.tied(hidden)
+        if branch:
+            hidden = hidden + self.branch(hidden)
+        return {"out": (self.frozen(hidden), hidden)}
+
+
+def _loss(ddp, rank, step, branch=True):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    out, hidden = ddp(torch.randn(3, 2, 4, 4, generator=generator), branch=branch)["out"]
+    return out.square().mean() + hidden.abs().mean()
+
+
+def _every_step(ddp, rank):
+    for step in range(3):
+        ddp.zero_grad()
+        _loss(ddp, rank, step).backward()
+
+
+def _accumulated(ddp, rank):
+    for step in range(2):
+        with ddp.no_sync():
+            _loss(ddp, rank, step).backward()
+    _loss(ddp, rank, 2).backward()
+
+
+def _zeroed_in_place(ddp, rank):
+    for step in range(3):
+        ddp.zero_grad(set_to_none=False)
+        _loss(ddp, rank, step).backward()
+
+
+def _branch_on_rank_0(ddp, rank):
+    for step in range(3):
+        ddp.zero_grad()
+        _loss(ddp, rank, step, branch=rank == 0).backward()
+
+
+def _branch_on_no_rank(ddp, rank):
+    for step in range(3):
+        ddp.zero_grad()
+        _loss(ddp, rank, step, branch=False).backward()
+
+
+def _branch_never_after_the_first(ddp, rank):
+    for step in range(3):
+        _loss(ddp, rank, step, branch=step == 0).backward()
+
+
+def _evaluated_between(ddp, rank):
+    _loss(ddp, rank, 0).backward()
+    ddp.eval()
+    with torch.no_grad():
+        _loss(ddp, rank, 1)
+    ddp.train()
+    ddp.zero_grad()
+    _loss(ddp, rank, 2).backward()
+
+
+def _trained(ddp, rank):
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    for step in range(5):
+        optimizer.zero_grad()
+        _loss(ddp, rank, step).backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+        optimizer.step()
+
+
+UNUSED = {"find_unused_parameters": True}
+SCENARIOS = [
+    (_every_step, {}),
+    (_every_step, {"gradient_as_bucket_view": False}),
+    (_every_step, UNUSED),
+    (_every_step, {"static_graph": True}),
+    (_every_step, {"forward_sync_buffers": False}),
+    (_accumulated, {}),
+    (_accumulated, UNUSED),
+    (_zeroed_in_place, {}),
+    (_zeroed_in_place, UNUSED),
+    (_branch_on_rank_0, UNUSED),
+    (_branch_on_no_rank, UNUSED),
+    (_branch_on_no_rank, {"static_graph": True}),
+    (_branch_never_after_the_first, UNUSED),
+    (_evaluated_between, {}),
+    (_trained, {}),
+]
+
+
+def _outcome(wrap, scenario, options, rank):
+    torch.manual_seed(rank)
+    ddp = wrap(Convolutional(), bucket_cap_mb=0.0005, **{"gradient_as_bucket_view": True, **options})
+    scenario(ddp, rank)
+    left = {f"{name}.grad": parameter.grad for name, parameter in ddp.module.named_parameters()}
+    return {**left, **ddp.module.state_dict()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_scenario_leaves_what_pytorchs_own_leaves(backend, world_size):
+    def fn(rank, world_size):
+        for scenario, options in SCENARIOS:
+            theirs = _outcome(nn.parallel.DistributedDataParallel, scenario, options, rank)
+            ours = _outcome(DistributedDataParallel, scenario, options, rank)
+            for name, reference in theirs.items():
+                where = f"{name} after {scenario.__name__} with {options}"
+                assert (ours[name] is None) == (reference is None), where
+                if reference is not None:
+                    torch.testing.assert_close(ours[name], reference, msg=lambda text, where=where: f"{where}: {text}")
+
+    run_ranks(fn, world_size, backend=backend)
