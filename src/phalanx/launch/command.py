@@ -26,8 +26,8 @@ def main(words: Sequence[str]) -> int:
         plan = plan_job(parse(words), os.environ)
         if not SUPPORTED:
             print(
-                f"phalanx run: {sys.platform} tells no process of its parent's death: if this command is killed with SIGKILL, "
-                "or a rank starts daemons, processes may be left. On Linux none are.",
+                f"phalanx run: {sys.platform} tells no process of its parent's death: processes may be left if this "
+                "command is killed with SIGKILL, or if a rank starts daemons. On Linux none are.",
                 file=sys.stderr,
             )
         return run_job(plan)
