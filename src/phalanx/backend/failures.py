@@ -41,8 +41,10 @@ def failure(status: int, arena: Arena, group: str, timeout_s: float) -> PhalanxE
     return InternalError(f"{here}: the core answered {status}. Please report this with the program that shows it.")
 
 
-def _latest(records: list[Record]) -> Record | None:
-    return next((r for r in reversed(records) if r.is_collective), None)
+def _same_turn(records: list[Record], mine: Record) -> Record | None:
+    """What a rank called when we called `mine`: not simply its latest, for it may have caught the error and gone on."""
+    collectives = [r for r in reversed(records) if r.is_collective]
+    return next((r for r in collectives if r.seq == mine.seq), collectives[0] if collectives else None)
 
 
 def _mismatch(arena: Arena, here: str) -> MismatchError:
@@ -51,8 +53,8 @@ def _mismatch(arena: Arena, here: str) -> MismatchError:
     calls: dict[int, str] = {}
     if mine.is_collective:
         for r, theirs in enumerate(records):
-            last = _latest(theirs)
-            calls[r] = last.call() if last is not None else "nothing yet"
+            call = _same_turn(theirs, mine)
+            calls[r] = call.call() if call is not None else "nothing yet"
     else:
         peer = records[mine.peer] if mine.peer >= 0 else []
         sent = next((r for r in reversed(peer) if r.kind == 10 and r.peer == arena.rank), None)
