@@ -11,7 +11,7 @@ LAYOUTS = {
     "transposed": lambda t: t.t().contiguous().t(),
     "every other column": lambda t: torch.zeros(t.shape[0], 2 * t.shape[1], dtype=t.dtype)[:, ::2].copy_(t),
     "an offset into memory": lambda t: torch.zeros(t.numel() + 3, dtype=t.dtype)[3:].view(t.shape).copy_(t),
-    "channels last": lambda t: t.view(1, 1, *t.shape).contiguous(memory_format=torch.channels_last)[0, 0],
+    "channels last": lambda t: t.view(1, t.shape[0], 1, t.shape[1]).clone(memory_format=torch.channels_last)[0, :, 0],
     "requires grad": lambda t: t.clone().requires_grad_(),
     "a view of a leaf that requires grad": lambda t: t.clone().requires_grad_().detach().view(t.shape),
 }

@@ -1,0 +1,204 @@
+"""The end of a group: in order, in the middle of things, in a forked child; and nothing is left behind."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import ClosedError, PeerLostError
+from phalanx.testing import run_ranks
+
+
+def test_a_destroyed_group_says_so():
+    def check(rank, world_size):
+        group = dist.group.WORLD
+        dist.destroy_process_group()
+        dist.destroy_process_group() if dist.is_initialized() else None
+        for call in (
+            lambda: group.allreduce([torch.ones(1)]),
+            lambda: group.barrier(),
+            lambda: group.send([torch.ones(1)], 1 - rank, 0),
+            lambda: group.recv([torch.ones(1)], 1 - rank, 0),
+        ):
+            with pytest.raises(ClosedError, match="group '0': it was destroyed in this process"):
+                call()
+        group.shutdown()  # again: nothing happens
+        assert group.size() == world_size
+        assert group._get_sequence_number_for_group() == 0
+
+    run_ranks(check, 2)
+
+
+def test_destroying_waits_for_what_is_in_flight():
+    def check(rank, world_size):
+        tensors = [torch.ones(10_000) for _ in range(10)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, async_op=True)
+        dist.destroy_process_group()
+        assert all(bool((t == 2).all()) for t in tensors)
+
+    run_ranks(check, 2)
+
+
+def test_destroying_a_group_whose_operation_cannot_end_tells_both_sides(monkeypatch):
+    from phalanx.backend.process_group import identity
+
+    monkeypatch.setattr(identity, "_JOIN_S", 0.3)
+
+    def check(rank, world_size):
+        if rank == 0:
+            work = dist.irecv(torch.ones(1), 1)
+            dist.destroy_process_group()
+            with pytest.raises(PeerLostError):
+                work.wait()
+            return None
+        with pytest.raises(PeerLostError) as caught:
+            dist.recv(torch.ones(1), 0)
+        return str(caught.value)
+
+    message = run_ranks(check, 2)[1]
+    assert "it left the group while its operations were in flight (destroy_process_group)" in message
+
+
+def test_a_forked_child_is_refused_and_its_parent_is_unharmed():
+    def check(rank, world_size):
+        dist.all_reduce(torch.ones(1), async_op=True).wait()  # the group's thread exists, and not in the child
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            answers = []
+            for call in (
+                lambda: dist.all_reduce(torch.ones(1)),
+                lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(),
+                lambda: dist.send(torch.ones(1), 1 - rank),
+                lambda: dist.recv(torch.ones(1), 1 - rank),
+                lambda: dist.new_group(),
+            ):
+                try:
+                    call()
+                    answers.append("nothing raised")
+                except BaseException as error:
+                    answers.append(f"{type(error).__name__}: {error}")
+                if len(answers) == 4:
+                    break
+            dist.destroy_process_group()
+            os.write(writer, "|".join(answers).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            answers = pipe.read().decode().split("|")
+        assert os.waitpid(child, 0)[1] == 0
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == world_size
+        return answers
+
+    for answers in run_ranks(check, 2):
+        assert len(answers) == 4
+        for answer in answers:
+            assert answer.startswith("ClosedError: group '0':"), answers
+            assert "forked from a rank" in answer
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(index * index)
+
+
+def test_data_loaders_fork_workers_while_the_group_is_alive():
+    def check(rank, world_size):
+        loader = torch.utils.data.DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context="fork")
+        for epoch in range(2):
+            for batch in loader:
+                dist.all_reduce(batch)
+                assert bool((batch % world_size == 0).all()), epoch
+        dist.barrier()
+
+    run_ranks(check, 2)
+
+
+def test_groups_come_and_go_without_leaving_anything():
+    def check(rank, world_size):
+        def held():
+            with open("/proc/self/maps") as f:
+                mapped = sum("memfd:phalanx" in line for line in f)
+            threads = sum(t.name.startswith("phalanx-") for t in threading.enumerate())
+            return len(os.listdir("/proc/self/fd")), mapped, threads
+
+        import gc
+
+        import phalanx
+
+        def use_one():
+            group = dist.new_group()
+            dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+            tensor = phalanx.shared_empty(10, group=group)
+            dist.all_reduce(tensor, group=group)
+            del tensor
+            dist.destroy_process_group(group)
+
+        use_one()
+        gc.collect()
+        before = held()
+        for _ in range(25):
+            use_one()
+        gc.collect()
+        assert held() == before
+
+    run_ranks(check, 2)
+
+
+def test_nothing_has_a_name_or_a_port_even_after_sigkill():
+    def check(rank, world_size):
+        import phalanx
+
+        tensor = phalanx.shared_empty(10_000)
+        dist.all_reduce(tensor)
+        names = set(os.listdir("/dev/shm"))
+        sockets = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+        listening = [line.split()[9] for line in open("/proc/self/net/tcp").readlines()[1:] if line.split()[3] == "0A"]
+        assert not [s for s in sockets if s.startswith("socket:[") and s[8:-1] in listening]
+        assert not [name for name in names if "phalanx" in name]
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _exists(fd):
+        return os.path.islink(f"/proc/self/fd/{fd}")
+
+    before = set(os.listdir("/dev/shm"))
+    run_ranks(check, 2, lost=(0, 1))
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "phalanx" in name]
+
+
+def test_a_process_can_join_a_second_group_after_the_first(tmp_path):
+    def check(rank, world_size):
+        for attempt in range(3):
+            store = dist.FileStore(str(tmp_path / f"store-{attempt}"), world_size)
+            dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size)
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            assert tensor[0] == world_size
+            dist.destroy_process_group()
+
+    run_ranks(check, 2, init=False)
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_more_ranks_than_cores_work(world_size):
+    def check(rank, world_size):
+        for size in (1, 5000, 70_000):
+            tensor = torch.full((size,), float(rank))
+            dist.all_reduce(tensor)
+            assert tensor[-1] == sum(range(world_size))
+        pairs = [dist.new_group([r, r + 1]) for r in range(0, world_size, 2)]
+        tensor = torch.full((7,), float(rank))
+        dist.all_reduce(tensor, group=pairs[rank // 2])
+        assert tensor[0] == 2 * rank + (1 if rank % 2 == 0 else -1)
+
+    run_ranks(check, world_size)

@@ -1,0 +1,178 @@
+"""A rank that never comes, to the group or to a collective: the others learn who, and where it is instead."""
+
+import logging
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import DeadlineError
+from phalanx.testing import run_ranks
+
+
+def test_a_rank_that_never_reaches_init_is_named_on_every_rank_that_did(tmp_path):
+    def check(rank, world_size):
+        if rank == 2:
+            return None
+        with pytest.raises(DeadlineError) as caught:
+            dist.init_process_group(
+                "phalanx",
+                store=dist.FileStore(str(tmp_path / "store"), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=0.3),
+            )
+        assert isinstance(caught.value, TimeoutError)
+        return str(caught.value), caught.value.missing
+
+    for message, missing in run_ranks(check, 4, init=False)[:2]:
+        assert missing == (2,)
+        assert message.startswith("init_process_group of group '0': rank 2 of 4 never came within 0.3 s.\n")
+        assert "Check that 4 processes were started" in message
+
+
+def test_when_rank_0_never_reaches_init_the_others_say_so(tmp_path, monkeypatch):
+    def check(rank, world_size):
+        if rank == 0:
+            return None
+        with pytest.raises(DeadlineError) as caught:
+            dist.init_process_group(
+                "phalanx",
+                store=dist.FileStore(str(tmp_path / "store"), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=0.1),
+            )
+        return caught.value.missing
+
+    assert run_ranks(check, 3, init=False) == [None, (0,), (0,)]
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_named_with_its_last_step(tmp_path):
+    def check(rank, world_size):
+        group = dist.new_group(timeout=timedelta(seconds=0.4))
+        dist.barrier(group)
+        store = dist.FileStore(str(tmp_path / "over"), world_size)
+        if rank == 2:  # busy elsewhere until the others have given up
+            store.wait(["0", "1"], timedelta(seconds=30))
+            with pytest.raises(DeadlineError) as caught:
+                dist.all_reduce(torch.ones(3), group=group)
+            return str(caught.value), caught.value.missing
+        with pytest.raises(DeadlineError) as caught:
+            dist.all_reduce(torch.ones(3), group=group)
+        store.set(str(rank), "over")
+        return str(caught.value), caught.value.missing
+
+    results = run_ranks(check, 3)
+    for message, missing in results[:2]:
+        assert missing == (2,)
+        assert "on rank" in message
+        assert "all_reduce #" in message
+        assert "no answer from rank 2" in message
+        assert "Rank 2 last finished barrier #" in message
+        assert "test_deadline.py:" in message
+        assert "Read the log of the missing rank first; if it is only slow, raise `timeout`." in message
+    assert any("within 0.4 s" in message for message, _ in results[:2])
+    assert "gave up waiting" in results[2][0]
+
+
+def test_a_rank_that_is_somewhere_else_is_named_with_where_it_is():
+    def check(rank, world_size):
+        groups = [dist.new_group(timeout=timedelta(seconds=seconds)) for seconds in (0.3, 20)]
+        if rank == 0:
+            with pytest.raises(DeadlineError) as caught:
+                dist.recv(torch.ones(3), 1, group=groups[0])
+            dist.barrier(groups[1])
+            return str(caught.value), caught.value.missing
+        dist.barrier(groups[1])
+        return None
+
+    message, missing = run_ranks(check, 2)[0]
+    assert missing == (1,)
+    assert "recv from rank 1 in group" in message
+    assert "no answer from rank 1 within 0.3 s" in message
+
+
+def test_monitored_barrier_has_a_timeout_of_its_own():
+    def check(rank, world_size):
+        if rank == 0:
+            with pytest.raises(DeadlineError, match=r"no answer from rank 1 within 0\.2 s"):
+                dist.group.WORLD.monitored_barrier(timedelta(seconds=0.2))
+        else:
+            while dist.group.WORLD.arena.core.poison()[0] == 0:
+                pass
+
+    run_ranks(check, 2)
+
+
+def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path):
+    import phalanx.backend.shared_memory as shared_memory
+
+    monkeypatch.setattr(shared_memory, "NOTICE_S", 0.5)
+
+    def check(rank, world_size):
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("phalanx").addHandler(handler)
+        store = dist.FileStore(str(tmp_path / "said"), world_size)
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            while not lines:
+                pass
+            store.set("said", "yes")
+            work.wait()
+            return lines
+        store.wait(["said"], timedelta(seconds=30))
+        dist.all_reduce(torch.ones(3))
+        return lines
+
+    first, second = run_ranks(check, 2)
+    assert len(first) == 1
+    assert second == []
+    assert "all_reduce #" in first[0]
+    assert "in group '0' on rank 0: waiting for rank 1 for" in first[0]
+    assert "rank 1 last finished" in first[0]
+
+
+def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, tmp_path):
+    import phalanx.backend.meeting as meeting
+
+    monkeypatch.setattr(meeting, "NOTICE_S", 0.0)
+
+    def check(rank, world_size):
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("phalanx").addHandler(handler)
+        if rank == 1:
+            return None
+        with pytest.raises(DeadlineError):
+            dist.init_process_group(
+                "phalanx",
+                store=dist.FileStore(str(tmp_path / "store"), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=1.2),
+            )
+        return lines
+
+    (line,) = run_ranks(check, 2, init=False)[0]
+    assert line.startswith("init_process_group of group '0': waiting for rank 1 for ")
+    assert line.endswith("giving up after 1 s.")
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_timeout_that_leaves_no_time_is_refused_before_anybody_waits(seconds, tmp_path):
+    def check(rank, world_size):
+        with pytest.raises(ValueError, match="timeout"):
+            dist.init_process_group(
+                "phalanx",
+                store=dist.FileStore(str(tmp_path / "store"), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=seconds),
+            )
+
+    run_ranks(check, 2, init=False)

@@ -1,0 +1,173 @@
+"""A rank that dies while others wait: every survivor learns who, and how it ended."""
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import PeerLostError
+from phalanx.testing import run_ranks
+
+
+def _segfault():
+    import ctypes
+    import faulthandler
+
+    faulthandler.disable()
+    ctypes.string_at(0)
+
+
+def _raise():
+    raise ValueError("bad luck")
+
+
+def _as_a_program(end):
+    """End as a rank that runs a script does: with Python's own shutdown, its hooks and its exit code."""
+
+    def run():
+        import atexit
+
+        try:
+            end()
+        except SystemExit as error:
+            code = error.code
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            code = 1
+        sys.stderr.flush()
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+    return run
+
+
+# How rank 1 ends, and what the others read.
+ENDS = {
+    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL"),
+    "SIGSEGV": (_segfault, "killed by SIGSEGV"),
+    "os._exit": (lambda: os._exit(3), "it exited with code 3"),
+    "sys.exit": (_as_a_program(lambda: sys.exit(4)), "it ended without destroy_process_group"),
+    "exception": (_as_a_program(_raise), "it ended with ValueError: bad luck"),
+}
+
+
+def waiting_in(operation, rank):
+    tensor = torch.ones(4)
+    if operation == "all_reduce":
+        dist.all_reduce(tensor)
+    elif operation == "large all_reduce":
+        dist.all_reduce(torch.ones(300_000))
+    elif operation == "recv":
+        dist.recv(tensor, 1)
+    elif operation == "send":
+        dist.send(torch.ones(300_000), 1)
+    elif operation == "asynchronous":
+        dist.all_reduce(tensor, async_op=True).wait()
+    elif operation == "future":
+        dist.all_reduce(tensor, async_op=True).get_future().wait()
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_survivors_of_a_collective_learn_who_died_and_how(end, capfd):
+    die, how = ENDS[end]
+
+    def check(rank, world_size):
+        dist.barrier()
+        if rank == 1:
+            die()
+        with pytest.raises(PeerLostError) as caught:
+            dist.all_reduce(torch.ones(4))
+        assert isinstance(caught.value, dist.DistBackendError)
+        return str(caught.value), caught.value.ranks
+
+    results = run_ranks(check, 3, lost=(1,))
+    for rank in (0, 2):
+        message, ranks = results[rank]
+        assert ranks == (1,)
+        assert re.match(rf"all_reduce #\d+ in group '0' on rank {rank}: rank 1 \(pid \d+\) is gone: ", message)
+        # A zombie tells how it ended; one that its parent has buried no longer can.
+        assert how in message or "it ended without a word (killed, or crashed)" in message, message
+        if end in ("sys.exit", "exception"):
+            assert how in message
+        assert re.search(r"It last finished barrier #\d+ \(.*test_lost_peer\.py:\d+\)\.", message)
+        assert "Read its log first. The group can no longer be used." in message
+
+
+@pytest.mark.parametrize("operation", ["large all_reduce", "recv", "send", "asynchronous", "future"])
+def test_every_kind_of_wait_ends_when_the_peer_is_gone(operation):
+    def check(rank, world_size):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        # torch's futures carry the text of an error, not its class
+        with pytest.raises(RuntimeError if operation == "future" else PeerLostError) as caught:
+            waiting_in(operation, rank)
+        return str(caught.value)
+
+    message = run_ranks(check, 2, lost=(1,))[0]
+    assert "rank 1 (pid " in message
+    assert "is gone" in message
+
+
+def test_a_rank_that_leaves_the_group_is_named_as_one_that_left():
+    def check(rank, world_size):
+        if rank == 0:
+            dist.destroy_process_group()
+            return None
+        with pytest.raises(PeerLostError, match=r"it left the group \(destroy_process_group\)") as caught:
+            dist.barrier()
+        return caught.value.ranks
+
+    assert run_ranks(check, 2) == [None, (0,)]
+
+
+def test_ctrl_c_in_a_collective_is_heard_at_once_and_the_others_learn_why():
+    def check(rank, world_size):
+        import threading
+
+        if rank == 1:
+            dist.barrier()
+            timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                dist.all_reduce(torch.ones(3))
+            timer.join()
+            return "interrupted"
+        if rank == 2:
+            dist.barrier()
+            with pytest.raises(PeerLostError) as caught:
+                dist.all_reduce(torch.ones(3))
+            return str(caught.value)
+        dist.barrier()
+        while dist.group.WORLD.arena.core.poison()[0] == 0:  # rank 0 comes only when it is over
+            os.sched_yield()
+        with pytest.raises(PeerLostError) as caught:
+            dist.all_reduce(torch.ones(3))
+        return str(caught.value)
+
+    first, second, third = run_ranks(check, 3)
+    assert second == "interrupted"
+    for message in (first, third):
+        assert "rank 1 was interrupted (" in message
+        assert "while the group waited" in message
+
+
+def test_errors_reach_sub_groups_in_the_numbering_of_the_sub_group():
+    def check(rank, world_size):
+        group = dist.new_group([1, 3])
+        dist.barrier()
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            with pytest.raises(PeerLostError) as caught:
+                dist.all_reduce(torch.ones(3), group=group)
+            return str(caught.value), caught.value.ranks
+        return None
+
+    message, ranks = run_ranks(check, 4, lost=(3,))[1]
+    assert ranks == (1,)
+    assert "on rank 0: rank 1 (pid" in message
