@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -34,6 +35,8 @@ def main(words: Sequence[str]) -> int:
     except LaunchError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # in the first moments, before signals are caught: nothing was started
+        return 128 + signal.SIGINT
 
 
 def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
