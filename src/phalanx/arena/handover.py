@@ -22,6 +22,7 @@ from phalanx.errors import DeadlineError, PhalanxError
 
 _PEERCRED = struct.Struct("3i")
 _SLICE_S = 0.5
+_PATIENCE_S = 5.0  # with a visitor that says nothing; those behind it wait
 _HELLO = struct.Struct("16sI")
 
 Notice = Callable[[set[int]], None]
@@ -72,14 +73,15 @@ class Counter:
                 notice(missing)
                 continue
             with contextlib.closing(self._socket.accept()[0]) as peer:
-                rank = self._admit(peer)
+                rank = self._admit(peer, min(_PATIENCE_S, deadline.left_s))
                 if rank in missing:
-                    socket.send_fds(peer, [b"ok"], list(fds))
-                    missing.discard(rank)
+                    with contextlib.suppress(OSError):  # it gave up, or died, while it stood in line
+                        socket.send_fds(peer, [b"ok"], list(fds))
+                        missing.discard(rank)
 
-    def _admit(self, peer: socket.socket) -> int | None:
+    def _admit(self, peer: socket.socket, patience_s: float) -> int | None:
         """The rank of a visitor who is our user and knows the token, else None."""
-        peer.settimeout(5.0)
+        peer.settimeout(max(patience_s, 0.01))  # zero would mean: do not block at all
         if _user_of(peer) != os.getuid():
             return None
         try:

@@ -35,9 +35,12 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     shared (ranks on several hosts, no C core) it is torch's Gloo group, and the log says so once.
 
     Raises:
+        ValueError: the timeout leaves no time at all.
         DeadlineError: some rank never came; the message names it, on every rank that did.
     """
     timeout: timedelta = options.timeout
+    if timeout <= timedelta(0):
+        raise ValueError(f"init_process_group: timeout must be above zero, got {timeout.total_seconds():g} s")
     deadline = Deadline.after(timeout)
     store, rank, size = options.store, options.group_rank, options.group_size
     name = options.group_id

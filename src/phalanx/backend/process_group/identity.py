@@ -55,7 +55,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         self._name = name
         self._desc = ""
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
-        self._lane = Lane(f"phalanx-{name}")
+        self._lane = Lane(f"phalanx-{name}", callbacks_first=True)
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
         self._closed = False
         self._closing = threading.Lock()
@@ -146,7 +146,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     # -- order ---------------------------------------------------------------------------------------------------
 
     def _span(self, options: Any, depth: int) -> Span:
-        if self._closed:
+        if self._closed or self._memory.arena.closed:  # the latter alone in a forked child, which has no lanes
             raise closed(self._name)
         return Span(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)))
 
@@ -184,6 +184,9 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
             if self._closed:
                 return
             self._closed = True
+        if self._memory.arena.closed:  # a forked child: the threads and the seat are its parent's
+            _groups.discard(self)
+            return
         ended = all([lane.close(patience_s) for lane in self._lanes()])
         if not ended and not self._memory.arena.closed:
             # Somebody still waits in the core: end the group, so that it wakes up before its memory goes.
