@@ -75,15 +75,12 @@ def test_a_forked_child_is_refused_and_its_parent_is_unharmed():
                 lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(),
                 lambda: dist.send(torch.ones(1), 1 - rank),
                 lambda: dist.recv(torch.ones(1), 1 - rank),
-                lambda: dist.new_group(),
             ):
                 try:
                     call()
                     answers.append("nothing raised")
                 except BaseException as error:
                     answers.append(f"{type(error).__name__}: {error}")
-                if len(answers) == 4:
-                    break
             dist.destroy_process_group()
             os.write(writer, "|".join(answers).encode())
             os._exit(0)
@@ -162,8 +159,7 @@ def test_nothing_has_a_name_or_a_port_even_after_sigkill():
         dist.all_reduce(tensor)
         names = set(os.listdir("/dev/shm"))
         sockets = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
-        listening = [line.split()[9] for line in open("/proc/self/net/tcp").readlines()[1:] if line.split()[3] == "0A"]
-        assert not [s for s in sockets if s.startswith("socket:[") and s[8:-1] in listening]
+        assert not [target for target in sockets if target.startswith("socket:")]
         assert not [name for name in names if "phalanx" in name]
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)

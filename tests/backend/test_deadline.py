@@ -140,6 +140,7 @@ def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, tmp_p
     import phalanx.backend.meeting as meeting
 
     monkeypatch.setattr(meeting, "NOTICE_S", 0.0)
+    monkeypatch.setattr(meeting, "_SLICE", timedelta(seconds=0.05))
 
     def check(rank, world_size):
         lines = []
@@ -154,7 +155,7 @@ def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, tmp_p
                 store=dist.FileStore(str(tmp_path / "store"), world_size),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=1.2),
+                timeout=timedelta(seconds=1),
             )
         return lines
 

@@ -30,7 +30,9 @@ def _as_a_program(end):
 
     def run():
         import atexit
+        import weakref
 
+        weakref.finalize._registry.clear()  # those of the process that we were forked from are not ours to run
         try:
             end()
         except SystemExit as error:

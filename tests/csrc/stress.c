@@ -1,0 +1,320 @@
+/* Random sequences of all operations of the C core, verified, with ranks as threads over one piece of memory.
+ *
+ *   for each world size 2..5, crowded and not: a few hundred operations that all threads draw from one seed
+ *   then, for each way in which a group can end: all threads learn the same cause, in time, and nothing was written
+ *
+ * Build it with csrc/{all but module}.c under -fsanitize=address,undefined or =thread; `make sanitize` does.
+ * Usage: stress [operations per group [seed]]. Exit code 0: nothing found.
+ */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "collectives.h"
+
+#define MAX_WORLD 5u
+#define STAGE 8192u /* small, so that most tensors take several turns */
+#define CHANNEL 4096u
+#define HEAP (1u << 20)
+#define MOST 20000u /* elements of a tensor */
+
+#define CHECK(what)                                                                                              \
+  do {                                                                                                           \
+    if (!(what)) {                                                                                               \
+      fprintf(stderr, "%s:%d: world %u, rank %u, operation %u: %s\n", __FILE__, __LINE__, t->g.world, t->g.rank, \
+              t->operation, #what);                                                                              \
+      exit(1);                                                                                                   \
+    }                                                                                                            \
+  } while (0)
+
+enum ending { FINISH, NEVER_COME, POISON, LEAVE, CALL_ANOTHER, NUM_ENDINGS };
+
+struct thread {
+  struct plx_group g;
+  struct plx_wait wait;
+  uint64_t random; /* the same in all threads */
+  uint32_t operation, operations;
+  enum ending ending;
+  pthread_t id;
+  int32_t *in, *out;
+};
+
+static const struct plx_origin here = {0, 0, NULL};
+
+static uint32_t draw(struct thread *t, uint32_t below) {
+  t->random = t->random * 6364136223846793005ull + 1442695040888963407ull;
+  return (uint32_t)(t->random >> 33) % below;
+}
+
+static uint32_t draw_size(struct thread *t) {
+  static const uint32_t sizes[] = {0, 1, 3, 15, 16, 17, 1000, 1024, 1025, 2047, 2048, 2049, 4097, 9999, MOST};
+  return sizes[draw(t, sizeof sizes / sizeof *sizes)];
+}
+
+/* What `rank` holds at place `i` in this operation. */
+static int32_t value(const struct thread *t, uint32_t rank, size_t i) {
+  return (int32_t)((rank * 7919u + t->operation * 104729u + (uint32_t)i * 31u) % 1000u);
+}
+
+static void fill(const struct thread *t, int32_t *to, uint32_t rank, size_t first, size_t n) {
+  for (size_t i = 0; i < n; i++) to[i] = value(t, rank, first + i);
+}
+
+static int holds(const struct thread *t, const int32_t *at, uint32_t rank, size_t first, size_t n) {
+  for (size_t i = 0; i < n; i++)
+    if (at[i] != value(t, rank, first + i)) return 0;
+  return 1;
+}
+
+static int holds_sum(const struct thread *t, const int32_t *at, size_t first, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    int32_t sum = 0;
+    for (uint32_t r = 0; r < t->g.world; r++) sum += value(t, r, first + i);
+    if (at[i] != sum) return 0;
+  }
+  return 1;
+}
+
+static void all_reduce(struct thread *t) {
+  struct plx_group *g = &t->g;
+  size_t n = draw_size(t);
+  uint32_t where = draw(t, 5), odd = draw(t, g->world), root = draw(t, g->world);
+  int32_t *own = t->in;
+  /* 0, 1: private. 2: all at one place of the heap. 3: one of them private. 4: one of them at another place. */
+  if (where >= 2) own = (int32_t *)(g->heaps[g->rank] + 64 * draw(t, 100));
+  if (where == 3 && g->rank == odd) own = t->in;
+  if (where == 4 && g->rank == odd) own += 4;
+  fill(t, own, g->rank, 0, n);
+  if (where == 0) {
+    CHECK(plx_all_reduce(g, &t->wait, &here, own, t->out, n, PLX_I32, PLX_SUM, -1) == PLX_OK);
+    CHECK(holds_sum(t, t->out, 0, n));
+    CHECK(holds(t, own, g->rank, 0, n));
+  } else if (where == 1) {
+    CHECK(plx_all_reduce(g, &t->wait, &here, own, own, n, PLX_I32, PLX_SUM, (int)root) == PLX_OK);
+    CHECK(g->rank == root ? holds_sum(t, own, 0, n) : holds(t, own, g->rank, 0, n));
+  } else {
+    CHECK(plx_all_reduce(g, &t->wait, &here, own, own, n, PLX_I32, PLX_SUM, -1) == PLX_OK);
+    CHECK(holds_sum(t, own, 0, n));
+  }
+}
+
+static void reduce_scatter(struct thread *t) {
+  struct plx_group *g = &t->g;
+  size_t counts[MAX_WORLD], starts[MAX_WORLD], at = 0, even = draw_size(t) / MAX_WORLD;
+  const void *in[MAX_WORLD];
+  int uneven = (int)draw(t, 2);
+  for (uint32_t r = 0; r < g->world; r++) {
+    counts[r] = uneven ? draw_size(t) / MAX_WORLD : even;
+    starts[r] = at;
+    in[r] = t->in + at;
+    at += counts[r];
+  }
+  fill(t, t->in, g->rank, 0, at);
+  CHECK(plx_reduce_scatter(g, &t->wait, &here, in, counts, t->out, PLX_I32, PLX_SUM) == PLX_OK);
+  CHECK(holds_sum(t, t->out, starts[g->rank], counts[g->rank]));
+}
+
+static void gather(struct thread *t) {
+  struct plx_group *g = &t->g;
+  size_t bytes[MAX_WORLD], at = 0, even = draw_size(t) / MAX_WORLD;
+  void *out[MAX_WORLD];
+  int uneven = (int)draw(t, 2), root = (int)draw(t, g->world + 1) - 1;
+  for (uint32_t r = 0; r < g->world; r++) {
+    bytes[r] = 4 * (uneven ? draw_size(t) / MAX_WORLD : even);
+    out[r] = t->out + at;
+    at += bytes[r] / 4;
+  }
+  fill(t, t->in, g->rank, 0, bytes[g->rank] / 4);
+  CHECK(plx_gather(g, &t->wait, &here, t->in, out, bytes, PLX_I32, root) == PLX_OK);
+  for (uint32_t r = 0; (root < 0 || (uint32_t)root == g->rank) && r < g->world; r++)
+    CHECK(holds(t, out[r], r, 0, bytes[r] / 4));
+}
+
+static void broadcast(struct thread *t) {
+  size_t n = draw_size(t);
+  uint32_t root = draw(t, t->g.world);
+  fill(t, t->in, t->g.rank, 0, n);
+  CHECK(plx_broadcast(&t->g, &t->wait, &here, t->in, 4 * n, PLX_I32, (int)root) == PLX_OK);
+  CHECK(holds(t, t->in, root, 0, n));
+}
+
+static void scatter(struct thread *t) {
+  struct plx_group *g = &t->g;
+  size_t n = draw_size(t) / MAX_WORLD;
+  uint32_t root = draw(t, g->world);
+  const void *in[MAX_WORLD];
+  for (uint32_t r = 0; r < g->world; r++) in[r] = t->in + r * n;
+  fill(t, t->in, g->rank, 0, n * g->world);
+  CHECK(plx_scatter(g, &t->wait, &here, in, t->out, 4 * n, PLX_I32, (int)root) == PLX_OK);
+  CHECK(holds(t, t->out, root, g->rank * n, n));
+}
+
+static void all_to_all(struct thread *t) {
+  struct plx_group *g = &t->g;
+  size_t counts[MAX_WORLD][MAX_WORLD], in_bytes[MAX_WORLD], out_bytes[MAX_WORLD], even = draw_size(t) / MAX_WORLD;
+  const void *in[MAX_WORLD];
+  void *out[MAX_WORLD];
+  int uneven = (int)draw(t, 2);
+  for (uint32_t r = 0; r < g->world; r++)
+    for (uint32_t d = 0; d < g->world; d++) counts[r][d] = uneven ? draw_size(t) / MAX_WORLD : even;
+  size_t from = 0, to = 0;
+  for (uint32_t r = 0; r < g->world; r++) {
+    in[r] = t->in + from;
+    out[r] = t->out + to;
+    in_bytes[r] = 4 * counts[g->rank][r];
+    out_bytes[r] = 4 * counts[r][g->rank];
+    from += counts[g->rank][r];
+    to += counts[r][g->rank];
+  }
+  fill(t, t->in, g->rank, 0, from);
+  CHECK(plx_all_to_all(g, &t->wait, &here, in, in_bytes, out, out_bytes, PLX_I32, uneven) == PLX_OK);
+  for (uint32_t r = 0; r < g->world; r++) {
+    size_t first = 0;
+    for (uint32_t d = 0; d < g->rank; d++) first += counts[r][d];
+    CHECK(holds(t, out[r], r, first, counts[r][g->rank]));
+  }
+}
+
+/* Around in a circle; even ranks send first, odd ranks receive first, so messages may be longer than the ring. */
+static void pass_on(struct thread *t) {
+  struct plx_group *g = &t->g;
+  uint32_t right = (g->rank + 1) % g->world, left = (g->rank + g->world - 1) % g->world, from;
+  size_t n = draw_size(t);
+  fill(t, t->in, g->rank, 0, n);
+  for (int step = 0; step < 2; step++) {
+    if ((uint32_t)step == g->rank % 2) {
+      CHECK(plx_send(g, &t->wait, &here, t->in, 4 * n, right, 5, PLX_I32) == PLX_OK);
+    } else {
+      CHECK(plx_recv(g, &t->wait, &here, t->out, 4 * n, (int)left, 5, PLX_I32, &from) == PLX_OK);
+      CHECK(from == left);
+      CHECK(holds(t, t->out, left, 0, n));
+    }
+  }
+}
+
+/* Rank 0 hears three tags of everybody, the last first, from whoever comes; the others send in order. */
+static void hear_everybody(struct thread *t) {
+  struct plx_group *g = &t->g;
+  size_t n = draw_size(t) / 8;
+  if (g->rank != 0) {
+    fill(t, t->in, g->rank, 0, n);
+    for (uint32_t tag = 1; tag <= 3; tag++)
+      CHECK(plx_send(g, &t->wait, &here, t->in, 4 * n, 0, tag, PLX_I32) == PLX_OK);
+    return;
+  }
+  for (uint32_t tag = 3; tag >= 1; tag--) {
+    uint32_t heard = 0, from;
+    for (uint32_t i = 1; i < g->world; i++) {
+      CHECK(plx_recv(g, &t->wait, &here, t->out, 4 * n, -1, tag, PLX_I32, &from) == PLX_OK);
+      CHECK(from >= 1 && from < g->world && (heard & 1u << from) == 0);
+      CHECK(holds(t, t->out, from, 0, n));
+      heard |= 1u << from;
+    }
+  }
+}
+
+static void barrier(struct thread *t) { CHECK(plx_barrier(&t->g, &t->wait, &here) == PLX_OK); }
+
+/* What everybody but `odd` learns when the group ends, and that nothing was written. */
+static void end(struct thread *t) {
+  struct plx_group *g = &t->g;
+  uint32_t odd = draw(t, g->world);
+  size_t n = draw_size(t);
+  int code;
+  CHECK(plx_barrier(g, &t->wait, &here) == PLX_OK);
+  fill(t, t->in, g->rank, 0, n);
+  if (t->ending == NEVER_COME) t->wait.deadline_ns = plx_now_ns() + 150000000ull;
+  if (g->rank == odd && t->ending == NEVER_COME) return;
+  if (g->rank == odd && t->ending == POISON) {
+    CHECK(plx_poison(g, PLX_INTERRUPTED, odd) == PLX_INTERRUPTED);
+    return;
+  }
+  if (g->rank == odd && t->ending == LEAVE) {
+    atomic_store_explicit(&plx_rank_of(g, odd)->life, PLX_LEFT, memory_order_release);
+    plx_futex_wake_all(plx_low_half(&plx_rank_of(g, odd)->step));
+    return;
+  }
+  if (g->rank == odd && t->ending == CALL_ANOTHER)
+    code = plx_broadcast(g, &t->wait, &here, t->in, 4 * n, PLX_I32, (int)draw(t, g->world));
+  else
+    code = plx_all_reduce(g, &t->wait, &here, t->in, t->in, n, PLX_I32, PLX_SUM, -1);
+  static const int expected[NUM_ENDINGS] = {PLX_OK, PLX_DEADLINE, PLX_INTERRUPTED, PLX_PEER_LOST, PLX_MISMATCH};
+  CHECK(code == expected[t->ending]);
+  CHECK(holds(t, t->in, g->rank, 0, n));
+  CHECK(plx_barrier(g, &t->wait, &here) == expected[t->ending]); /* it stays over */
+}
+
+static void *run(void *argument) {
+  struct thread *t = argument;
+  static void (*const operations[])(struct thread *) = {all_reduce, all_reduce, reduce_scatter, gather,  broadcast,
+                                                        scatter,    all_to_all, pass_on,        hear_everybody, barrier};
+  for (t->operation = 1; t->operation <= t->operations; t->operation++)
+    operations[draw(t, sizeof operations / sizeof *operations)](t);
+  if (t->ending != FINISH) end(t);
+  return NULL;
+}
+
+static void stress(uint32_t world, int crowded, enum ending ending, uint32_t operations, uint64_t seed) {
+  size_t bytes = plx_group_bytes(world, STAGE, CHANNEL), heaps_bytes = (size_t)world * HEAP;
+  void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  unsigned char *heaps = mmap(NULL, heaps_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED || heaps == MAP_FAILED || plx_group_format(base, world, STAGE, CHANNEL, crowded) != PLX_OK ||
+      plx_group_check(base, bytes) != PLX_OK) {
+    perror("stress: no memory");
+    exit(1);
+  }
+  struct thread *threads = calloc(world, sizeof *threads);
+  for (uint32_t r = 0; r < world; r++) {
+    struct thread *t = &threads[r];
+    struct plx_header *header = base;
+    t->g = (struct plx_group){.base = base, .header = header, .rank = r, .world = world, .crowded = crowded,
+                              .stage_bytes = header->stage_bytes, .spin_ns = 20000, .heap_bytes = HEAP};
+    t->g.pidfds = malloc(world * sizeof *t->g.pidfds);
+    t->g.heaps = malloc(world * sizeof *t->g.heaps);
+    t->g.early = calloc(world, sizeof *t->g.early);
+    for (uint32_t p = 0; p < world; p++) {
+      t->g.pidfds[p] = -1;
+      t->g.heaps[p] = heaps + (size_t)p * HEAP;
+    }
+    t->wait = (struct plx_wait){.deadline_ns = plx_now_ns() + 100000000000ull, .spin_ns = t->g.spin_ns, .culprit = -1};
+    t->random = seed;
+    t->operations = operations;
+    t->ending = ending;
+    t->in = malloc(MOST * 4 * world);
+    t->out = malloc(MOST * 4 * world);
+  }
+  for (uint32_t r = 0; r < world; r++)
+    if (pthread_create(&threads[r].id, NULL, run, &threads[r]) != 0) {
+      perror("stress: no thread");
+      exit(1);
+    }
+  for (uint32_t r = 0; r < world; r++) pthread_join(threads[r].id, NULL);
+  for (uint32_t r = 0; r < world; r++) {
+    struct thread *t = &threads[r];
+    plx_drop_early(&t->g);
+    free(t->g.pidfds);
+    free(t->g.heaps);
+    free(t->g.early);
+    free(t->in);
+    free(t->out);
+  }
+  free(threads);
+  munmap(base, bytes);
+  munmap(heaps, heaps_bytes);
+}
+
+int main(int argc, char **argv) {
+  uint32_t operations = argc > 1 ? (uint32_t)strtoul(argv[1], NULL, 10) : 120;
+  uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+  for (uint32_t world = 2; world <= MAX_WORLD; world++)
+    for (int crowded = 0; crowded <= 1; crowded++) {
+      stress(world, crowded, FINISH, operations, seed + world);
+      for (int ending = NEVER_COME; ending < NUM_ENDINGS; ending++)
+        for (uint32_t again = 0; again < 3; again++) stress(world, crowded, (enum ending)ending, 3, seed + again);
+    }
+  printf("stress: %u operations in each of 8 groups, and %d groups that ended, as they should.\n", operations,
+         (NUM_ENDINGS - 1) * 3 * 8);
+  return 0;
+}
