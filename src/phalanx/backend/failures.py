@@ -107,7 +107,7 @@ def _deadline(arena: Arena, here: str, timeout_s: float, who: int) -> DeadlineEr
     span = f" within {timeout_s:.1f} s" if who == arena.rank else f"; rank {who} gave up waiting"
     said = f"no answer from {ranks(missing)}{span}" if missing else f"time ran out{span}"
     lines = "\n".join(f"Rank {r} {story(core, r)}." for r in missing)
-    advice = "Read the log of the missing rank first; if it is only slow, raise `timeout`."
+    advice = "Read the log of the missing rank first; if it is only slow, raise the timeout of the group."
     return DeadlineError(
         "\n".join(filter(None, (f"{here}: {said}.", lines, f"{advice} {_OVER}"))), missing=tuple(missing)
     )

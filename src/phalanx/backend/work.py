@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_SMALL_BYTES = 64
+
 
 class PhalanxWork(dist.Work):
     """An operation that runs, or has run, on one of the group's threads.
@@ -29,6 +31,7 @@ class PhalanxWork(dist.Work):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._settled = False
         self._source = -1
         self.lane: Lane | None = None
 
@@ -75,7 +78,7 @@ class PhalanxWork(dist.Work):
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
-                if self._done.is_set():
+                if self._settled:
                     self._future.set_result(list(self._values()))
             return self._future.then(self._unwrap)
 
@@ -89,23 +92,31 @@ class PhalanxWork(dist.Work):
             return self._outputs
         return [ref() for ref in self._weak]
 
-    def finish(self, error: BaseException | None) -> None:
-        """Called once, by the thread that carried it out.
+    def settle(self, error: BaseException | None) -> Callable[[], None] | None:
+        """Called once, by the thread that carried it out: the outcome is known, nobody has been told.
+
+        Returns what tells the future's callbacks, if anybody has asked for a future; `release` comes after that.
 
         From here on tensors are held weakly: torch's C++ side may keep a Work for long, and the group keeps it alive
-        for that (a Work whose Python half is collected would make C++ wait for ever).
+        for that (a Work whose Python half is collected would make C++ wait for ever). Only small ones stay: DDP's
+        count of the ranks that have not joined lives nowhere else.
         """
         outputs = self._outputs or ()
         with self._lock:
             self._error = error
-            if all(isinstance(o, Tensor) for o in outputs):
+            self._settled = True
+            if all(isinstance(o, Tensor) for o in outputs) and sum(o.nbytes for o in outputs) > _SMALL_BYTES:
                 self._weak = [weakref.ref(o) for o in outputs]
                 self._outputs = None
-            self._done.set()
             future, self._future = self._future, None
             self.lane = None
-        if future is not None:
-            future.set_result(list(outputs))
+        if future is None:
+            return None
+        return lambda: future.set_result(list(outputs))
+
+    def release(self) -> None:
+        """Wake up whoever waits."""
+        self._done.set()
 
 
 class DoneWork(dist.Work):
@@ -146,10 +157,16 @@ class Lane:
 
     Whoever waits for the action that is next in line carries it out itself: a call that is waited for at once, such
     as `dist.recv`, then never changes threads.
+
+    With `callbacks_first`, what a future's callback calls is carried out within that call, before whatever is queued.
+    PowerSGD's callbacks wait for collectives of their own: queued, those would wait for the thread that waits for them;
+    and their place among the others must not depend on how far the main thread of each rank has come.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, callbacks_first: bool = False) -> None:
         self.name = name
+        self._callbacks_first = callbacks_first
+        self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the lane meanwhile
         self._items: deque[tuple[Action, PhalanxWork]] = deque()
         self._busy = False
         self._closing = False
@@ -163,6 +180,9 @@ class Lane:
 
     def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         """Queue `action`; `work` finishes when it has run."""
+        if self._callbacks_first and self._in_callbacks == threading.get_ident():
+            self._carry_out((action, work), nested=True)
+            return work
         work.lane = self
         with self._changed:
             self._items.append((action, work))
@@ -192,18 +212,24 @@ class Lane:
             self._carry_out(item)
             del item
 
-    def _carry_out(self, item: tuple[Action, PhalanxWork]) -> None:
+    def _carry_out(self, item: tuple[Action, PhalanxWork], *, nested: bool = False) -> None:
         action, work = item
         error: BaseException | None = None
         try:
             action()
         except BaseException as e:  # whatever it was, the waiter must hear it
             error = e
+        tell = work.settle(error)
+        if tell is not None:
+            self._in_callbacks = threading.get_ident()
+            tell()  # torch keeps what a callback raises for the callback's own future
         # Free before the waiter wakes up, or its next call would queue behind nothing.
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
-        work.finish(error)
+        if not nested:
+            self._in_callbacks = -1
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+        work.release()
 
     def close(self, timeout_s: float) -> bool:
         """Let the thread end after what is queued; whether it did within `timeout_s`."""
