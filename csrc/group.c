@@ -1,5 +1,7 @@
 /* Arrive and wait: the one way in which ranks meet, on atomics and futex, with a deadline on every wait. */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include "group.h"
 
 #include <errno.h>
@@ -232,6 +234,8 @@ int plx_gate(struct plx_group *g, struct plx_wait *w) {
 }
 
 void plx_publish(struct plx_group *g, const struct plx_call *call) {
+  /* A rank that goes on after a mismatch must not write over the call that slower ranks still compare. */
+  if (atomic_load_explicit(&g->header->poison, memory_order_acquire) != 0) return;
   plx_rank_of(g, g->rank)->call[g->turn & 1] = *call;
 }
 

@@ -13,6 +13,7 @@
 #define OP_BXOR(a, b) ((a) ^ (b))
 #define SAME(x, n) (x)
 #define MEAN(x, n) ((x) / (n))
+#define SIGNED_MEAN(x, n) ((int64_t)(x) / (n))
 
 /* T in memory, W while accumulating (at least as wide), N the type of the divisor, END what happens to the total. */
 #define KERNEL(name, T, W, N, OP, END)                                                                                \
@@ -42,24 +43,26 @@
     }                                                                                                                 \
   }
 
-#define INTEGER_KERNELS(suffix, T, W)                          \
-  KERNEL(sum_##suffix, T, T, T, OP_SUM, SAME)                  \
-  KERNEL(avg_##suffix, T, W, W, OP_SUM, MEAN)                  \
-  KERNEL(product_##suffix, T, T, T, OP_PRODUCT, SAME)          \
+/* Integers wrap. Where C would call that undefined (signed types, and short ones that become int) the arithmetic is done
+ * in an unsigned type: S for sums, P for products, uint64_t for means. */
+#define INTEGER_KERNELS(suffix, T, S, P, N, AVERAGE)           \
+  KERNEL(sum_##suffix, T, S, S, OP_SUM, SAME)                  \
+  KERNEL(avg_##suffix, T, uint64_t, N, OP_SUM, AVERAGE)        \
+  KERNEL(product_##suffix, T, P, P, OP_PRODUCT, SAME)          \
   KERNEL(min_##suffix, T, T, T, OP_MIN, SAME)                  \
   KERNEL(max_##suffix, T, T, T, OP_MAX, SAME)                  \
   KERNEL(band_##suffix, T, T, T, OP_BAND, SAME)                \
   KERNEL(bor_##suffix, T, T, T, OP_BOR, SAME)                  \
   KERNEL(bxor_##suffix, T, T, T, OP_BXOR, SAME)
 
-INTEGER_KERNELS(u8, uint8_t, uint64_t)
-INTEGER_KERNELS(i8, int8_t, int64_t)
-INTEGER_KERNELS(u16, uint16_t, uint64_t)
-INTEGER_KERNELS(i16, int16_t, int64_t)
-INTEGER_KERNELS(u32, uint32_t, uint64_t)
-INTEGER_KERNELS(i32, int32_t, int64_t)
-INTEGER_KERNELS(u64, uint64_t, uint64_t)
-INTEGER_KERNELS(i64, int64_t, int64_t)
+INTEGER_KERNELS(u8, uint8_t, uint8_t, uint8_t, uint64_t, MEAN)
+INTEGER_KERNELS(i8, int8_t, int8_t, int8_t, int64_t, SIGNED_MEAN)
+INTEGER_KERNELS(u16, uint16_t, uint16_t, uint32_t, uint64_t, MEAN)
+INTEGER_KERNELS(i16, int16_t, int16_t, uint32_t, int64_t, SIGNED_MEAN)
+INTEGER_KERNELS(u32, uint32_t, uint32_t, uint32_t, uint64_t, MEAN)
+INTEGER_KERNELS(i32, int32_t, uint32_t, uint32_t, int64_t, SIGNED_MEAN)
+INTEGER_KERNELS(u64, uint64_t, uint64_t, uint64_t, uint64_t, MEAN)
+INTEGER_KERNELS(i64, int64_t, uint64_t, uint64_t, int64_t, SIGNED_MEAN)
 
 #define FLOAT_KERNELS(suffix, T)                      \
   KERNEL(sum_##suffix, T, T, T, OP_SUM, SAME)         \
@@ -208,6 +211,7 @@ static const plx_reduce_fn PLX_ISA(table)[PLX_NUM_DTYPES][PLX_NUM_REDOPS] = {
 #undef OP_BXOR
 #undef SAME
 #undef MEAN
+#undef SIGNED_MEAN
 #undef KERNEL
 #undef INTEGER_KERNELS
 #undef FLOAT_KERNELS

@@ -13,6 +13,7 @@
 #include <sys/mman.h>
 
 #include "collectives.h"
+#include "reduce.h"
 
 #define MAX_WORLD 5u
 #define STAGE 8192u /* small, so that most tensors take several turns */
@@ -305,9 +306,25 @@ static void stress(uint32_t world, int crowded, enum ending ending, uint32_t ope
   munmap(heaps, heaps_bytes);
 }
 
+/* Every kernel on bytes of any kind, for what the sanitizers say; the values are compared in tests/backend. */
+static void kernels(uint64_t seed) {
+  static _Alignas(16) unsigned char bytes[3][16 * 1030], out[16 * 1030];
+  const void *src[3] = {bytes[0], bytes[1], bytes[2]};
+  struct thread random = {.random = seed};
+  for (uint32_t i = 0; i < sizeof bytes; i++) bytes[i / sizeof bytes[0]][i % sizeof bytes[0]] = (unsigned char)draw(&random, 256);
+  for (int dtype = -1; dtype <= PLX_NUM_DTYPES; dtype++)
+    for (int redop = -1; redop <= PLX_NUM_REDOPS; redop++) {
+      plx_reduce_fn kernel = plx_reduce_kernel(dtype, redop);
+      if (kernel == NULL) continue;
+      for (uint32_t n = 1; n <= 3; n++)
+        for (size_t count = 0; count <= 1030; count += count < 20 ? 1 : 505) kernel(out, src, n, count);
+    }
+}
+
 int main(int argc, char **argv) {
   uint32_t operations = argc > 1 ? (uint32_t)strtoul(argv[1], NULL, 10) : 120;
   uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+  kernels(seed);
   for (uint32_t world = 2; world <= MAX_WORLD; world++)
     for (int crowded = 0; crowded <= 1; crowded++) {
       stress(world, crowded, FINISH, operations, seed + world);

@@ -1,0 +1,160 @@
+"""File descriptors change hands between processes that know one token; whoever does not gets nothing."""
+
+import os
+import socket
+import struct
+import threading
+
+import pytest
+
+from phalanx.arena import handover
+from phalanx.arena.handover import Counter, fetch, memory, new_token
+from phalanx.deadline import Deadline
+from phalanx.errors import DeadlineError, PhalanxError
+
+
+class Leader:
+    """A counter that serves in a thread: `with Leader(...) as token`."""
+
+    def __init__(self, ranks, fds, timeout=10.0):
+        self.token, self.missing, self.notices = new_token(), None, []
+        self._ranks, self._fds, self._timeout = ranks, fds, timeout
+
+    def __enter__(self):
+        self._counter = Counter(self.token)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        return self
+
+    def _serve(self):
+        try:
+            self._counter.serve(self._ranks, self._fds, Deadline.after(self._timeout), self.notices.append)
+        except DeadlineError as error:
+            self.missing = error.missing
+
+    def __exit__(self, *_):
+        self._thread.join()
+        self._counter.__exit__(None, None, None)
+
+
+def connect(token):
+    s = socket.socket(socket.AF_UNIX)
+    s.connect(f"\0phalanx-{token}")
+    return s
+
+
+def test_each_rank_gets_the_same_memory_under_numbers_of_its_own():
+    with memory("test", 4096) as fd, memory("other", 100) as other, Leader([1, 2], [fd, other]) as leader:
+        os.pwrite(fd, b"hello", 0)
+        got = [fetch(leader.token, rank, 2, Deadline.after(10)) for rank in (2, 1)]
+        for mine, second in got:
+            assert mine != fd
+            assert os.pread(mine, 5, 0) == b"hello"
+            assert os.fstat(second).st_size == 100
+            assert not os.get_inheritable(mine)
+            os.close(mine)
+            os.close(second)
+    assert leader.missing is None
+
+
+def test_memory_is_nameless_sparse_and_closed_on_exit():
+    with memory("test", 1 << 40) as fd:
+        assert os.fstat(fd).st_size == 1 << 40
+        assert os.fstat(fd).st_blocks == 0
+        assert os.fstat(fd).st_nlink == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_a_stranger_without_the_token_gets_nothing_and_holds_nobody_up():
+    with memory("test", 4096) as fd, Leader([1], [fd]) as leader:
+        with connect(leader.token) as stranger:
+            stranger.sendall(struct.pack("16sI", bytes(16), 1))
+            assert stranger.recv(10) == b""
+        with connect(leader.token) as hasty:
+            hasty.sendall(b"short")
+        with connect(leader.token) as unknown:  # knows the token, but is not expected
+            unknown.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 7))
+            assert unknown.recv(10) == b""
+        (mine,) = fetch(leader.token, 1, 1, Deadline.after(10))
+        os.close(mine)
+    assert leader.missing is None
+
+
+def test_a_visitor_that_says_nothing_costs_its_patience_and_no_more(monkeypatch):
+    monkeypatch.setattr(handover, "_PATIENCE_S", 0.1)
+    with memory("test", 4096) as fd, Leader([1], [fd]) as leader, connect(leader.token):
+        (mine,) = fetch(leader.token, 1, 1, Deadline.after(10))
+        os.close(mine)
+    assert leader.missing is None
+
+
+def test_a_silent_visitor_does_not_hold_the_leader_beyond_its_deadline():
+    with memory("test", 4096) as fd, Leader([1, 3], [fd], timeout=0.2) as leader, connect(leader.token):
+        pass
+    assert leader.missing == (1, 3)
+    with memory("test", 4096) as fd, Leader([1], [fd], timeout=0.2) as leader:
+        silent = connect(leader.token)
+        leader._thread.join(4.0)
+        assert leader.missing == (1,)
+        silent.close()
+
+
+def test_a_rank_that_asks_and_dies_counts_as_missing():
+    with memory("test", 4096) as fd, Leader([1], [fd], timeout=0.3) as leader:
+        visitor = connect(leader.token)
+        visitor.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 1))
+        visitor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        visitor.close()
+    assert leader.missing in (None, (1,))  # the descriptors may have been on their way already
+
+
+def test_a_wrong_number_of_descriptors_is_refused_and_none_is_kept():
+    with memory("test", 4096) as fd, Leader([1], [fd]) as leader:
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(PhalanxError, match="closed the door: 1 of 2 descriptors came"):
+            fetch(leader.token, 1, 2, Deadline.after(10))
+        assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_leader_that_is_gone_is_an_error_at_once():
+    token = new_token()
+    with pytest.raises(PhalanxError, match=r"the leader of this host cannot be reached: .*refused"):
+        fetch(token, 1, 1, Deadline.after(10))
+    with Counter(token) as counter:
+        assert counter.token == token
+    with pytest.raises(PhalanxError, match="cannot be reached"):
+        fetch(token, 1, 1, Deadline.after(10))
+
+
+def test_a_leader_that_does_not_answer_is_late():
+    token = new_token()
+    with Counter(token), pytest.raises(DeadlineError, match="did not hand over the shared memory in time"):
+        fetch(token, 1, 1, Deadline.after(0.1))
+    with pytest.raises(DeadlineError, match="in time"):
+        fetch(token, 1, 1, Deadline.after(0.1), wait_for_leader=True)
+
+
+def test_whoever_may_wait_for_the_leader_knocks_until_its_door_opens():
+    token, got = new_token(), []
+    visitor = threading.Thread(target=lambda: got.extend(fetch(token, 1, 1, Deadline.after(20), wait_for_leader=True)))
+    visitor.start()
+    with memory("test", 4096) as fd, Counter(token) as counter:
+        counter.serve([1], [fd], Deadline.after(20), lambda missing: None)
+        visitor.join()
+    os.close(*got)
+
+
+def test_a_leader_says_who_is_missing_while_it_waits(monkeypatch):
+    monkeypatch.setattr(handover, "_SLICE_S", 0.05)
+    with memory("test", 4096) as fd, Leader([1, 2], [fd], timeout=0.2) as leader:
+        pass
+    assert leader.missing == (1, 2)
+    assert leader.notices[0] == {1, 2}
+
+
+def test_two_leaders_cannot_have_one_token():
+    token = new_token()
+    assert len(bytes.fromhex(token)) == 16
+    with Counter(token), pytest.raises(OSError, match="in use"):
+        Counter(token)
