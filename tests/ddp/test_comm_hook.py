@@ -46,7 +46,7 @@ def test_pytorchs_hooks_leave_the_mean(backend, hook, tolerance):
     run_ranks(fn, 2, backend=backend)
 
 
-def test_power_sgd_gives_what_it_gives_under_pytorchs_own():
+def test_power_sgd_gives_what_it_gives_under_pytorchs_own(backend):
     def fn(rank, world_size):
         def gradients(wrap):
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
@@ -56,7 +56,7 @@ def test_power_sgd_gives_what_it_gives_under_pytorchs_own():
         for mine, reference in zip(gradients(DistributedDataParallel), theirs, strict=True):
             torch.testing.assert_close(mine, reference)
 
-    run_ranks(fn, 2, backend="gloo")
+    run_ranks(fn, 2, backend=backend)
 
 
 def test_a_hook_sees_the_bucket_as_pytorchs_interface_describes_it():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import DistributedDataParallel
+from phalanx.ddp.board import BoardExchange
 from phalanx.testing import run_ranks
 
 
@@ -100,6 +101,36 @@ def test_both_ways_to_zero_gradients_give_the_same():
                 _assert_gradients(ddp, expected)
 
     run_ranks(fn, 2, backend="gloo")
+
+
+def test_buckets_of_the_shared_heap_are_reduced_where_they_lie_also_after_they_are_rebuilt():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp(), bucket_cap_mb=0.0001)
+        for _ in range(2):
+            assert isinstance(ddp._reducer._exchange, BoardExchange)
+            _plain(ddp, rank)
+        arena = dist.group.WORLD._memory.arena
+        return [arena.heap_offset(parameter.grad.data_ptr()) for parameter in ddp.parameters()]  # raises outside
+
+    mine, other = run_ranks(fn, 2)
+    assert mine == other
+
+
+def test_an_empty_bucket_and_none_but_empty_buckets_are_averaged(backend):
+    class Empty(nn.Module):
+        def __init__(self, *shapes):
+            super().__init__()
+            self.weights = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape, dtype in shapes)
+
+        def forward(self, inputs):
+            return sum((weight.sum().float() * inputs.sum() for weight in self.weights), torch.zeros(()))
+
+    def fn(rank, world_size):
+        nothing = (0, 2), torch.bfloat16
+        for shapes in ([nothing], [nothing, ((3,), torch.float32)]):
+            _agrees(_plain, build=lambda shapes=shapes: Empty(*shapes))(rank, world_size)
+
+    run_ranks(fn, 2, backend=backend)
 
 
 def test_gradients_that_the_user_replaced_are_accumulated_on(backend):
@@ -302,7 +333,7 @@ class _Checkpointed(nn.Module):
     ],
     ids=["tied", "frozen", "channels_last", "empty", "checkpoint_reentrant", "checkpoint"],
 )
-def test_models_of_every_kind_get_the_mean(build):
+def test_models_of_every_kind_get_the_mean(backend, build):
     def seeded():
         torch.manual_seed(0)
         return build()
@@ -311,7 +342,7 @@ def test_models_of_every_kind_get_the_mean(build):
         for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
             _agrees(_plain, build=seeded, rounds=3, bucket_cap_mb=0.0001, **options)(rank, world_size)
 
-    run_ranks(fn, 2, backend="gloo")
+    run_ranks(fn, 2, backend=backend)
 
 
 def test_compiled_modules_get_the_mean_inside_and_outside_the_wrapper():

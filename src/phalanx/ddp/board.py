@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.backend.board import SharedBoard
 from phalanx.ddp.bucket import DenseBucket
@@ -25,8 +27,9 @@ class BoardExchange:
     scale = 1.0
 
     def __init__(self, group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> None:
-        self._numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
-        self._board = SharedBoard(group, [bucket.buffer for bucket in buckets], dist.ReduceOp.AVG)
+        filled = [bucket for bucket in buckets if bucket.plan.numel]  # an empty tensor lies nowhere
+        self._numbers = {id(bucket): number for number, bucket in enumerate(filled)}
+        self._board = SharedBoard(group, [_real(bucket.buffer) for bucket in filled], dist.ReduceOp.AVG)
         self._open = False
 
     def launch(self, bucket: DenseBucket) -> BoardExchange:
@@ -34,7 +37,9 @@ class BoardExchange:
         if not self._open:
             self._open = True
             self._board.begin()
-        self._board.ready(self._numbers[id(bucket)])
+        number = self._numbers.get(id(bucket))
+        if number is not None:
+            self._board.ready(number)
         return self
 
     def wait(self) -> None:
@@ -46,4 +51,13 @@ class BoardExchange:
 
 def can_share(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> bool:
     """Whether the buckets lie in memory that the group's ranks share. The same answer on every rank."""
-    return all(bucket.buffer.device.type == "cpu" for bucket in buckets) and SharedBoard.serves(group)
+    return (
+        any(bucket.plan.numel for bucket in buckets)
+        and all(bucket.buffer.device.type == "cpu" for bucket in buckets)
+        and SharedBoard.serves(group)
+    )
+
+
+def _real(buffer: Tensor) -> Tensor:
+    """The mean of complex numbers is that of their parts."""
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer

@@ -2,7 +2,7 @@
 
 The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread while backward
 goes on, and `Pending.wait` for each, in the same order, when backward is done. What happens between is the exchange's
-affair.
+affair: one for any backend is here, one for buckets in the shared heap in `board`, one for users' hooks in `comm_hook`.
 """
 
 from __future__ import annotations

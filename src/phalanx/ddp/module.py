@@ -211,7 +211,7 @@ class DistributedDataParallel(nn.Module):
         if sparse:
             raise RuntimeError(f"register_comm_hook: {sparse[0]!r} has sparse gradients, which hooks are not given")
         self._has_comm_hook = True
-        self._reducer.exchange = HookExchange(state, hook, lambda: len(self.plan.buckets))
+        self._reducer.use_exchange(HookExchange(state, hook, lambda: len(self.plan.buckets)))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state, under its own keys: it loads into the bare module."""

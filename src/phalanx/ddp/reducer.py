@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.ddp.board import BoardExchange, can_share
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Exchange, Pending, SparsePending, WorkExchange
 from phalanx.ddp.graph import Reach, find_reach
@@ -56,7 +57,8 @@ class Reducer:
         self._learning = static_graph  # a static graph is learnt in the first round: how often each gradient is written
         self._fires_expected = [1] * len(self._parameters)
         self._idle: frozenset[int] = frozenset()  # parameters of a static graph that no rank uses
-        self.exchange: Exchange = WorkExchange(group)
+        self._exchange: Exchange
+        self._custom_exchange: Exchange | None = None
 
         self._forward_syncs = False  # what the latest forward decided
         self._backward_syncs: bool | None = None  # what the backward in progress does; None before it is known
@@ -80,6 +82,10 @@ class Reducer:
             for index, parameter in enumerate(self._parameters)
         ]
         weakref.finalize(self, _remove, self._hooks)
+
+    def use_exchange(self, exchange: Exchange) -> None:
+        """Let `exchange` combine the buckets, of this plan and the next."""
+        self._exchange = self._custom_exchange = exchange
 
     # Before and after the module's forward
 
@@ -141,7 +147,8 @@ class Reducer:
                 f"{self._here()}: parameter {self._specs[index]} received another gradient in one backward, after its "
                 "bucket was closed. Reentrant checkpointing of a module that is used twice does that, and so do two "
                 "backwards that each reach only a part of the parameters. Pass static_graph=True if every iteration "
-                "does the same, use checkpoint(..., use_reentrant=False), or add the losses and call backward once."
+                "does the same, use checkpoint(..., use_reentrant=False), or add the losses and call backward once. "
+                "With static_graph=True it says that this iteration is not like the first."
             )
         if self._learning:
             self._order.pop(index, None)  # the last time counts
@@ -171,7 +178,7 @@ class Reducer:
 
     def _mark_ready(self, index: int) -> None:
         number, position = self._places[index]
-        self._buckets[number].fill(position, self.exchange.scale, written=self._fires[index] > 0)
+        self._buckets[number].fill(position, self._exchange.scale, written=self._fires[index] > 0)
         self._ready[index] = True
         self._num_missing[number] -= 1
         while self._num_launched < len(self._buckets) and self._num_missing[self._num_launched] == 0:
@@ -180,7 +187,7 @@ class Reducer:
             if isinstance(bucket, SparseBucket):
                 self._pending.append(SparsePending(bucket, self._group))
             else:
-                self._pending.append(self.exchange.launch(bucket))
+                self._pending.append(self._exchange.launch(bucket))
 
     # At the end of backward
 
@@ -266,6 +273,8 @@ class Reducer:
             for bucket in plan.buckets
             for position, slot in enumerate(bucket.slots)
         }
+        dense = [bucket for bucket in self._buckets if isinstance(bucket, DenseBucket)]
+        self._exchange = self._custom_exchange or _choose_exchange(self._group, dense)
         if grads is not None:
             for index, (number, position) in self._places.items():
                 self._buckets[number].adopt(position, grads[index])
@@ -301,6 +310,11 @@ class Reducer:
             f"{shown}{more}. {len(self._buckets) - self._num_launched} of {len(self._buckets)} buckets could not be "
             f"sent, so the gradients of this step are not averaged. {advice}"
         )
+
+
+def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:
+    """Reduce buckets where they lie, if all ranks can reach them there; else through the group's all_reduce."""
+    return BoardExchange(group, buckets) if can_share(group, buckets) else WorkExchange(group)
 
 
 def _when_accumulated(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
