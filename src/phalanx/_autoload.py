@@ -6,7 +6,9 @@ dictionary entry.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from typing import Any
 
 DEVICES = ["cpu"]  # a list: torch reads a plain string as the devices 'c', 'p' and 'u'
@@ -20,6 +22,7 @@ def register() -> None:
         return
     dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=DEVICES)
     _extend_env_rendezvous()
+    _extend_monitored_barrier()
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -39,3 +42,20 @@ def _extend_env_rendezvous() -> None:
         return env_rendezvous(original, url, timeout, **kwargs)
 
     rendezvous._rendezvous_handlers["env"] = handler
+
+
+def _extend_monitored_barrier() -> None:
+    """Let `dist.monitored_barrier` take our groups: torch's refuses them by name. All others see torch's own."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    original = c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        if "phalanx.backend.process_group" not in sys.modules:  # then there is no group of ours
+            original(group, timeout, wait_all_ranks)
+            return
+        home = importlib.import_module("phalanx.backend.monitored_barrier")
+        home.monitored_barrier(original, group, timeout, wait_all_ranks)
+
+    for module in (c10d, importlib.import_module("torch.distributed")):
+        vars(module)["monitored_barrier"] = monitored_barrier

@@ -26,6 +26,7 @@ from phalanx.backend.process_group.identity import Identity
 from phalanx.backend.shared_memory import Span
 from phalanx.backend.sites import calling_site
 from phalanx.dtypes import REAL_CODES
+from phalanx.errors import DeadlineError
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM
@@ -304,15 +305,20 @@ class Collectives(Identity):
         return self._carry_out(lambda span: self._memory.barrier(span), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names who did not come; every error of this backend does, so it is the same as `barrier`.
+        """A barrier that names who did not come, as every error of this backend does; the words are Gloo's.
 
-        `wait_all_ranks` is accepted for torch's sake: all missing ranks are always named.
+        `wait_all_ranks` says whether the first line names all missing ranks or the first; what follows names all.
         """
+        from phalanx.backend.monitored_barrier import in_torchs_words
+
         opts = c10d.BarrierOptions()
         opts.asyncOp = False
         if timeout is not None:
-            opts.timeout = timeout
-        self._carry_out(lambda span: self._memory.barrier(span), opts, []).wait()
+            opts.timeout = max(timeout, timedelta(milliseconds=1))  # no time at all would read as "unset"
+        try:
+            self._carry_out(lambda span: self._memory.barrier(span), opts, []).wait()
+        except DeadlineError as error:
+            raise in_torchs_words(error, self._rank, wait_all_ranks=wait_all_ranks) from None
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing to open: operations inside the block are carried out as they come."""
