@@ -195,20 +195,21 @@ static void pass_on(struct thread *t) {
   }
 }
 
-/* Rank 0 hears three tags of everybody, the last first, from whoever comes; the others send in order. */
+/* Rank 0 hears three tags of everybody, the last first, from whoever comes; the others send in order. The tags are this
+ * operation's own, because a fast sender may already be in the next one. */
 static void hear_everybody(struct thread *t) {
   struct plx_group *g = &t->g;
   size_t n = draw_size(t) / 8;
   if (g->rank != 0) {
     fill(t, t->in, g->rank, 0, n);
     for (uint32_t tag = 1; tag <= 3; tag++)
-      CHECK(plx_send(g, &t->wait, &here, t->in, 4 * n, 0, tag, PLX_I32) == PLX_OK);
+      CHECK(plx_send(g, &t->wait, &here, t->in, 4 * n, 0, 4 * t->operation + tag, PLX_I32) == PLX_OK);
     return;
   }
   for (uint32_t tag = 3; tag >= 1; tag--) {
     uint32_t heard = 0, from;
     for (uint32_t i = 1; i < g->world; i++) {
-      CHECK(plx_recv(g, &t->wait, &here, t->out, 4 * n, -1, tag, PLX_I32, &from) == PLX_OK);
+      CHECK(plx_recv(g, &t->wait, &here, t->out, 4 * n, -1, 4 * t->operation + tag, PLX_I32, &from) == PLX_OK);
       CHECK(from >= 1 && from < g->world && (heard & 1u << from) == 0);
       CHECK(holds(t, t->out, from, 0, n));
       heard |= 1u << from;

@@ -131,7 +131,9 @@ def split_rows(tensor: Tensor, sizes: Sequence[int], world_size: int, operation:
     Raises:
         ValueError: the sizes do not fit.
     """
-    rows = tensor.shape[0] if tensor.dim() else 0
+    if tensor.dim() == 0:
+        raise ValueError(f"{operation}: {name} has no dimension along which it could be split")
+    rows = tensor.shape[0]
     if not sizes:
         if rows % world_size:
             raise ValueError(f"{operation}: {name} has {rows} rows, which {world_size} ranks cannot share equally")
