@@ -105,7 +105,7 @@ class PhalanxWork(dist.Work):
         with self._lock:
             self._error = error
             self._settled = True
-            if all(isinstance(o, Tensor) for o in outputs) and sum(o.nbytes for o in outputs) > _SMALL_BYTES:
+            if all(isinstance(o, Tensor) for o in outputs) and sum(_nbytes(o) for o in outputs) > _SMALL_BYTES:
                 self._weak = [weakref.ref(o) for o in outputs]
                 self._outputs = None
             future, self._future = self._future, None
@@ -117,6 +117,10 @@ class PhalanxWork(dist.Work):
     def release(self) -> None:
         """Wake up whoever waits."""
         self._done.set()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # not Tensor.nbytes, which sparse tensors do not have
 
 
 class DoneWork(dist.Work):
