@@ -2,6 +2,9 @@
 
 import copy
 import itertools
+import os
+import signal
+import sys
 
 import pytest
 import torch
@@ -9,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx import DistributedDataParallel
+from phalanx import DistributedDataParallel, PeerLostError
 from phalanx.ddp.board import BoardExchange
+from phalanx.ddp.exchange import WorkExchange
 from phalanx.testing import run_ranks
 
 
@@ -114,6 +118,34 @@ def test_buckets_of_the_shared_heap_are_reduced_where_they_lie_also_after_they_a
 
     mine, other = run_ranks(fn, 2)
     assert mine == other
+
+
+def test_ranks_that_can_not_share_memory_get_the_mean_over_the_backend_that_stands_in(monkeypatch):
+    def fn(rank, world_size):
+        monkeypatch.setattr("phalanx.backend.create._cannot_share", lambda *_: "the test says so")
+        group = dist.new_group()
+        ddp = DistributedDataParallel(_mlp(), process_group=group)
+        assert isinstance(ddp._reducer._exchange, WorkExchange)
+        _plain(ddp, rank)
+        _assert_gradients(ddp, _mean_gradients(_mlp(), _plain, world_size))
+
+    run_ranks(fn, 2)
+
+
+def test_without_the_c_core_gloo_still_leaves_the_mean():
+    def fn(rank, world_size):
+        for name in [
+            name for name in sys.modules if name.startswith(("phalanx.ddp", "phalanx.backend", "phalanx.arena"))
+        ]:
+            del sys.modules[name]
+        sys.modules["phalanx._core"] = None  # importing it fails
+        from phalanx.ddp import DistributedDataParallel as Fresh
+
+        ddp = Fresh(_mlp())
+        _plain(ddp, rank)
+        _assert_gradients(ddp, _mean_gradients(_mlp(), _plain, world_size))
+
+    run_ranks(fn, 2, backend="gloo")
 
 
 def test_an_empty_bucket_and_none_but_empty_buckets_are_averaged(backend):
@@ -552,3 +584,16 @@ def test_a_backward_interrupted_between_buckets_is_an_error_of_the_next_forward(
             ddp(_batch(rank))
 
     run_ranks(fn, 2, backend="gloo")
+
+
+def test_a_rank_that_dies_in_backward_is_named_by_the_others():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp(), bucket_cap_mb=0.0001)
+        _plain(ddp, rank)
+        if rank == 1:
+            ddp.module[0].weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(PeerLostError, match="rank 1") as caught:
+            _plain(ddp, rank)
+        return caught.value.ranks
+
+    assert run_ranks(fn, 3, lost=[1]) == [(1,), None, (1,)]

@@ -49,15 +49,6 @@ class BoardExchange:
             self._board.finish()
 
 
-def can_share(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> bool:
-    """Whether the buckets lie in memory that the group's ranks share. The same answer on every rank."""
-    return (
-        any(bucket.plan.numel for bucket in buckets)
-        and all(bucket.buffer.device.type == "cpu" for bucket in buckets)
-        and SharedBoard.serves(group)
-    )
-
-
 def _real(buffer: Tensor) -> Tensor:
     """The mean of complex numbers is that of their parts."""
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer

@@ -6,6 +6,7 @@ views     parameter.grad       parameter.grad               same memory, the par
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,10 +16,16 @@ from torch import Tensor
 from phalanx.ddp.plan import Bucket, Slot
 
 
+def shares_memory(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of `group` share memory. The backend's name does not tell: between hosts it stands for Gloo."""
+    module = sys.modules.get("phalanx.backend.process_group")  # not imported: where there is no C core, it can't be
+    return module is not None and isinstance(group, module.PhalanxProcessGroup)
+
+
 def allocate(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
-    """Zeroed memory for a bucket; on backend `phalanx` a collective that returns memory which all ranks can reach."""
-    if bucket.device.type == "cpu" and dist.get_backend(group) == "phalanx":
-        from phalanx.backend import shared_empty  # only this backend needs the C core
+    """Zeroed memory for a bucket; a collective where ranks share memory, and then all can reach it."""
+    if bucket.device.type == "cpu" and shares_memory(group):
+        from phalanx.backend import shared_empty  # needs the C core, which a group that shares memory has
 
         memory: Tensor = shared_empty(bucket.numel, dtype=bucket.dtype, group=group)
         return memory.zero_()

@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.ddp.bucket import DenseBucket, SparseBucket
-
-# Backends whose all_reduce knows AVG: it writes the mean, and no pass over memory is spent on the division.
-_KNOWS_AVG = frozenset({"phalanx", "nccl"})
+from phalanx.ddp.bucket import DenseBucket, SparseBucket, shares_memory
 
 
 class Pending(Protocol):
@@ -45,7 +42,7 @@ class WorkExchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        averages = dist.get_backend(group) in _KNOWS_AVG
+        averages = shares_memory(group) or dist.get_backend(group) == "nccl"
         self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self.scale = 1.0 if averages else 1.0 / group.size()
 

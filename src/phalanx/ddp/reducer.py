@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.ddp.board import BoardExchange, can_share
-from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
+from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate, shares_memory
 from phalanx.ddp.exchange import Exchange, Pending, SparsePending, WorkExchange
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
@@ -314,7 +313,11 @@ class Reducer:
 
 def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:
     """Reduce buckets where they lie, if all ranks can reach them there; else through the group's all_reduce."""
-    return BoardExchange(group, buckets) if can_share(group, buckets) else WorkExchange(group)
+    if shares_memory(group) and any(bucket.plan.numel and bucket.plan.device.type == "cpu" for bucket in buckets):
+        from phalanx.ddp.board import BoardExchange  # needs the C core, which a group that shares memory has
+
+        return BoardExchange(group, buckets)
+    return WorkExchange(group)
 
 
 def _when_accumulated(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
