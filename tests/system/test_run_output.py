@@ -11,6 +11,7 @@ import termios
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from tests.system.phalanx_command import run, start, write_script
 
 
@@ -74,6 +75,18 @@ def test_a_reader_that_goes_away_ends_the_job_quietly(tmp_path: Path) -> None:
         assert "Traceback" not in running.process.stderr.read().replace("BrokenPipe", "")
         assert running.process.returncode == 141
         assert running.survivors() == []
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_closed_descriptor_is_as_good_as_dev_null(tmp_path: Path, closed: int) -> None:
+    script = write_script(tmp_path, "print('out')")
+    words = [sys.executable, "-m", "phalanx.cli", "run", "--no-preload", "--nproc-per-node", "1", script]
+    # a closed stdout once gave its number to one of the agent's own pipes, and the command never ended
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("" if closed == 1 else "[0] out\n")
 
 
 def test_a_progress_bar_in_a_pipe_leaves_its_final_state(tmp_path: Path) -> None:

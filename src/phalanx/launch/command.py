@@ -23,6 +23,7 @@ def main(words: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(format_help())
         return 0
+    _open_standard_descriptors()
     try:
         plan = plan_job(parse(words), os.environ)
         if not SUPPORTED:
@@ -37,6 +38,15 @@ def main(words: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:  # in the first moments, before signals are caught: nothing was started
         return 128 + signal.SIGINT
+
+
+def _open_standard_descriptors() -> None:
+    """Fill what the caller has closed (`>&-`): else our own pipes get those numbers, and ranks' output goes into them."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
 
 
 def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
