@@ -64,8 +64,9 @@ def test_a_module_that_is_nowhere_is_found_missing() -> None:
     assert "no module or package 'nosuchpackage'" in problem("module", "nosuchpackage.train")
 
 
-def test_a_file_is_not_a_modules_name() -> None:
-    assert "not a module's name" in problem("module", "src/train.py")
+@pytest.mark.parametrize("name", ["src/train.py", "__main__", "", "a..b"])
+def test_what_is_no_modules_name_is_refused(name: str) -> None:
+    assert "not a module's name" in problem("module", name)
 
 
 def test_a_missing_program_says_where_to_look() -> None:

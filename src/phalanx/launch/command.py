@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _open_standard_descriptors() -> None:
-    """Fill what the caller has closed (`>&-`): else our own pipes get those numbers, and ranks' output goes into them."""
+    """Fill what the caller has closed (`>&-`): else our own pipes get those numbers, and output goes into them."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

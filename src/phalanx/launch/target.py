@@ -65,7 +65,7 @@ def _which(name: str) -> str | None:
 
 def _find_module_problem(name: str) -> str | None:
     """Only the top package is looked for: looking further would import it."""
-    if not all(part.isidentifier() for part in name.split(".")):
+    if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
         return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
     import importlib.machinery
     import importlib.util
