@@ -17,6 +17,7 @@ _HOME = {
     "DistributedSampler": "phalanx.data",
     "init": "phalanx.backend",
     "shared_empty": "phalanx.backend",
+    "Options": "phalanx.backend",
     "progress": "phalanx.trainer",
     "save_checkpoint": "phalanx.checkpoint",
     "load_checkpoint": "phalanx.checkpoint",
@@ -33,6 +34,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from phalanx.backend import Options as Options
     from phalanx.backend import init as init
     from phalanx.backend import shared_empty as shared_empty
     from phalanx.checkpoint import load_checkpoint as load_checkpoint

@@ -9,6 +9,7 @@ _HOME = {
     "create_process_group": "phalanx.backend.create",
     "PhalanxProcessGroup": "phalanx.backend.process_group",
     "Job": "phalanx.backend.job",
+    "Options": "phalanx.backend.options",
     "init": "phalanx.backend.job",
     "shared_empty": "phalanx.backend.shared",
 }
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.backend.create import create_process_group as create_process_group
     from phalanx.backend.job import Job as Job
     from phalanx.backend.job import init as init
+    from phalanx.backend.options import Options as Options
     from phalanx.backend.process_group import PhalanxProcessGroup as PhalanxProcessGroup
     from phalanx.backend.shared import shared_empty as shared_empty
 

@@ -13,7 +13,7 @@ from phalanx import _core
 from phalanx.backend.arguments import reduction_of
 from phalanx.backend.failures import closed
 from phalanx.backend.shared import shared_empty
-from phalanx.backend.shared_memory import Span
+from phalanx.backend.shared_memory import SharedMemory, Span
 from phalanx.backend.sites import calling_site
 from phalanx.dtypes import dtype_of
 
@@ -44,10 +44,10 @@ class SharedBoard:
 
     @staticmethod
     def serves(group: dist.ProcessGroup) -> bool:
-        """Whether the ranks of `group` share a heap."""
+        """Whether all ranks of `group` share a heap."""
         from phalanx.backend.process_group import PhalanxProcessGroup
 
-        return isinstance(group, PhalanxProcessGroup)
+        return isinstance(group, PhalanxProcessGroup) and isinstance(group._memory, SharedMemory)
 
     def _offset(self, tensor: Tensor) -> int:
         """Where in the heap the tensor lies; it is the same on every rank."""

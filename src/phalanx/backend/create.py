@@ -9,15 +9,17 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from phalanx.arena.handover import Counter, new_token
 from phalanx.arena.watch import ProcessId
 from phalanx.backend.meeting import Seat, host_identity, meet, ranks
+from phalanx.backend.options import Options
 from phalanx.deadline import Deadline
-from phalanx.errors import DeadlineError
+from phalanx.engines.gloo import GlooEngine, local_address
+from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger, warn_once
 
 try:
@@ -25,19 +27,32 @@ try:
 except ImportError:  # no compiler at installation, or no futex on this platform
     _core = None  # type: ignore[assignment]
 
+if TYPE_CHECKING:
+    from phalanx.backend.across_hosts.layout import Layout
+
 _logger = get_logger(__name__)
+_LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> Any:
     """The process group that `init_process_group("phalanx")` and `new_group` ask for.
 
-    Collective over the group's ranks. With all ranks on one host it is a `PhalanxProcessGroup`. Where memory can't be
-    shared (ranks on several hosts, no C core) it is torch's Gloo group, and the log says so once.
+    Collective over the group's ranks. `backend_options` is what the user gave as `pg_options`: a `phalanx.Options`, or
+    None. The group is a `PhalanxProcessGroup`, over the memory of one host or across several. Where memory can't be
+    shared even inside a host (no C core) it is torch's Gloo group, and the log says so once.
 
     Raises:
-        ValueError: the timeout leaves no time at all.
+        ValueError: the timeout leaves no time at all, or the ranks were given different options.
+        TypeError: `backend_options` is something else.
         DeadlineError: some rank never came; the message names it, on every rank that did.
+        PhalanxError: hosts cannot reach each other.
     """
+    if backend_options is not None and not isinstance(backend_options, Options):
+        raise TypeError(
+            "init_process_group: backend 'phalanx' takes pg_options=phalanx.Options(...), "
+            f"got {type(backend_options).__name__}"
+        )
+    settings = backend_options if backend_options is not None else Options()
     timeout: timedelta = options.timeout
     if timeout <= timedelta(0):
         raise ValueError(f"init_process_group: timeout must be above zero, got {timeout.total_seconds():g} s")
@@ -46,13 +61,18 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     name = options.group_id
     with contextlib.ExitStack() as stack:
         counter = stack.enter_context(_counter()) if _core is not None else None
-        seats = meet(store, rank, size, _my_seat(counter), name, deadline)
+        seats = meet(store, rank, size, _my_seat(counter, store, settings), name, deadline)
+        _require_same_options(seats, name)
         reason = _cannot_share(seats)
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
             return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         assert counter is not None
-        group = _share(counter, seats, options, deadline)
+        one_host = len({seat.host for seat in seats}) == 1
+        if one_host:
+            group = _share(counter, seats, options, deadline)
+        else:
+            group = _connect(counter, seats, options, settings, deadline)
     _forget_meeting(store, rank, size)
     _leave_at_exit()
     return group
@@ -62,7 +82,7 @@ def _counter() -> Counter:
     return Counter(new_token())
 
 
-def _my_seat(counter: Counter | None) -> Seat:
+def _my_seat(counter: Counter | None, store: Any, settings: Options) -> Seat:
     return Seat(
         host=host_identity(),
         hostname=os.uname().nodename,
@@ -70,7 +90,25 @@ def _my_seat(counter: Counter | None) -> Seat:
         process=ProcessId.of_self(),
         cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
         core=_core.VERSION if _core is not None else 0,
+        address=_my_address(store),
+        agreed=settings.agreed(),
     )
+
+
+def _my_address(store: Any) -> str:
+    """This host's address on the way to the job's store, which every rank has reached; empty for a store in a file."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", "")
+    with contextlib.suppress(OSError):
+        return local_address(host) if host else ""
+    return ""
+
+
+def _require_same_options(seats: Sequence[Seat], name: str) -> None:
+    if len({seat.agreed for seat in seats}) > 1:
+        lines = "\n".join(f"  rank {r}: {seat.agreed}" for r, seat in enumerate(seats))
+        raise ValueError(f"init_process_group of group {name!r}: the ranks were given different options.\n{lines}")
 
 
 def _cannot_share(seats: Sequence[Seat]) -> str:
@@ -80,29 +118,16 @@ def _cannot_share(seats: Sequence[Seat]) -> str:
         return f"the C core is not there on {ranks(without)} (reinstall with a C compiler at hand)"
     if len({seat.core for seat in seats}) > 1:
         return "the ranks run different versions of Phalanx"
-    if len({seat.host for seat in seats}) > 1:
-        return f"the ranks are on {len({seat.host for seat in seats})} hosts, or in containers with separate networks"
     return ""
 
 
 def _share(counter: Counter, seats: Sequence[Seat], options: Any, deadline: Deadline) -> Any:
-    from phalanx.arena.arena import Member, open_as_leader, open_as_member
     from phalanx.backend.process_group import PhalanxProcessGroup
     from phalanx.backend.shared_memory import SharedMemory, Span
 
     rank, name = options.group_rank, options.group_id
-    members = [Member(seat.process, seat.cpus) for seat in seats]
     memory = SharedMemory(name)
-    try:
-        if rank == 0:
-            arena = open_as_leader(counter, members, deadline, lambda missing: None, memory.idle)
-        else:
-            arena = open_as_member(seats[0].token, rank, members, deadline, memory.idle)
-    except DeadlineError as error:
-        raise DeadlineError(
-            f"init_process_group of group {name!r} on rank {rank}: {error}.\nRead the log of the missing rank first.",
-            missing=error.missing,
-        ) from None
+    arena = _open_arena(counter, seats, range(len(seats)), rank, name, deadline, memory.idle)
     memory.attach(arena)
     try:
         memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
@@ -111,6 +136,83 @@ def _share(counter: Counter, seats: Sequence[Seat], options: Any, deadline: Dead
         raise
     return PhalanxProcessGroup(
         options.store, memory, rank, options.group_size, options.timeout, name, options.global_ranks_in_group
+    )
+
+
+def _open_arena(
+    counter: Counter,
+    seats: Sequence[Seat],
+    local_ranks: Sequence[int],
+    rank: int,
+    name: str,
+    deadline: Deadline,
+    idle: Callable[[float], None],
+) -> Any:
+    """The memory of one host: `local_ranks` are the ranks that share it, the first of them leads."""
+    from phalanx.arena.arena import Member, open_as_leader, open_as_member
+
+    members = [Member(seats[r].process, seats[r].cpus) for r in local_ranks]
+    try:
+        if rank == local_ranks[0]:
+            return open_as_leader(counter, members, deadline, lambda missing: None, idle)
+        return open_as_member(seats[local_ranks[0]].token, local_ranks.index(rank), members, deadline, idle)
+    except DeadlineError as error:
+        missing = tuple(local_ranks[r] for r in error.missing)
+        raise DeadlineError(
+            f"init_process_group of group {name!r} on rank {rank}: {error}.\nRead the log of the missing rank first.",
+            missing=missing,
+        ) from None
+
+
+def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Options, deadline: Deadline) -> Any:
+    """Share memory on each host, and build the engine between all ranks."""
+    from phalanx.backend.across_hosts import AcrossHosts
+    from phalanx.backend.across_hosts.bulletin import Bulletin
+    from phalanx.backend.across_hosts.layout import Layout
+    from phalanx.backend.process_group import PhalanxProcessGroup
+    from phalanx.backend.shared_memory import Span
+
+    rank, size, name = options.group_rank, options.group_size, options.group_id
+    layout = Layout.of([seat.host for seat in seats], rank)
+    meeting = seats[0].token
+    memory = AcrossHosts(name, layout, settings, [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in seats])
+    arena = _open_arena(counter, seats, layout.local_ranks, rank, name, deadline, memory.idle)
+    try:
+        store = PrefixStore(f"gloo/{meeting}", options.store)
+        engine = GlooEngine(
+            store,
+            rank,
+            size,
+            timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S)),
+            address=seats[rank].address,
+            interface=settings.interface or "",
+        )
+    except RuntimeError as error:
+        arena.close()
+        raise _unreachable(error, seats, layout, name) from None
+    except BaseException:
+        arena.close()
+        raise
+    memory.attach(arena, engine, Bulletin(options.store.clone(), meeting, rank, size))
+    try:
+        memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
+    except BaseException:
+        memory.close()
+        raise
+    return PhalanxProcessGroup(options.store, memory, rank, size, options.timeout, name, options.global_ranks_in_group)
+
+
+def _unreachable(error: RuntimeError, seats: Sequence[Seat], layout: Layout, name: str) -> PhalanxError:
+    """The engine could not connect this rank with all others: who was to be reached where."""
+    hosts = "\n".join(
+        f"  {ranks(list(host))}: {seats[host[0]].hostname} at {seats[host[0]].address or 'an unknown address'}"
+        for host in layout.topology.hosts
+    )
+    return PhalanxError(
+        f"init_process_group of group {name!r} on rank {layout.rank}: the ranks' hosts cannot all reach each other.\n"
+        f"{hosts}\nGloo said: {error}\n"
+        "Check that these addresses can be reached from each host (firewall, loopback address); choose another with "
+        "pg_options=phalanx.Options(interface=...)."
     )
 
 

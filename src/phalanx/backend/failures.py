@@ -73,13 +73,13 @@ def _peer_lost(arena: Arena, here: str, who: int) -> PeerLostError:
     core = arena.core
     life, pid, _, _, _, note = core.state(who)
     return PeerLostError(
-        f"{here}: rank {who} (pid {pid}) is gone: {_how(life, pid, note)}.\nIt {story(core, who)}. "
+        f"{here}: rank {who} (pid {pid}) is gone: {how_it_ended(life, pid, note)}.\nIt {story(core, who)}. "
         f"Read its log first. {_OVER}",
         ranks=(who,),
     )
 
 
-def _how(life: int, pid: int, note: str) -> str:
+def how_it_ended(life: int, pid: int, note: str) -> str:
     """How a process ended, from the best witness that there is."""
     if note:
         return note

@@ -53,6 +53,8 @@ class Seat:
     process: ProcessId
     cpus: frozenset[int]
     core: int  # version of the C core's layout; 0 without it
+    address: str = ""  # of this host, as the others can reach it; empty where the job's store has no address either
+    agreed: str = ""  # what must be the same on every rank
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the store."""
@@ -64,6 +66,8 @@ class Seat:
             "process": [p.pid, p.start_ticks, p.namespace],
             "cpus": sorted(self.cpus),
             "core": self.core,
+            "address": self.address,
+            "agreed": self.agreed,
         }
 
     @classmethod
@@ -76,6 +80,8 @@ class Seat:
             ProcessId(*data["process"]),
             frozenset(data["cpus"]),
             data["core"],
+            data["address"],
+            data["agreed"],
         )
 
 

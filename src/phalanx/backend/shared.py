@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared_memory import Span
+from phalanx.backend.shared_memory import SharedMemory, Span
 from phalanx.backend.sites import calling_site
 from phalanx.deadline import Deadline
 
@@ -19,7 +19,7 @@ def shared_empty(*size: Any, dtype: torch.dtype | None = None, group: dist.Proce
 
     Collective: every rank calls it with the same size and dtype. `all_reduce` of such a tensor copies nothing in or
     out: each rank combines its slice straight from everybody's memory. The memory is let go with the tensor, and used
-    anew when every rank has let go. On groups of another backend this is `torch.empty`.
+    anew when every rank has let go. On groups across hosts and of another backend this is `torch.empty`.
 
     Shape: as `torch.empty`: integers or one sequence.
     Cost: two gates and, the first time, the mapping of the heap. New pages are zero.
@@ -35,9 +35,10 @@ def shared_empty(*size: Any, dtype: torch.dtype | None = None, group: dist.Proce
     if any(n < 0 for n in shape):
         raise ValueError(f"shared_empty: negative size in {shape}")
     group = group if group is not None else dist.group.WORLD
-    if not isinstance(group, PhalanxProcessGroup) or count == 0:
+    memory = group._memory if isinstance(group, PhalanxProcessGroup) else None
+    if not isinstance(memory, SharedMemory) or count == 0:
         return torch.empty(shape, dtype=dtype)
-    memory = group._memory
+    assert isinstance(group, PhalanxProcessGroup)
     span = Span(group._timeout_s, memory.site(calling_site()))
     nbytes = count * dtype.itemsize
     with memory.lock:

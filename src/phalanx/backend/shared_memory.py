@@ -48,12 +48,43 @@ class SharedMemory:
         self.lock = threading.Lock()
         self.arena: Arena = None  # type: ignore[assignment]  # set by `attach`, once: the arena needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
+        self._places: dict[int, str] = {}
         self._said_at = 0
 
     def attach(self, arena: Arena) -> None:
         """Take the seat; before the first operation."""
         self.arena = arena
         self.core = arena.core
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has left."""
+        return self.arena.closed
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return self.arena.world_size
+
+    @property
+    def seq(self) -> int:
+        """How many collectives this rank has begun."""
+        return self.core.seq
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def leave_note(self, note: str) -> None:
+        """How this process ends, for those who will miss it."""
+        self.core.set_note(note)
+
+    def leave_in_flight(self) -> None:
+        """Operations are still running here: end the group, so that they wake up before its memory goes."""
+        self.core.set_note("it left the group while its operations were in flight (destroy_process_group)")
+        self.core.set_poison(failures.PEER_LOST, self.arena.rank)
+
+    def close(self) -> None:
+        """Leave. Whoever waits for this rank hears it at once."""
+        self.arena.close()
 
     # -- around an operation -------------------------------------------------------------------------------------
 
@@ -63,9 +94,16 @@ class SharedMemory:
         if number is None:
             if len(self._sites) >= _MAX_SITES:
                 self._sites.clear()
-            number = self.core.add_site(f"{short(place[0])}:{place[1]}" if place[0] else "")
+                self._places.clear()
+            text = f"{short(place[0])}:{place[1]}" if place[0] else ""
+            number = self.core.add_site(text)
             self._sites[place] = number
+            self._places[number] = text
         return number
+
+    def place(self, number: int) -> str:
+        """The 'file:line' that `site` gave this number, or nothing."""
+        return self._places.get(number, "")
 
     def idle(self, waited_s: float) -> None:
         """The core calls this while it waits: say once per wait who is missing."""
@@ -334,7 +372,8 @@ def scaled(tensor: Tensor, factor: Any) -> Tensor:
     if factor is None:
         return tensor
     with torch.no_grad():
-        return (tensor * factor).to(tensor.dtype)
+        product: Tensor = (tensor * factor).to(tensor.dtype)
+        return product
 
 
 def write_back(tensor: Tensor, data: Tensor) -> None:

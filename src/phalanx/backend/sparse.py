@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.shared_memory import SharedMemory, Span
 
 
@@ -19,13 +20,13 @@ def check(tensor: Tensor, op: Any) -> None:
         raise ValueError(f"all_reduce: the tensor is on {tensor.device}; backend 'phalanx' moves CPU tensors")
 
 
-def all_reduce(memory: SharedMemory, tensor: Tensor, span: Span) -> None:
+def all_reduce(memory: SharedMemory | AcrossHosts, tensor: Tensor, span: Span) -> None:
     """`tensor` becomes the sum over ranks, coalesced.
 
     Shape: the same on every rank, with the same number of sparse dimensions; the number of entries may differ.
     Cost: three gathers; every rank holds all ranks' entries for a moment.
     """
-    world_size = memory.arena.world_size
+    world_size = memory.world_size
     mine = tensor.coalesce()
     count = torch.tensor([mine._nnz()])
     counts = torch.empty(world_size, dtype=torch.int64)

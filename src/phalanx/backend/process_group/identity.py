@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from phalanx.arena.arena import Arena
+from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.failures import closed
 from phalanx.backend.shared_memory import SharedMemory, Span
@@ -39,7 +40,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     def __init__(
         self,
         store: Store,
-        memory: SharedMemory,
+        memory: SharedMemory | AcrossHosts,
         rank: int,
         size: int,
         timeout: timedelta,
@@ -84,7 +85,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def arena(self) -> Arena:
-        """The memory that the ranks share."""
+        """The memory that the ranks of this host share."""
         return self._memory.arena
 
     @property
@@ -132,7 +133,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
-        return 0 if self._closed else self._memory.core.seq
+        return 0 if self._closed else self._memory.seq
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to set: the sequence number is counted in shared memory from the start."""
@@ -146,12 +147,12 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     # -- order ---------------------------------------------------------------------------------------------------
 
     def _span(self, options: Any, depth: int) -> Span:
-        if self._closed or self._memory.arena.closed:  # the latter alone in a forked child, which has no lanes
+        if self._closed or self._memory.closed:  # the latter alone in a forked child, which has no lanes
             raise closed(self._name)
         return Span(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)))
 
     def _is_free(self) -> bool:
-        return self._lane.idle and not self._closed
+        return self._lane.idle and not self._closed and not self._memory.closed
 
     def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
@@ -184,19 +185,17 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
             if self._closed:
                 return
             self._closed = True
-        if self._memory.arena.closed:  # a forked child: the threads and the seat are its parent's
+        if self._memory.closed:  # a forked child: the threads and the seat are its parent's
             _groups.discard(self)
             return
         ended = all([lane.close(patience_s) for lane in self._lanes()])
-        if not ended and not self._memory.arena.closed:
-            # Somebody still waits in the core: end the group, so that it wakes up before its memory goes.
-            self._memory.core.set_note("it left the group while its operations were in flight (destroy_process_group)")
-            self._memory.core.set_poison(2, self._rank)
+        if not ended and not self._memory.closed:
+            self._memory.leave_in_flight()
             ended = all([lane.close(_JOIN_S) for lane in self._lanes()])
         self._recent.clear()
         with self._memory.lock:
             if ended:
-                self._memory.arena.close()
+                self._memory.close()
         _groups.discard(self)
 
 
@@ -216,6 +215,6 @@ _groups: weakref.WeakSet[Identity] = weakref.WeakSet()
 def leave_all(note: str) -> None:
     """At the end of the process: leave every group that is still open, saying why."""
     for group in list(_groups):
-        if not group._closed and not group._memory.arena.closed:
-            group._memory.core.set_note(note)
+        if not group._closed and not group._memory.closed:
+            group._memory.leave_note(note)
             group._leave(0.1)

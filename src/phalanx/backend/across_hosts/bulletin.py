@@ -1,0 +1,153 @@
+"""What the ranks of a group tell each other through the job's store when something goes wrong.
+
+    failure/<meeting>         the story of the first failure; the first to post it wins, and all tell the same
+    roll/<meeting>            some rank ran out of time and asks where everybody is
+    here/<meeting>/<rank>     its answer
+    note/<meeting>/<rank>     how a rank ended, left by itself on its way out
+
+All of it is best effort: a store that has gone does not hide what a rank saw with its own eyes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from phalanx.deadline import Deadline
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
+
+T = TypeVar("T")
+
+OVER = "The group can no longer be used."
+_ROLL_CALL_S = 0.8
+_GLANCE = timedelta(milliseconds=50)
+
+
+@dataclass(frozen=True)
+class Story:
+    """Why the group is over: what a message says after naming the operation and the rank."""
+
+    kind: Literal["mismatch", "lost", "late", "broken"]
+    text: str
+    ranks: tuple[int, ...] = ()
+    calls: Mapping[int, str] = field(default_factory=dict)
+
+    def error(self, here: str) -> PhalanxError:
+        """The error for the rank that is `here`."""
+        message = f"{here}: {self.text} {OVER}"
+        if self.kind == "mismatch":
+            return MismatchError(message, calls=self.calls)
+        if self.kind == "lost":
+            return PeerLostError(message, ranks=self.ranks)
+        if self.kind == "late":
+            return DeadlineError(message, missing=self.ranks)
+        return PhalanxError(message)
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Story:
+        """The opposite of `to_json`."""
+        data = json.loads(text)
+        calls = {int(r): call for r, call in data["calls"].items()}
+        return cls(data["kind"], data["text"], tuple(data["ranks"]), calls)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is: in its `seq`-th operation, or (`inside` false) past it."""
+
+    seq: int
+    inside: bool
+    text: str
+
+
+class Bulletin:
+    """The board of one group. `meeting` is a word that only this group's ranks know."""
+
+    def __init__(self, store: Any, meeting: str, rank: int, world_size: int) -> None:
+        self._store = store
+        self._meeting = meeting
+        self._rank = rank
+        self._world_size = world_size
+        self._answered = False
+
+    def _try(self, ask: Callable[[], T], default: T) -> T:
+        try:
+            return ask()
+        except RuntimeError:  # the store is gone, or too slow
+            return default
+
+    # -- the story -----------------------------------------------------------------------------------------------
+
+    def story(self) -> Story | None:
+        """The story, if somebody has told one."""
+        return self._try(self._read, None)
+
+    def _read(self) -> Story | None:
+        text = self._get(f"failure/{self._meeting}")
+        return Story.from_json(text) if text else None
+
+    def _get(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _here(self, rank: int) -> str:
+        return f"here/{self._meeting}/{rank}"
+
+    def post(self, story: Story) -> Story:
+        """Tell `story` unless there is one; returns the one that stands."""
+        key = f"failure/{self._meeting}"
+        stands: bytes = self._try(lambda: self._store.compare_set(key, "", story.to_json()), b"")
+        return Story.from_json(stands.decode()) if stands else story
+
+    def await_story(self, patience_s: float) -> Story | None:
+        """The story of somebody who knows more, if it comes soon."""
+        key, deadline = f"failure/{self._meeting}", Deadline.after(patience_s)
+        while not deadline.passed:
+            try:
+                self._store.wait([key], _GLANCE)
+            except RuntimeError:  # not yet
+                continue
+            return self.story()
+        return self.story()
+
+    # -- how a rank ended ----------------------------------------------------------------------------------------
+
+    def leave_note(self, note: str) -> None:
+        """Say how this rank ends."""
+        self._try(lambda: self._store.set(f"note/{self._meeting}/{self._rank}", note), None)
+
+    def note_of(self, rank: int) -> str:
+        """What `rank` said about its end, or nothing."""
+        return self._try(lambda: self._get(f"note/{self._meeting}/{rank}"), "")
+
+    # -- the roll call -------------------------------------------------------------------------------------------
+
+    def call_roll(self) -> dict[int, Position]:
+        """Ask all ranks where they are, and give them a moment; whoever does not answer is not in the result."""
+        self._try(lambda: self._store.set(f"roll/{self._meeting}", str(self._rank)), None)
+        others = [r for r in range(self._world_size) if r != self._rank]
+        answers: dict[int, Position] = {}
+        deadline = Deadline.after(_ROLL_CALL_S)
+        while len(answers) < len(others) and not deadline.passed:
+            self._try(partial(self._store.wait, [self._here(r) for r in others if r not in answers], _GLANCE), None)
+            for r in others:
+                if r not in answers and (text := self._try(partial(self._get, self._here(r)), "")):
+                    answers[r] = Position(**json.loads(text))
+        return answers
+
+    def roll_is_called(self) -> bool:
+        """Whether some rank ran out of time, and is about to tell."""
+        return self._try(lambda: self._store.check([f"roll/{self._meeting}"]), False)
+
+    def answer_roll(self, position: Position) -> None:
+        """If somebody asks where we are and we have not yet said so, say it."""
+        if not self._answered and self._store.check([f"roll/{self._meeting}"]):
+            self._answered = True
+            self._store.set(self._here(self._rank), json.dumps(asdict(position)))

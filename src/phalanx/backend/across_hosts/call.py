@@ -1,0 +1,58 @@
+"""What a rank says that it calls, in a few bytes: ranks compare them before data moves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.dtypes import dtype_name, reduction_name
+
+BLOCK_BYTES = 256
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as its rank called it. `sizes`: what else must be the same everywhere; `place`: file and line."""
+
+    name: str
+    dtype: int = -1
+    redop: int = -1
+    root: int = -1
+    count: int = -1
+    sizes: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    place: str = ""
+
+    def words(self) -> str:
+        """'all_reduce(SUM) of float32 (3, 4) at train.py:88'."""
+        options = [reduction_name(self.redop)] if self.redop >= 0 else []
+        if self.root >= 0:
+            options.append(f"{'src' if self.name in ('broadcast', 'scatter') else 'dst'}={self.root}")
+        text = self.name + (f"({', '.join(options)})" if options else "")
+        if self.dtype >= 0:
+            text += f" of {dtype_name(self.dtype)} {self.shape}"
+        return f"{text} at {self.place}" if self.place else text
+
+    def block(self, seq: int) -> bytes:
+        """A digest of what must agree, then the words; always `BLOCK_BYTES` long."""
+        must_agree = (seq, self.name, self.dtype, self.redop, self.root, self.count, self.sizes)
+        digest = hashlib.blake2b(repr(must_agree).encode(), digest_size=_DIGEST_BYTES).digest()
+        return (digest + self.words().encode()[: BLOCK_BYTES - _DIGEST_BYTES]).ljust(BLOCK_BYTES, b"\0")
+
+
+def disagreement(blocks: Mapping[int, bytes]) -> dict[int, str]:
+    """Each rank's words if the ranks' calls differ; else nothing."""
+    if len({block[:_DIGEST_BYTES] for block in blocks.values()}) <= 1:
+        return {}
+    return {r: _words(block) for r, block in sorted(blocks.items())}
+
+
+def _words(block: bytes) -> str:
+    return block[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
+
+
+def split_blocks(data: bytes, ranks: Sequence[int]) -> dict[int, bytes]:
+    """`ranks`' blocks, which lie one after the other in `data`."""
+    return {r: data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES] for i, r in enumerate(ranks)}

@@ -1,0 +1,353 @@
+"""The collectives between hosts: in memory, on the rails, in memory again.
+
+    host A: ranks 0 1                  host B: ranks 2 3
+    1  reduce-scatter in memory        0: A's sum of slice 0   1: A's sum of slice 1   (the same on B)
+    2  all_reduce on each rail         0 <-> 2 on slice 0      1 <-> 3 on slice 1
+    3  gather in memory                every rank has every slice
+
+Bytes that leave a host, for H hosts and a tensor of S bytes: all_reduce 2S(H-1)/H, however many ranks a host has;
+all_gather and reduce_scatter S(H-1)/H of the whole; broadcast S or less. A rank that drives no rail (its host has
+more ranks than the smallest) takes part in 1 and 3.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.backend.across_hosts.call import Call
+from phalanx.backend.across_hosts.rails import TAG, Message, talking_to
+from phalanx.backend.across_hosts.session import Disagreement, Session
+from phalanx.backend.shared_memory import Span, dense, nbytes, scaled, timeout_ns, write_back
+from phalanx.collectives.schedule import chunk_bounds
+from phalanx.deadline import Deadline
+from phalanx.dtypes import dtype_of
+
+_SUM, _AVG = 0, 1  # enum plx_redop
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Collectives(Session):
+    """Every collective of `SharedMemory`, with the same arguments; see there for what each does."""
+
+    def barrier(self, span: Span) -> None:
+        """Return when every rank has come."""
+        with self._collective(Call("barrier", place=self._place(span)), span) as deadline:
+            self._checked(self._core.barrier(timeout_ns(deadline.left_s), span.site, ()))
+
+    # -- reductions ----------------------------------------------------------------------------------------------
+
+    def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
+        """As `all_reduce` with SUM."""
+        self.all_reduce(tensor, _SUM, Span(timeout_s, self.site(place)))
+
+    def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: Any = None) -> None:
+        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first.
+
+        Numerics: half types add up in float32 and are rounded once; AVG divides the sum once. The same bits everywhere.
+        """
+        tensor = tensor.detach()
+        call = self._reduction("all_reduce" if root < 0 else "reduce", tensor, redop, span, root=root)
+        with self._collective(call, span) as deadline:
+            source = scaled(tensor, factor)
+            if root >= 0 or tensor.dtype in _HALF:
+                work = _sum_type(source).contiguous().resolve_conj().resolve_neg()
+                work = work.clone() if work.data_ptr() == tensor.data_ptr() else work
+            else:
+                work = dense(source)
+            flat = work.view(-1)
+            bounds = chunk_bounds(flat.numel(), self.layout.num_rails)
+            mine = self._slice(flat, bounds)
+            self._reduce_here([flat[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, span, deadline)
+            if self._rail is not None and len(mine):
+                self._rail.run("all_reduce", mine, deadline, redop=_sum_of(redop), key=tensor.data_ptr())
+            self._divide(mine, redop)
+            result = flat.to(tensor.dtype) if work.dtype != tensor.dtype else flat
+            self._gather_slices(result, bounds, span, deadline)
+            if result.data_ptr() != tensor.data_ptr() and root in (-1, self.rank):
+                write_back(tensor, result.view(tensor.shape))
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+        self._reduce_scatter(output, [scaled(t.detach(), factor) for t in inputs], redop, span)
+
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, redop: int, span: Span, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        flat = dense(scaled(tensor.detach(), factor)).view(-1)
+        self._reduce_scatter(output, list(torch.split(flat, [output.numel()] * self.world_size)), redop, span)
+
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span) -> None:
+        output = output.detach()
+        counts = tuple(t.numel() for t in inputs)
+        call = self._reduction("reduce_scatter", output, redop, span, count=sum(counts), sizes=counts)
+        hosts, here = self.layout.topology.hosts, self.layout.host
+        with self._collective(call, span) as deadline:
+            # Rail by rail, and within a rail host by host: what a rail carries lies in one piece, in the order of the
+            # chunks of its schedule.
+            blocks = [torch.cat([_sum_type(dense(inputs[r])).view(-1) for r in ranks]) for ranks in hosts]
+            cuts = [chunk_bounds(len(block), self.layout.num_rails) for block in blocks]
+            rails = [
+                torch.cat([block[cut[i] : cut[i + 1]] for block, cut in zip(blocks, cuts, strict=True)])
+                for i in range(self.layout.num_rails)
+            ]
+            i = self.layout.local_rank
+            mine = rails[i] if self._rail is not None else blocks[0][:0]
+            self._reduce_here(rails, mine, redop, span, deadline)
+            part = mine
+            if self._rail is not None:
+                bounds = _ends([cut[i + 1] - cut[i] for cut in cuts])
+                if len(mine):
+                    self._rail.run("reduce_scatter", mine, deadline, redop=_sum_of(redop), bounds=bounds)
+                part = mine[bounds[here] : bounds[here + 1]]
+                self._divide(part, redop)
+            block, cut = blocks[here], cuts[here]
+            self._slice(block, cut).copy_(part)
+            self._gather_slices(block, cut, span, deadline)
+            sizes = [counts[r] for r in hosts[here]]
+            write_back(output, torch.split(block, sizes)[i].view(output.shape))
+
+    def _reduction(
+        self,
+        name: str,
+        tensor: Tensor,
+        redop: int,
+        span: Span,
+        *,
+        root: int = -1,
+        count: int | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> Call:
+        count = tensor.numel() if count is None else count
+        code = dtype_of(tensor.dtype).code
+        return Call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(span))
+
+    def _reduce_here(self, rails: Sequence[Tensor], mine: Tensor, redop: int, span: Span, deadline: Deadline) -> None:
+        """`mine` becomes this host's reduction of rails[i], on the ranks that drive one; it may be rails[i]."""
+        local_size = len(self.layout.local_ranks)
+        if local_size == 1:
+            return
+        rest = [mine[:0]] * (local_size - len(rails))
+        parts = [*rails, *rest]
+        self._checked(
+            self._core.reduce_scatter(
+                tuple(part.data_ptr() for part in parts),
+                tuple(part.numel() for part in parts),
+                mine.data_ptr(),
+                dtype_of(mine.dtype).code,
+                _sum_of(redop),
+                timeout_ns(deadline.left_s),
+                span.site,
+                mine.shape,
+            )
+        )
+
+    def _divide(self, mine: Tensor, redop: int) -> None:
+        if redop == _AVG:
+            exact = mine.is_floating_point() or mine.is_complex()
+            mine.div_(self.world_size, rounding_mode=None if exact else "trunc")
+
+    # -- slices of one tensor ------------------------------------------------------------------------------------
+
+    def _slice(self, flat: Tensor, bounds: Sequence[int]) -> Tensor:
+        """The slice of this rank's rail; empty without one."""
+        i = self.layout.local_rank
+        return flat[bounds[i] : bounds[i + 1]] if self._rail is not None else flat[:0]
+
+    def _gather_slices(self, flat: Tensor, bounds: Sequence[int], span: Span, deadline: Deadline) -> None:
+        """Every rank of the host gets every slice of `flat` from the rank that drives its rail."""
+        local_size = len(self.layout.local_ranks)
+        if local_size == 1:
+            return
+        parts = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+        parts += [flat[:0]] * (local_size - len(parts))
+        self._gather_here(self._slice(flat, bounds), parts, span, deadline, dtype_of(flat.dtype).code)
+
+    # -- moves ---------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor, root: int, span: Span) -> None:
+        """`tensor` becomes root's."""
+        tensor = tensor.detach()
+        data = dense(tensor)
+        layout = self.layout
+        root_host = layout.topology.host_of[root]
+        with self._collective(self._move("broadcast", data, span, root=root), span) as deadline:
+            flat = _bytes(data)
+            bounds = chunk_bounds(len(flat), layout.num_rails)
+            if layout.host == root_host:
+                local_root = layout.local_ranks.index(root)
+                self._checked(
+                    self._core.broadcast(
+                        flat.data_ptr(), len(flat), 0, local_root, timeout_ns(deadline.left_s), span.site, tensor.shape
+                    )
+                )
+            mine = self._slice(flat, bounds)
+            if self._rail is not None and len(mine):
+                self._rail.run("broadcast", mine, deadline, root=root_host)
+            if layout.host != root_host:
+                self._gather_slices(flat, bounds, span, deadline)
+            if data is not tensor and root != self.rank:
+                write_back(tensor, data)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, span: Span, *, root: int = -1) -> None:
+        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+        tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
+        if root >= 0:
+            self._gather_to(outputs, tensor, root, span)
+            return
+        sizes = tuple(nbytes(t) for t in outputs)
+        data = dense(tensor)
+        call = self._move("all_gather", tensor, span, count=sum(sizes), sizes=sizes)
+        with self._collective(call, span) as deadline:
+            parts = self._all_gather(_bytes(data), sizes, span, deadline)
+            for output, part in zip(outputs, parts, strict=True):
+                write_back(output, part.view(output.dtype).view(output.shape))
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        output, data = output.detach(), dense(tensor.detach())
+        sizes = (nbytes(data),) * self.world_size
+        with self._collective(self._move("all_gather", data, span), span) as deadline:
+            parts = self._all_gather(_bytes(data), sizes, span, deadline)
+            write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
+
+    def _all_gather(self, mine: Tensor, sizes: Sequence[int], span: Span, deadline: Deadline) -> list[Tensor]:
+        """Every rank's bytes, by rank: gathered on each host, each rail carrying its slice of the hosts' blocks."""
+        layout, here = self.layout, self.layout.host
+        hosts = layout.topology.hosts
+        blocks = [torch.empty(sum(sizes[r] for r in ranks), dtype=torch.uint8) for ranks in hosts]
+        ours = torch.split(blocks[here], [sizes[r] for r in hosts[here]])
+        self._gather_here(mine, ours, span, deadline)
+        cuts = [chunk_bounds(len(block), layout.num_rails) for block in blocks]
+        rails = [
+            torch.empty(sum(cut[i + 1] - cut[i] for cut in cuts), dtype=torch.uint8) for i in range(layout.num_rails)
+        ]
+        if self._rail is not None:
+            i = layout.local_rank
+            bounds = _ends([cut[i + 1] - cut[i] for cut in cuts])
+            rails[i][bounds[here] : bounds[here + 1]].copy_(self._slice(blocks[here], cuts[here]))
+            if len(rails[i]):
+                self._rail.run("all_gather", rails[i], deadline, bounds=bounds)
+        if len(hosts[here]) > 1:
+            empty = torch.empty(0, dtype=torch.uint8)
+            driven = rails[layout.local_rank] if self._rail is not None else empty
+            self._gather_here(driven, [*rails, *[empty] * (len(hosts[here]) - len(rails))], span, deadline)
+        for i, rail in enumerate(rails):
+            pieces = torch.split(rail, [cut[i + 1] - cut[i] for cut in cuts])
+            for block, cut, piece in zip(blocks, cuts, pieces, strict=True):
+                block[cut[i] : cut[i + 1]].copy_(piece)
+        by_rank: list[Tensor] = [mine] * self.world_size
+        for block, ranks in zip(blocks, hosts, strict=True):
+            for r, part in zip(ranks, torch.split(block, [sizes[r] for r in ranks]), strict=True):
+                by_rank[r] = part
+        return by_rank
+
+    # -- moves that go straight from rank to rank ----------------------------------------------------------------
+
+    def _gather_to(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, span: Span) -> None:
+        data, parts = dense(tensor), [dense(t) for t in outputs]
+        with self._collective(self._move("gather", data, span, root=root), span) as deadline:
+            if self.rank == root:
+                self._swap([None] * self.world_size, parts, deadline)
+                parts[root].copy_(data)
+            else:
+                self._swap([data if r == root else None for r in range(self.world_size)], [], deadline)
+            _write_all(outputs, parts)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, span: Span) -> None:
+        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        output, parts = output.detach(), [dense(t.detach()) for t in inputs]
+        data = dense(output)
+        with self._collective(self._move("scatter", data, span, root=root), span) as deadline:
+            if self.rank == root:
+                self._swap(parts, [], deadline)
+                data.copy_(parts[root])
+            else:
+                self._swap([], [data if r == root else None for r in range(self.world_size)], deadline)
+            if data is not output:
+                write_back(output, data)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], span: Span, *, splits: bool) -> None:
+        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
+        outputs, src = [t.detach() for t in outputs], [dense(t.detach()) for t in inputs]
+        dst = [dense(t) for t in outputs]
+        # Whether there are splits may differ from rank to rank, as on one host; the sizes themselves are compared.
+        call = Call("all_to_all", dtype_of(src[0].dtype).code, shape=tuple(src[0].shape), place=self._place(span))
+        with self._collective(call, span) as deadline:
+            self._compare_sizes([nbytes(t) for t in src], [nbytes(t) for t in dst], span, deadline)
+            self._swap(src, dst, deadline)
+            dst[self.rank].copy_(src[self.rank].view(dst[self.rank].shape))
+            _write_all(outputs, dst)
+
+    def _compare_sizes(self, sent: list[int], awaited: list[int], span: Span, deadline: Deadline) -> None:
+        """Every rank learns what all send and await, so that all find the same pair that does not fit."""
+        mine = torch.tensor([sent, awaited])
+        tables = self._all_gather(_bytes(mine), (nbytes(mine),) * self.world_size, span, deadline)
+        sizes = torch.stack([table.view(torch.int64).view(2, -1) for table in tables]).tolist()
+        calls: dict[int, str] = {}
+        for r in range(self.world_size):
+            for peer in range(self.world_size):
+                if sizes[r][0][peer] != sizes[peer][1][r]:
+                    calls.setdefault(r, f"all_to_all that sends {sizes[r][0][peer]} bytes to rank {peer}")
+                    calls.setdefault(peer, f"all_to_all that awaits {sizes[peer][1][r]} bytes from rank {r}")
+        if calls:
+            raise Disagreement(calls, complete=True)
+
+    def _swap(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], deadline: Deadline) -> None:
+        """Send sends[r] to and receive receives[r] from each other rank r, all at once; None is skipped."""
+        messages = []
+        for start, tensors in ((self._engine.send, sends), (self._engine.recv, receives)):
+            for r, tensor in enumerate(tensors):
+                if r != self.rank and tensor is not None and tensor.numel():
+                    with talking_to(r):
+                        messages.append(Message(start(r, tensor, TAG), r, deadline))
+        for message in messages:
+            message.wait()
+
+    def _move(
+        self,
+        name: str,
+        tensor: Tensor,
+        span: Span,
+        *,
+        root: int = -1,
+        count: int | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> Call:
+        return self._reduction(name, tensor, -1, span, root=root, count=count, sizes=sizes)
+
+
+def _sum_of(redop: int) -> int:
+    """The mean is a sum until it is divided, once, at the end."""
+    return _SUM if redop == _AVG else redop
+
+
+def _sum_type(tensor: Tensor) -> Tensor:
+    """`tensor` in the type in which it is added up."""
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, in place."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """Where pieces of these sizes begin and end, one after the other."""
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    return ends
+
+
+def _write_all(tensors: Sequence[Tensor], data: Sequence[Tensor]) -> None:
+    for tensor, got in zip(tensors, data, strict=True):
+        if got is not tensor:
+            write_back(tensor, got)

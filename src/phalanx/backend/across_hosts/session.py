@@ -1,0 +1,317 @@
+"""Around every operation between hosts: agree before data moves, and end with one story when something goes wrong.
+
+    1  ranks of a host    gather each other's fingerprints in shared memory
+    2  each rail          exchange their hosts' fingerprints: now every rail knows every rank's call
+    3  a disagreement, a lost or a late peer: whoever sees it first posts the story in the job's store, ends the
+       shared memory of its host and closes its connections; whoever is woken by that tells the same story
+
+No tensor changes before 2 is over: the first step in shared memory waits for all ranks of the host, rails included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from phalanx import _core
+from phalanx.arena.arena import Arena
+from phalanx.backend import failures
+from phalanx.backend.across_hosts.attendant import Attendant
+from phalanx.backend.across_hosts.bulletin import Bulletin, Position, Story
+from phalanx.backend.across_hosts.call import BLOCK_BYTES, Call, disagreement, split_blocks
+from phalanx.backend.across_hosts.layout import Layout
+from phalanx.backend.across_hosts.rails import ConnectionBroken, Rail
+from phalanx.backend.across_hosts.wire import Wire
+from phalanx.backend.meeting import NOTICE_S, ranks
+from phalanx.backend.options import Options
+from phalanx.backend.shared_memory import SharedMemory, Span, timeout_ns
+from phalanx.deadline import Deadline
+from phalanx.engines.gloo import GlooEngine
+from phalanx.log import get_logger
+
+_logger = get_logger(__name__)
+
+# How long a broken connection waits for somebody who saw the cause: the dead rank's neighbours notice within 50 ms.
+_PATIENCE_S = 0.4
+_ROLL_CALL_PATIENCE_S = 1.5
+_SOON_S = 0.01  # an engine counts milliseconds, and may give up one early
+
+
+class LocalFailure(Exception):
+    """The C core returned `status`, not zero."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class Disagreement(Exception):
+    """The ranks called different things. `complete`: all ranks' calls are known, not only this host's."""
+
+    def __init__(self, calls: dict[int, str], *, complete: bool) -> None:
+        super().__init__(calls)
+        self.calls = calls
+        self.complete = complete
+
+
+class Session:
+    """One rank's side of a group whose ranks are on several hosts: its host's memory, the engine and the bulletin.
+
+    One collective at a time: `lock` is held while it runs.
+    """
+
+    def __init__(self, group: str, layout: Layout, options: Options, names: Sequence[str]) -> None:
+        self.group = group
+        self.layout = layout
+        self.lock = threading.Lock()
+        self.rank = layout.rank
+        self.world_size = layout.topology.world_size
+        self._options = options
+        self._names = tuple(names)  # how people call each rank's process: 'pid 17 on node3'
+        self._memory = SharedMemory(group)
+        self._seq = 0
+        self._position = Position(0, False, "has called nothing yet")
+        self._story: Story | None = None
+        self._wire = Wire(options.wire_dtype, error_feedback=options.error_feedback)
+        self._engine: GlooEngine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemory
+        self._bulletin: Bulletin = None  # type: ignore[assignment]
+        self._attendant: Attendant | None = None
+        self._rail: Rail | None = None
+        self._blocks = bytearray(BLOCK_BYTES * self.world_size)  # all ranks' fingerprints, host after host
+        self._mine = bytearray(BLOCK_BYTES)
+
+    def attach(self, arena: Arena, engine: GlooEngine, bulletin: Bulletin) -> None:
+        """Take the seat; before the first operation."""
+        self._memory.attach(arena)
+        self._engine = engine
+        self._bulletin = bulletin
+        if self.layout.rail:
+            self._rail = Rail(engine, self.layout.rail, self.layout.host, self._options.algorithm, self._wire)
+        self._attendant = Attendant(self.group, bulletin, lambda: self._position, self._is_over, self._end)
+
+    @property
+    def arena(self) -> Arena:
+        """The memory of this host."""
+        return self._memory.arena
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has left."""
+        return self._memory.closed
+
+    @property
+    def seq(self) -> int:
+        """How many collectives this rank has begun."""
+        return self._seq
+
+    @property
+    def _core(self) -> _core.Group:
+        return self._memory.core
+
+    def site(self, place: tuple[str, int]) -> int:
+        """The number of a (file, line) in the table that other ranks and the agent can read."""
+        return self._memory.site(place)
+
+    def idle(self, waited_s: float) -> None:
+        """The core calls this while it waits."""
+        # What the others do is told when time runs out; until then only that we wait, once.
+        if NOTICE_S <= waited_s < NOTICE_S + 0.05 and not self.closed:
+            _logger.warning("%s: waiting for ranks of this host for %.0f s", self._here(), waited_s)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def leave_note(self, note: str) -> None:
+        """How this process ends, for those who will miss it."""
+        self._memory.leave_note(note)
+        self._bulletin.leave_note(note)
+
+    def leave_in_flight(self) -> None:
+        """Operations are still running here: wake them, for their memory is about to go."""
+        self._memory.leave_note("it left the group while its operations were in flight (destroy_process_group)")
+        self._end()
+
+    def close(self) -> None:
+        """Leave. Whoever waits for this rank hears it at once."""
+        if self._attendant is not None:
+            self._attendant.close()
+        if not self._memory.closed:
+            self._memory.close()
+            self._engine.close()
+
+    def _is_over(self) -> bool:
+        return self._core.poison()[0] != failures.OK
+
+    def _end(self) -> None:
+        """Wake everybody who waits on this host or for it."""
+        if not self.closed:
+            self._core.set_poison(failures.PEER_LOST, self.layout.local_rank)
+        self._engine.close()
+
+    # -- around an operation -------------------------------------------------------------------------------------
+
+    def _place(self, span: Span) -> str:
+        return self._memory.place(span.site)
+
+    @contextlib.contextmanager
+    def _collective(self, call: Call, span: Span) -> Iterator[Deadline]:
+        """Agree on `call` with all ranks; what fails inside becomes the error that all ranks tell.
+
+        Raises:
+            MismatchError: some rank called something else; no tensor was changed.
+            PeerLostError, DeadlineError: a rank died or is late.
+        """
+        with self.lock, torch.no_grad():
+            if self.closed:
+                raise failures.closed(self.group)
+            self._seq += 1
+            label = f"{call.name} #{self._seq}"
+            place = f" ({call.place})" if call.place else ""
+            self._position = Position(self._seq, True, f"is in {label}{place}")
+            deadline = Deadline.after(span.timeout_s)
+            with self._told(self._here(label), span, deadline):
+                self._agree(call, span, deadline)
+                yield deadline
+            self._position = Position(self._seq, False, f"last finished {label}{place}")
+
+    @contextlib.contextmanager
+    def _told(self, here: str, span: Span, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+        """Turn what fails inside into the group's story. `peer`: only that rank is waited for."""
+        try:
+            yield
+        except (LocalFailure, ConnectionBroken, Disagreement) as cause:
+            story = self._story or self._bulletin.story() or self._tell(cause, span, deadline, peer)
+            self._story = self._bulletin.post(story)
+            self._end()
+            raise self._story.error(here) from None
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+
+    def _here(self, label: str = "operation") -> str:
+        return f"{label} in group {self.group!r} on rank {self.rank}"
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Ctrl-C, or a signal handler that raised, ended the operation: the peers should hear why."""
+        if self.closed:
+            return
+        what = f"rank {self.rank} ({self._names[self.rank]}) was interrupted ({type(error).__name__})"
+        self._story = self._bulletin.post(
+            Story("lost", f"{what} while the group waited; it {self._position.text}.", ranks=(self.rank,))
+        )
+        self._end()
+
+    def _agree(self, call: Call, span: Span, deadline: Deadline) -> None:
+        layout = self.layout
+        self._mine[:] = call.block(self._seq)
+        blocks = torch.frombuffer(self._blocks, dtype=torch.uint8)
+        parts = torch.split(blocks, [len(host) * BLOCK_BYTES for host in layout.topology.hosts])
+        here = parts[layout.host]
+        self._gather_here(
+            torch.frombuffer(self._mine, dtype=torch.uint8),
+            list(torch.split(here, BLOCK_BYTES)),
+            span,
+            deadline,
+        )
+        if self._rail is not None:
+            self._rail.exchange(here, [p if h != layout.host else None for h, p in enumerate(parts)], deadline)
+        known = split_blocks(bytes(self._blocks), layout.by_host)
+        if self._rail is None:
+            known = {r: known[r] for r in layout.local_ranks}
+        if calls := disagreement(known):
+            raise Disagreement(calls, complete=self._rail is not None)
+
+    # -- steps in the memory of this host ------------------------------------------------------------------------
+
+    def _checked(self, status: int) -> None:
+        if status != failures.OK:
+            raise LocalFailure(status)
+
+    def _gather_here(
+        self, mine: torch.Tensor, parts: Sequence[torch.Tensor], span: Span, deadline: Deadline, dtype: int = 0
+    ) -> None:
+        """parts[i] becomes local rank i's `mine`, on every rank of the host. `mine` may be its own part."""
+        self._checked(
+            self._core.gather(
+                mine.data_ptr(),
+                tuple(part.data_ptr() for part in parts),
+                tuple(part.nbytes for part in parts),
+                dtype,
+                -1,
+                timeout_ns(deadline.left_s),
+                span.site,
+                mine.shape,
+            )
+        )
+
+    # -- stories -------------------------------------------------------------------------------------------------
+
+    def _tell(self, cause: Exception, span: Span, deadline: Deadline, peer: int | None) -> Story:
+        """What this rank makes of `cause`, unless somebody who knows more speaks first."""
+        if isinstance(cause, Disagreement):
+            return self._told_by_others(_PATIENCE_S if not cause.complete else 0.0) or _mismatch(cause.calls)
+        if isinstance(cause, ConnectionBroken):
+            if deadline.left_s < _SOON_S:
+                return self._late(span.timeout_s, peer)
+            return self._told_by_others(_PATIENCE_S) or self._lost(
+                cause.peer, "its connection closed without a word (killed, crashed, or cut off)"
+            )
+        assert isinstance(cause, LocalFailure)
+        if cause.status == failures.DEADLINE:
+            return self._late(span.timeout_s, peer)
+        if cause.status == failures.PEER_LOST:
+            local = self._core.poison()[1]
+            if local != self.layout.local_rank:  # our own number: the attendant ended the memory for another cause
+                life, pid, _, _, _, note = self._core.state(local)
+                return self._lost(self.layout.local_ranks[local], failures.how_it_ended(life, pid, note))
+        return self._told_by_others(_PATIENCE_S) or Story("broken", f"the core answered {cause.status}.")
+
+    def _told_by_others(self, patience_s: float) -> Story | None:
+        story = self._bulletin.await_story(patience_s)
+        if story is None and self._bulletin.roll_is_called():
+            return self._bulletin.await_story(_ROLL_CALL_PATIENCE_S)
+        return story
+
+    def _lost(self, who: int, how: str) -> Story:
+        how = self._bulletin.note_of(who) or how
+        text = f"rank {who} ({self._names[who]}) is gone: {how}.\nRead its log first."
+        return Story("lost", text, ranks=(who,))
+
+    def _late(self, timeout_s: float, peer: int | None) -> Story:
+        answers = self._bulletin.call_roll()
+        others = [r for r in range(self.world_size) if r != self.rank]
+        if peer is None:
+            missing = [r for r in others if r not in answers or answers[r].seq < self._seq]
+        else:
+            missing = [peer] if peer >= 0 else others
+        if not missing:
+            return Story(
+                "late",
+                f"time ran out after {timeout_s:.1f} s, and every rank is in it.\n"
+                "The network is too slow for the size: raise `timeout`.",
+            )
+        lines = [f"Rank {r} ({self._names[r]}) {_whereabouts(answers.get(r))}." for r in missing]
+        text = "\n".join(
+            (
+                f"no answer from {ranks(missing)} within {timeout_s:.1f} s.",
+                *lines,
+                "Read the log of the missing rank first; if it is only slow, raise `timeout`.",
+            )
+        )
+        return Story("late", text, ranks=tuple(missing))
+
+
+def _whereabouts(position: Any) -> str:
+    return position.text if position is not None else "does not answer: it hangs, is stopped, or is cut off"
+
+
+def _mismatch(calls: dict[int, str]) -> Story:
+    lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
+    text = (
+        f"the ranks called different things; no tensor was changed.\n{lines}\n"
+        "Make every rank call the same operation with the same dtype, size and options, in the same order."
+    )
+    return Story("mismatch", text, calls=calls)

@@ -1,0 +1,56 @@
+"""What a group can be told when it is made: `init_process_group("phalanx", pg_options=phalanx.Options(...))`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.collectives.algorithms import find
+
+ENGINES = ("gloo",)
+_WIRE_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the ranks of a group that spans hosts talk between them. The same on every rank, but for `interface`.
+
+    Arguments:
+        algorithm: between hosts, by its name in `phalanx explain`; None chooses by cost.
+        wire_dtype: what float32 (and half) sums are rounded to on their way between hosts; they are added up in
+            float32. None sends what is added up.
+        error_feedback: keep what that rounding loses and add it to the next all_reduce of the same tensor.
+        engine: what carries the bytes.
+        interface: the network interface by which other hosts reach this one; None asks the routing table.
+
+    Raises:
+        ValueError: something here does not exist; all problems at once.
+    """
+
+    algorithm: str | None = None
+    wire_dtype: torch.dtype | None = None
+    error_feedback: bool = False
+    engine: str = "gloo"
+    interface: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.algorithm is not None:
+            try:
+                find(self.algorithm)
+            except ValueError as error:
+                problems.append(str(error))
+        if self.wire_dtype is not None and self.wire_dtype not in _WIRE_DTYPES:
+            problems.append(f"wire_dtype must be torch.bfloat16 or torch.float16, got {self.wire_dtype}")
+        if self.error_feedback and self.wire_dtype is None:
+            problems.append("error_feedback has no meaning without wire_dtype, which is what rounds")
+        if self.engine not in ENGINES:
+            problems.append(f"engine {self.engine!r} is unknown; there is: {', '.join(ENGINES)}")
+        if problems:
+            raise ValueError("phalanx.Options: " + "; ".join(problems))
+
+    def agreed(self) -> str:
+        """What must be the same on every rank, in words that can be compared."""
+        names = ("algorithm", "wire_dtype", "error_feedback", "engine")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

@@ -1,0 +1,86 @@
+"""Gloo, as PyTorch builds it in: TCP between hosts, CPU tensors, one connection for each pair of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+# Nobody sends with this tag: who receives with it learns only that time is up. See `GlooEngine.close`.
+NOBODYS_TAG = 0x7FFFFFFF
+# torch's stub knows only some of what the class has.
+_ProcessGroupGloo: Any = ProcessGroupGloo
+_PORT_OF_NOTHING = 9  # "discard": a route is looked up, nothing is sent
+
+
+class Pending(Protocol):
+    """A message on its way."""
+
+    def wait(self, timeout: timedelta, /) -> object:
+        """Return when the tensor may be used; raise RuntimeError if that will not happen."""
+        ...
+
+
+class GlooEngine:
+    """Messages between the ranks of a group, wherever they run. Collective: all ranks build theirs.
+
+    Sends and receives start at once and return something to wait for. Messages between two ranks with one tag arrive in
+    the order in which they were sent; a receive is exactly as long as its message. A wait that times out ends the
+    engine for this rank, and its peers' waits with it.
+
+    Raises:
+        RuntimeError: some rank cannot be reached within `timeout`.
+    """
+
+    name = "gloo"
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout: timedelta, *, address: str, interface: str = ""
+    ) -> None:
+        options = _ProcessGroupGloo._Options()
+        options._timeout = timeout
+        device = {"interface": interface} if interface else {"hostname": address}
+        options._devices = [_ProcessGroupGloo.create_device(**device, lazy_init=False)]
+        self._group = _ProcessGroupGloo(store, rank, world_size, options)
+        self.rank = rank
+        self.world_size = world_size
+
+    def send(self, dst: int, tensor: Tensor, tag: int) -> Pending:
+        """Start to send a contiguous tensor."""
+        pending: Pending = self._group.send([tensor], dst, tag)
+        return pending
+
+    def recv(self, src: int, tensor: Tensor, tag: int) -> Pending:
+        """Start to receive into a contiguous tensor."""
+        pending: Pending = self._group.recv([tensor], src, tag)
+        return pending
+
+    def recv_any(self, tensor: Tensor, tag: int) -> Any:
+        """Start to receive from whoever sends first; after the wait, `_source_rank()` says who it was."""
+        return self._group.recv_anysource([tensor], tag)
+
+    def close(self) -> None:
+        """Close the connections at once: whoever waits in them, here or at a peer, gets an error.
+
+        Gloo has no call for that (`abort` wakes nobody in torch 2.13), but a wait that times out does it.
+        """
+        with contextlib.suppress(RuntimeError):
+            peer = (self.rank + 1) % self.world_size
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
+
+def local_address(towards: str) -> str:
+    """The address under which this host is known on the way to `towards`; asks the routing table, sends nothing.
+
+    Raises:
+        OSError: there is no route, or no such name.
+    """
+    family, _, _, _, peer = socket.getaddrinfo(towards, _PORT_OF_NOTHING, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as s:
+        s.connect(peer)
+        return str(s.getsockname()[0])

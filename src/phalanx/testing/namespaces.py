@@ -1,0 +1,122 @@
+"""Hosts on one machine: network namespaces joined by a switch, each with an address and a network of its own.
+
+    plx-17-0 ──eth0── 10.77.0.1 ┐
+    plx-17-1 ──eth0── 10.77.0.2 ┼── bridge in plx-17-switch
+    plx-17-2 ──eth0── 10.77.0.3 ┘
+
+Processes of different namespaces cannot reach each other but through these interfaces, whose counters and rates are
+real. They share one kernel: memory, process numbers and the machine's name are the same on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import PhalanxError
+
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace. `address` is its own; the other hosts reach it there."""
+
+    name: str
+    address: str
+
+    def enter(self) -> None:
+        """Move the calling thread, and what it starts from now on, to this host; there is no way back.
+
+        Raises:
+            OSError: not permitted, or the host is gone.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.name}", "rb") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter host {self.name}")
+
+    def bytes_sent(self) -> int:
+        """What has left this host through its interface since it was made, with all headers."""
+        link = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", "eth0"))[0]
+        return int(link["stats64"]["tx"]["bytes"])
+
+    def cut_off(self) -> None:
+        """Pull the cable: nothing comes or goes any more, and nobody is told."""
+        _ip("-n", self.name, "link", "set", "eth0", "down")
+
+
+def why_no_hosts() -> str:
+    """Why `hosts` cannot work here, or nothing: for `pytest.mark.skipif`."""
+    if shutil.which("ip") is None:
+        return "the command ip (iproute2) is not there"
+    probe = f"plx-{os.getpid()}-probe"
+    try:
+        _ip("netns", "add", probe)
+        try:
+            _ip("-n", probe, "link", "add", "a", "type", "veth", "peer", "name", "b")
+        finally:
+            _ip("netns", "del", probe)
+    except PhalanxError as error:
+        return f"network namespaces are not permitted: {error}"
+    return ""
+
+
+@contextlib.contextmanager
+def hosts(count: int, *, rate: str | None = None) -> Iterator[list[Host]]:
+    """`count` hosts joined by a switch; they are gone on the way out, whatever happens.
+
+    `rate` limits what each may send, in the words of tc ("1gbit"), by a token bucket.
+
+    Raises:
+        PhalanxError: namespaces are not permitted, or ip or tc is not there (see `why_no_hosts`).
+        ValueError: `count` is not in 1..250.
+    """
+    if not 1 <= count <= 250:
+        raise ValueError(f"hosts: count must be in 1..250, got {count}")
+    prefix = f"plx-{os.getpid()}"
+    switch = f"{prefix}-switch"
+    made: list[Host] = []
+    with contextlib.ExitStack() as stack:
+        _add(switch, stack)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number in range(count):
+            host = Host(f"{prefix}-{number}", f"10.77.0.{number + 1}")
+            _add(host.name, stack)
+            port = f"port{number}"
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            _ip("-n", host.name, "link", "set", "eth0", "up")
+            if rate is not None:
+                bucket = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+                _run(["tc", "-n", host.name, "qdisc", "add", "dev", "eth0", "root", *bucket])
+            made.append(host)
+        yield made
+
+
+def _add(name: str, stack: contextlib.ExitStack) -> None:
+    _ip("netns", "add", name)
+    stack.callback(_ip, "netns", "del", name)
+
+
+def _ip(*words: str) -> str:
+    return _run(["ip", *words])
+
+
+def _run(words: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise PhalanxError(f"hosts: the command {words[0]} (iproute2) is not there") from None
+    if done.returncode != 0:
+        raise PhalanxError(f"hosts: {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
