@@ -77,12 +77,15 @@ struct tail {
   uint64_t shape[PLX_MAX_DIMS];
 };
 
+/* The mapping goes with the group: nothing may be read or written after that. */
+static int is_open(Group *self) {
+  if (self->closed) PyErr_SetString(PyExc_ValueError, "the group is closed");
+  return !self->closed;
+}
+
 static int to_tail(Group *self, PyObject *const *args, struct tail *t) {
   uint64_t site;
-  if (self->closed) {
-    PyErr_SetString(PyExc_ValueError, "the group is closed");
-    return -1;
-  }
+  if (!is_open(self)) return -1;
   if (to_u64(args[0], &t->timeout_ns) != 0 || to_u64(args[1], &site) != 0) return -1;
   Py_ssize_t dims = PyTuple_Check(args[2]) ? PyTuple_Size(args[2]) : 0;
   t->origin.site = (uint32_t)site;
@@ -272,7 +275,7 @@ static int to_rank(Group *self, PyObject *o, uint32_t *rank) {
 static PyObject *group_join(Group *self, PyObject *args) {
   int pid;
   unsigned long long ticks;
-  if (!PyArg_ParseTuple(args, "iK", &pid, &ticks)) return NULL;
+  if (!PyArg_ParseTuple(args, "iK", &pid, &ticks) || !is_open(self)) return NULL;
   struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
   me->pid = pid;
   me->start_ticks = ticks;
@@ -284,7 +287,7 @@ static PyObject *group_join(Group *self, PyObject *args) {
 static PyObject *group_add_site(Group *self, PyObject *args) {
   const char *text;
   Py_ssize_t length;
-  if (!PyArg_ParseTuple(args, "s#", &text, &length)) return NULL;
+  if (!PyArg_ParseTuple(args, "s#", &text, &length) || !is_open(self)) return NULL;
   struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
   uint32_t at = atomic_fetch_add_explicit(&me->num_sites, 1, memory_order_relaxed) % PLX_SITES;
   if (length > (Py_ssize_t)PLX_SITE_BYTES - 1) { /* the end of a path says more than its beginning */
@@ -299,7 +302,7 @@ static PyObject *group_add_site(Group *self, PyObject *args) {
 static PyObject *group_set_note(Group *self, PyObject *args) {
   const char *text;
   Py_ssize_t length;
-  if (!PyArg_ParseTuple(args, "s#", &text, &length)) return NULL;
+  if (!PyArg_ParseTuple(args, "s#", &text, &length) || !is_open(self)) return NULL;
   struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
   if (length > (Py_ssize_t)sizeof me->note - 1) length = sizeof me->note - 1;
   memcpy(me->note, text, (size_t)length);
@@ -354,6 +357,7 @@ static PyObject *group_records(Group *self, PyObject *arg) {
 /* (code, rank) that ended the group, or (0, 0). */
 static PyObject *group_get_poison(Group *self, PyObject *unused) {
   (void)unused;
+  if (!is_open(self)) return NULL;
   uint64_t p = atomic_load(&self->g.header->poison);
   return Py_BuildValue("iI", (int)(p & 0xff), (unsigned)(p >> 8));
 }
@@ -361,7 +365,7 @@ static PyObject *group_get_poison(Group *self, PyObject *unused) {
 static PyObject *group_set_poison(Group *self, PyObject *args) {
   int code;
   unsigned rank;
-  if (!PyArg_ParseTuple(args, "iI", &code, &rank)) return NULL;
+  if (!PyArg_ParseTuple(args, "iI", &code, &rank) || !is_open(self)) return NULL;
   return PyLong_FromLong(plx_poison(&self->g, code, rank));
 }
 

@@ -114,6 +114,7 @@ def test_a_wrong_number_of_descriptors_is_refused_and_none_is_kept():
         before = set(os.listdir("/proc/self/fd"))
         with pytest.raises(PhalanxError, match="closed the door: 1 of 2 descriptors came"):
             fetch(leader.token, 1, 2, Deadline.after(10))
+        leader._thread.join()
         assert set(os.listdir("/proc/self/fd")) <= before
 
 

@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.arena.watch import ProcessId
+from phalanx.backend import meeting
+from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
 from phalanx.testing import run_ranks
 
@@ -136,31 +139,14 @@ def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path
     assert "rank 1 last finished" in first[0]
 
 
-def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, tmp_path):
-    import phalanx.backend.meeting as meeting
-
+def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(meeting, "NOTICE_S", 0.0)
-
-    def check(rank, world_size):
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("phalanx").addHandler(handler)
-        if rank == 1:
-            return None
-        with pytest.raises(DeadlineError):
-            dist.init_process_group(
-                "phalanx",
-                store=dist.FileStore(str(tmp_path / "store"), world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=1.5),  # a FileStore waits whole seconds
-            )
-        return lines
-
-    (line,) = run_ranks(check, 2, init=False)[0]
-    assert line.startswith("init_process_group of group '0': waiting for rank 1 for ")
-    assert line.endswith("giving up after 2 s.")
+    monkeypatch.setattr(meeting, "_SLICE", timedelta(seconds=0.05))
+    seat = meeting.Seat(meeting.host_identity(), "here", "", ProcessId.of_self(), frozenset({0}), 1)
+    with pytest.raises(DeadlineError, match=r"ranks 1, 2 of 3 never came within 0\.4 s"):
+        meeting.meet(dist.HashStore(), 0, 3, seat, "dp", Deadline.after(0.4))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == "init_process_group of group 'dp': waiting for ranks 1, 2 for 0 s; giving up after 0 s."
 
 
 @pytest.mark.parametrize("seconds", [0, -1])
