@@ -173,3 +173,20 @@ def test_errors_reach_sub_groups_in_the_numbering_of_the_sub_group():
     message, ranks = run_ranks(check, 4, lost=(3,))[1]
     assert ranks == (1,)
     assert "on rank 0: rank 1 (pid" in message
+
+
+def test_each_of_two_operations_that_fail_together_is_called_by_its_own_name():
+    def check(rank, world_size):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        receiving = dist.irecv(torch.ones(2), 1)
+        with pytest.raises(PeerLostError) as collective:
+            dist.all_reduce(torch.ones(2))
+        with pytest.raises(PeerLostError) as message:
+            receiving.wait()
+        return str(collective.value), str(message.value)
+
+    collective, message = run_ranks(check, 2, lost=(1,))[0]
+    assert collective.startswith("all_reduce #")
+    assert message.startswith("recv from rank 1 in group '0' on rank 0: rank 1 (pid ")

@@ -87,8 +87,9 @@ def test_every_rank_is_told_what_each_rank_called_and_where(name):
             (odd if rank == 1 else even)(tensor)
         assert isinstance(caught.value, dist.DistBackendError)
         assert tensor.tolist() == [float(rank)] * 6
-        with pytest.raises(MismatchError):  # the group is over, and says so again
+        with pytest.raises(MismatchError) as again:  # the group is over, and says so again
             dist.barrier()
+        assert again.value.calls == caught.value.calls
         return str(caught.value), caught.value.calls
 
     for rank, (message, calls) in enumerate(run_ranks(check, 3)):

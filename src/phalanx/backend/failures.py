@@ -14,21 +14,26 @@ from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchEr
 # enum plx_status
 OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED = range(8)
 _LEFT = 2  # enum plx_life
+SEND, RECV = 10, 11  # enum plx_kind
 
 _OVER = "The group can no longer be used."
 
 
-def failure(status: int, arena: Arena, group: str, timeout_s: float) -> PhalanxError:
-    """The error for `status`, told from what the shared memory says of every rank."""
+def failure(status: int, arena: Arena, group: str, timeout_s: float, *, kind: int = 0, peer: int = -1) -> PhalanxError:
+    """The error for `status`, told from what the shared memory says of every rank.
+
+    The operation is this rank's latest collective, or with `kind` its latest message of that kind with `peer`: other
+    threads may have begun something else meanwhile.
+    """
     core = arena.core
-    mine = read(core, arena.rank)
-    here = f"{mine[-1].label if mine else 'operation'} in group {group!r} on rank {arena.rank}"
+    mine = _own(read(core, arena.rank), kind, peer)
+    here = f"{mine.label if mine else 'operation'} in group {group!r} on rank {arena.rank}"
     if status == MISMATCH:
-        return _mismatch(arena, here)
+        return _mismatch(arena, here, mine)
     if status == PEER_LOST:
         return _peer_lost(arena, here, core.poison()[1])
     if status == DEADLINE:
-        return _deadline(arena, here, timeout_s, core.poison()[1])
+        return _deadline(arena, here, timeout_s, core.poison()[1], mine)
     if status == INTERRUPTED:
         who = core.poison()[1]
         return PeerLostError(
@@ -41,23 +46,31 @@ def failure(status: int, arena: Arena, group: str, timeout_s: float) -> PhalanxE
     return InternalError(f"{here}: the core answered {status}. Please report this with the program that shows it.")
 
 
+def _own(records: list[Record], kind: int, peer: int) -> Record | None:
+    fits = (r for r in reversed(records) if (r.is_collective if kind == 0 else (r.kind, r.peer) == (kind, peer)))
+    return next(fits, None)
+
+
 def _same_turn(records: list[Record], mine: Record) -> Record | None:
     """What a rank called when we called `mine`: not simply its latest, for it may have caught the error and gone on."""
     collectives = [r for r in reversed(records) if r.is_collective]
     return next((r for r in collectives if r.seq == mine.seq), collectives[0] if collectives else None)
 
 
-def _mismatch(arena: Arena, here: str) -> MismatchError:
+def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
     records = [read(arena.core, r) for r in range(arena.world_size)]
-    mine = records[arena.rank][-1]
+    # A call on a group that is over repeats what ended it.
+    mine = next((r for r in records[arena.rank] if r.status == MISMATCH), mine)
     calls: dict[int, str] = {}
-    if mine.is_collective:
+    if mine is None:
+        pass
+    elif mine.is_collective:
         for r, theirs in enumerate(records):
             call = _same_turn(theirs, mine)
             calls[r] = call.call() if call is not None else "nothing yet"
     else:
         peer = records[mine.peer] if mine.peer >= 0 else []
-        sent = next((r for r in reversed(peer) if r.kind == 10 and r.peer == arena.rank), None)
+        sent = next((r for r in reversed(peer) if r.kind == SEND and r.peer == arena.rank), None)
         calls[arena.rank] = mine.call()
         if sent is not None:
             calls[mine.peer] = sent.call()
@@ -95,13 +108,12 @@ def how_it_ended(life: int, pid: int, note: str) -> str:
     return f"it exited with code {status >> 8}"
 
 
-def _deadline(arena: Arena, here: str, timeout_s: float, who: int) -> DeadlineError:
+def _deadline(arena: Arena, here: str, timeout_s: float, who: int, mine: Record | None) -> DeadlineError:
     core = arena.core
-    mine = read(core, arena.rank)
-    if mine and mine[-1].name == "gradients":
+    if mine and mine.name == "gradients":
         missing = [core.culprit] if who == arena.rank else []
-    elif mine and not mine[-1].is_collective:
-        missing = [mine[-1].peer] if mine[-1].peer >= 0 else []
+    elif mine and not mine.is_collective:
+        missing = [mine.peer] if mine.peer >= 0 else []
     else:
         missing = late(core, arena.rank, arena.world_size)
     span = f" within {timeout_s:.1f} s" if who == arena.rank else f"; rank {who} gave up waiting"

@@ -128,10 +128,10 @@ class SharedMemory:
             f" ({stories})" if stories else "",
         )
 
-    def check(self, status: int, span: Span) -> None:
-        """Raise the error that `status` stands for, if it is one."""
+    def check(self, status: int, span: Span, *, kind: int = 0, peer: int = -1) -> None:
+        """Raise the error that `status` stands for, if it is one; `kind` and `peer` if it was a message's."""
         if status:
-            raise failures.failure(status, self.arena, self.group, span.timeout_s)
+            raise failures.failure(status, self.arena, self.group, span.timeout_s, kind=kind, peer=peer)
 
     def _collective(self, span: Span, call: Callable[[], int]) -> None:
         with self.lock:
@@ -343,6 +343,8 @@ class SharedMemory:
         self.check(
             self.core.send(data.data_ptr(), nbytes(data), dst, tag, code, span.timeout_ns, span.site, tensor.shape),
             span,
+            kind=failures.SEND,
+            peer=dst,
         )
 
     def recv(self, tensor: Tensor, src: int, tag: int, span: Span) -> int:
@@ -354,7 +356,7 @@ class SharedMemory:
         status, source = self.core.recv(
             data.data_ptr(), nbytes(data), src, tag, code, span.timeout_ns, span.site, tensor.shape
         )
-        self.check(status, span)
+        self.check(status, span, kind=failures.RECV, peer=src)
         if data is not tensor:
             write_back(tensor, data)
         return source
