@@ -149,11 +149,7 @@ def test_sync_batch_norm_needs_a_gpu_and_says_so_as_over_gloo():
 def test_ranks_with_different_models_hear_of_it_at_construction():
     def build(rank, world_size):
         # torch compares with rank 0, which is right by definition and only hears that the other has gone.
-        reason = (
-            "rank 1 .* is gone"
-            if rank == 0
-            else r"params\[0\] .* with sizes \[2, 5\] appears not to match"
-        )
+        reason = "rank 1 .* is gone" if rank == 0 else r"params\[0\] .* with sizes \[2, 5\] appears not to match"
         with pytest.raises(RuntimeError, match=reason):
             DistributedDataParallel(nn.Linear(4 + rank, 2))
         return dist.get_rank()
