@@ -30,9 +30,10 @@ static int any_in_heap(const struct plx_group *g) {
   return 0;
 }
 
-static int all_at(const struct plx_group *g, uint64_t offset) {
+/* Where each rank's tensor lies, if all of them lie in their ranks' heaps; the offsets need not be the same. */
+static int all_in_heap(const struct plx_group *g, uint64_t *offset) {
   for (uint32_t r = 0; r < g->world; r++)
-    if (plx_rank_of(g, r)->call[g->turn & 1].heap != offset) return 0;
+    if ((offset[r] = plx_rank_of(g, r)->call[g->turn & 1].heap) == PLX_NO_HEAP) return 0;
   return 1;
 }
 
@@ -98,19 +99,20 @@ static int reduce_sliced(struct plx_group *g, struct plx_wait *w, const struct p
   return PLX_OK;
 }
 
-/* After the first gate: everybody's tensor lies at `offset` of its heap. */
-static int reduce_in_place(struct plx_group *g, struct plx_wait *w, uint64_t offset, size_t bytes, size_t width,
+/* After the first gate: rank r's tensor lies at offset[r] of its heap. */
+static int reduce_in_place(struct plx_group *g, struct plx_wait *w, const uint64_t *offset, size_t bytes, size_t width,
                            plx_reduce_fn kernel) {
   const void *src[PLX_MAX_WORLD];
   size_t start = slice_start(bytes, g->rank, g->world), end = slice_start(bytes, g->rank + 1, g->world);
   size_t block = 16384 / width * width; /* the result stays in the first-level cache while it is handed out */
   for (size_t at = start; at < end; at += block) {
     size_t n = plx_min(block, end - at);
-    for (uint32_t r = 0; r < g->world; r++) src[r] = g->heaps[r] + offset + at;
-    kernel(g->heaps[g->rank] + offset + at, src, g->world, n / width);
+    for (uint32_t r = 0; r < g->world; r++) src[r] = g->heaps[r] + offset[r] + at;
+    unsigned char *mine = g->heaps[g->rank] + offset[g->rank] + at;
+    kernel(mine, src, g->world, n / width);
     for (uint32_t i = 1; i < g->world; i++) {
       uint32_t r = (g->rank + i) % g->world;
-      memcpy(g->heaps[r] + offset + at, g->heaps[g->rank] + offset + at, n);
+      memcpy(g->heaps[r] + offset[r] + at, mine, n);
     }
   }
   g->turn++;
@@ -144,9 +146,10 @@ int plx_all_reduce(struct plx_group *g, struct plx_wait *w, const struct plx_ori
   } else {
     plx_publish(g, &call);
     code = plx_first_gate(g, w, &call);
-    if (code == PLX_OK) code = all_at(g, call.heap) ? reduce_in_place(g, w, call.heap, bytes, width, kernel) : IN_HEAP;
+    uint64_t offset[PLX_MAX_WORLD];
+    if (code == PLX_OK) code = all_in_heap(g, offset) ? reduce_in_place(g, w, offset, bytes, width, kernel) : IN_HEAP;
   }
-  if (code == IN_HEAP) { /* some in the heap, some not, or at different places: all begin again, through the stage */
+  if (code == IN_HEAP) { /* some in the heap, some not: all begin again, through the stage */
     g->turn++;
     call.heap = PLX_NO_HEAP;
     code = reduce_staged(g, w, &call, in, out, bytes, width, kernel);

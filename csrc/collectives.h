@@ -20,8 +20,8 @@ struct plx_origin {
 int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o);
 
 /* out = reduction over ranks of in, in the order of the ranks, on every rank (root < 0) or on `root` only.
- * in == out allowed. One gate per C bytes when P == 2 or S is small, two per C bytes otherwise. Tensors that lie at one
- * offset of every rank's heap are reduced where they are: two gates, nothing staged. */
+ * in == out allowed. One gate per C bytes when P == 2 or S is small, two per C bytes otherwise. Tensors that lie in
+ * their ranks' heaps, at whatever offsets, are reduced where they are: two gates, nothing staged. */
 int plx_all_reduce(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *in, void *out,
                    size_t count, int dtype, int redop, int root);
 

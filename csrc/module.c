@@ -453,6 +453,7 @@ static int group_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   g->stage_bytes = g->header->stage_bytes;
   g->crowded = (int)g->header->crowded;
   g->spin_ns = spin_ns;
+  g->seq = UINT64_MAX; /* the gate at which all meet for the first time is number 0, and what people call begins at 1 */
   g->pidfds = calloc(g->world, sizeof *g->pidfds);
   g->early = calloc(g->world, sizeof *g->early);
   if (g->pidfds == NULL || g->early == NULL) {

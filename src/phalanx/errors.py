@@ -86,7 +86,7 @@ def _define_torch_errors() -> None:
     try:
         from torch.distributed import DistBackendError
     except ImportError:  # a torch without torch.distributed, or no torch at all: the names still exist
-        DistBackendError = RuntimeError  # type: ignore[misc]
+        DistBackendError = RuntimeError  # type: ignore[misc,assignment]
 
     class MismatchError(PhalanxError, DistBackendError):
         """Ranks disagree about what to do. `calls` maps each rank to its own call, in words."""

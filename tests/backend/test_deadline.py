@@ -136,7 +136,7 @@ def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path
     assert second == []
     assert "all_reduce #" in first[0]
     assert "in group '0' on rank 0: waiting for rank 1 for" in first[0]
-    assert "rank 1 last finished" in first[0]
+    assert "rank 1 has called nothing yet" in first[0]
 
 
 def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplog):

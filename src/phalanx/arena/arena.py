@@ -129,7 +129,7 @@ class Arena:
         buffer = (ctypes.c_char * nbytes).from_address(self._heap + self.rank * self._heap_bytes + offset)
         with self._lock:
             self._blocks_in_use += 1
-        weakref.finalize(buffer, self._let_go, index)
+        weakref.finalize(buffer, self._let_go, index).atexit = False  # tensors may outlive the exit hooks
         return buffer
 
     def heap_offset(self, address: int) -> int:

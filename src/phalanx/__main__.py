@@ -1,0 +1,5 @@
+"""`python -m phalanx` is the command `phalanx`."""
+
+from phalanx.cli.__main__ import main
+
+main()
