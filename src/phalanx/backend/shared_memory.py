@@ -332,6 +332,27 @@ class SharedMemory:
             if got is not output:
                 write_back(output, got)
 
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+        """As `all_to_all` with the equal parts of two contiguous tensors, without cutting them into views."""
+        world = self.arena.world_size
+        size = nbytes(tensor) // world
+        sizes = (size,) * world
+        src, dst = tensor.data_ptr(), output.data_ptr()
+        self._collective(
+            span,
+            lambda: self.core.all_to_all(
+                tuple(range(src, src + size * world, size)) if size else (src,) * world,
+                sizes,
+                tuple(range(dst, dst + size * world, size)) if size else (dst,) * world,
+                sizes,
+                dtype_of(tensor.dtype).code,
+                0,
+                span.timeout_ns,
+                span.site,
+                tensor.shape,
+            ),
+        )
+
     # -- point to point ------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int, tag: int, span: Span) -> None:
@@ -362,9 +383,14 @@ class SharedMemory:
         return source
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the elements lie in order in memory and mean what they say."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def dense(tensor: Tensor) -> Tensor:
-    """`tensor` itself if its elements lie in order and mean what they say; else a copy that does."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    """`tensor` itself if it is plain; else a copy that is."""
+    if is_plain(tensor):
         return tensor
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 

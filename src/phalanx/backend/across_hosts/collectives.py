@@ -286,6 +286,13 @@ class Collectives(Session):
             dst[self.rank].copy_(src[self.rank].view(dst[self.rank].shape))
             _write_all(outputs, dst)
 
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+        """As `all_to_all` with the equal parts of two contiguous tensors."""
+        parts = [list(t.detach().view(-1).chunk(self.world_size)) for t in (output, tensor)]
+        if tensor.numel() == 0:
+            parts = [[t.detach()] * self.world_size for t in (output, tensor)]
+        self.all_to_all(parts[0], parts[1], span, splits=False)
+
     def _compare_sizes(self, sent: list[int], awaited: list[int], span: Span, deadline: Deadline) -> None:
         """Every rank learns what all send and await, so that all find the same pair that does not fit."""
         mine = torch.tensor([sent, awaited])

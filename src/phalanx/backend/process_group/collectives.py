@@ -23,7 +23,7 @@ from phalanx.backend.arguments import (
     timeout_of,
 )
 from phalanx.backend.process_group.identity import Identity
-from phalanx.backend.shared_memory import Span
+from phalanx.backend.shared_memory import Span, is_plain
 from phalanx.backend.sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
@@ -278,16 +278,19 @@ class Collectives(Identity):
         check_tensor(tensor, "all_to_all_single")
         if output.dtype != tensor.dtype:
             raise ValueError(f"all_to_all_single: the output is {output.dtype}, the input is {tensor.dtype}")
-        # A copy with its elements in order, so that rows of it are pieces of memory.
-        dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
-        inputs = split_rows(tensor, input_split_sizes or [], self._size, "all_to_all_single", "the input")
-        outputs = split_rows(dense, output_split_sizes or [], self._size, "all_to_all_single", "the output")
         splits = bool(input_split_sizes or output_split_sizes)
         if not splits and output.numel() != tensor.numel():
             raise ValueError(
                 f"all_to_all_single: the output has {output.numel()} elements, the input {tensor.numel()}; "
                 "give split sizes when they differ"
             )
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits and rows % self._size == 0 and is_plain(tensor) and is_plain(output):
+            return self._carry_out(lambda span: self._memory.all_to_all_single(output, tensor, span), opts, [output])
+        # A copy with its elements in order, so that rows of it are pieces of memory.
+        dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+        inputs = split_rows(tensor, input_split_sizes or [], self._size, "all_to_all_single", "the input")
+        outputs = split_rows(dense, output_split_sizes or [], self._size, "all_to_all_single", "the output")
 
         def run(span: Span) -> None:
             self._memory.all_to_all(outputs, inputs, span, splits=splits)
