@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import _core
 from phalanx.backend.arguments import reduction_of
 from phalanx.backend.failures import closed
 from phalanx.backend.shared import shared_empty
-from phalanx.backend.shared_memory import SharedMemory, Span
+from phalanx.backend.shared_memory import Span
 from phalanx.backend.sites import calling_site
 from phalanx.dtypes import dtype_of
 
@@ -41,13 +40,6 @@ class SharedBoard:
                 for t in tensors
             ),
         )
-
-    @staticmethod
-    def serves(group: dist.ProcessGroup) -> bool:
-        """Whether all ranks of `group` share a heap."""
-        from phalanx.backend.process_group import PhalanxProcessGroup
-
-        return isinstance(group, PhalanxProcessGroup) and isinstance(group._memory, SharedMemory)
 
     def _offset(self, tensor: Tensor) -> int:
         """Where in the heap the tensor lies; it is the same on every rank."""

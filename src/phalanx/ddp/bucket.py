@@ -17,9 +17,9 @@ from phalanx.ddp.plan import Bucket, Slot
 
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of `group` share memory. The backend's name does not tell: between hosts it stands for Gloo."""
+    """Whether all ranks of `group` share memory. The backend's name does not tell: they may be on several hosts."""
     module = sys.modules.get("phalanx.backend.process_group")  # not imported: where there is no C core, it can't be
-    return module is not None and isinstance(group, module.PhalanxProcessGroup)
+    return module is not None and isinstance(group, module.PhalanxProcessGroup) and group.shares_memory
 
 
 def allocate(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:

@@ -60,7 +60,7 @@ def why_no_hosts() -> str:
     try:
         _ip("netns", "add", probe)
         try:
-            _ip("-n", probe, "link", "add", "a", "type", "veth", "peer", "name", "b")
+            _ip("-n", probe, "link", "add", "name", "one", "type", "veth", "peer", "name", "other")
         finally:
             _ip("netns", "del", probe)
     except PhalanxError as error:

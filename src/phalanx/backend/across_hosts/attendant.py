@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from phalanx.backend.across_hosts.bulletin import Bulletin, Position
+from phalanx.backend.across_hosts.bulletin import Bulletin, Position, Story
 
 _EVERY_S = 0.2
-_JOIN_S = 5.0
+_JOIN_S = 2.0  # it may hang in a store whose host was cut off
 
 
 class Attendant:
     """Looks at the bulletin five times a second: answers a roll call, and says when the group is over elsewhere.
 
-    `where` tells this rank's position. `is_over` looks at this host; `over` is called once, when the group is over
-    here or elsewhere, and wakes whoever still waits. When the store goes, listening ends: the job is ending.
+    `where` tells this rank's position. `is_over` looks at this host; `over` is called when the group is over here, and
+    (again) with the story when it is told, and wakes whoever still waits. When the store goes, listening ends: the job
+    is ending.
     """
 
     def __init__(
@@ -24,7 +25,7 @@ class Attendant:
         bulletin: Bulletin,
         where: Callable[[], Position],
         is_over: Callable[[], bool],
-        over: Callable[[], None],
+        over: Callable[[Story | None], None],
     ) -> None:
         self._bulletin = bulletin
         self._where = where
@@ -35,14 +36,19 @@ class Attendant:
         self._thread.start()
 
     def _listen(self) -> None:
+        woken = False
         while not self._stop.wait(_EVERY_S):
             try:
                 self._bulletin.answer_roll(self._where())
             except RuntimeError:  # the store has gone
                 return
-            if self._is_over() or self._bulletin.story() is not None:
-                self._over()
+            story = self._bulletin.story()
+            if story is not None:
+                self._over(story)
                 return
+            if not woken and self._is_over():  # the story is yet to come, and perhaps a roll call before it
+                woken = True
+                self._over(None)
 
     def close(self) -> None:
         """Stop listening."""

@@ -5,15 +5,18 @@
     here/<meeting>/<rank>     its answer
     note/<meeting>/<rank>     how a rank ended, left by itself on its way out
 
-All of it is best effort: a store that has gone does not hide what a rank saw with its own eyes.
+All of it is best effort: a store that has gone, or does not answer (its host was cut off: torch's client would wait
+for a quarter of an hour), does not hide what a rank saw with its own eyes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -24,7 +27,8 @@ T = TypeVar("T")
 
 OVER = "The group can no longer be used."
 _ROLL_CALL_S = 0.8
-_GLANCE = timedelta(milliseconds=50)
+_GLANCE_S = 0.02  # asked again and again: torch's own wait prints warnings when it times out
+_ANSWER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,27 @@ class Bulletin:
         self._rank = rank
         self._world_size = world_size
         self._answered = False
+        self._gone = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the store failed to answer; it is not asked again."""
+        return self._gone
 
     def _try(self, ask: Callable[[], T], default: T) -> T:
-        try:
-            return ask()
-        except RuntimeError:  # the store is gone, or too slow
+        if self._gone:
             return default
+        answers: list[T] = []
+        asking = threading.Thread(target=self._ask, args=(ask, answers), name="phalanx-bulletin", daemon=True)
+        asking.start()
+        asking.join(_ANSWER_S)
+        self._gone = not answers
+        return answers[0] if answers else default
+
+    @staticmethod
+    def _ask(ask: Callable[[], T], answers: list[T]) -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(ask())
 
     # -- the story -----------------------------------------------------------------------------------------------
 
@@ -108,14 +127,10 @@ class Bulletin:
 
     def await_story(self, patience_s: float) -> Story | None:
         """The story of somebody who knows more, if it comes soon."""
-        key, deadline = f"failure/{self._meeting}", Deadline.after(patience_s)
-        while not deadline.passed:
-            try:
-                self._store.wait([key], _GLANCE)
-            except RuntimeError:  # not yet
-                continue
-            return self.story()
-        return self.story()
+        deadline = Deadline.after(patience_s)
+        while (story := self.story()) is None and not deadline.passed:
+            time.sleep(_GLANCE_S)
+        return story
 
     # -- how a rank ended ----------------------------------------------------------------------------------------
 
@@ -135,8 +150,8 @@ class Bulletin:
         others = [r for r in range(self._world_size) if r != self._rank]
         answers: dict[int, Position] = {}
         deadline = Deadline.after(_ROLL_CALL_S)
-        while len(answers) < len(others) and not deadline.passed:
-            self._try(partial(self._store.wait, [self._here(r) for r in others if r not in answers], _GLANCE), None)
+        while len(answers) < len(others) and not (deadline.passed or self._gone):
+            time.sleep(_GLANCE_S)
             for r in others:
                 if r not in answers and (text := self._try(partial(self._get, self._here(r)), "")):
                     answers[r] = Position(**json.loads(text))

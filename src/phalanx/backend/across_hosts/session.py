@@ -91,7 +91,7 @@ class Session:
         self._bulletin = bulletin
         if self.layout.rail:
             self._rail = Rail(engine, self.layout.rail, self.layout.host, self._options.algorithm, self._wire)
-        self._attendant = Attendant(self.group, bulletin, lambda: self._position, self._is_over, self._end)
+        self._attendant = Attendant(self.group, bulletin, lambda: self._position, self._is_over, self._heard)
 
     @property
     def arena(self) -> Arena:
@@ -145,6 +145,11 @@ class Session:
     def _is_over(self) -> bool:
         return self._core.poison()[0] != failures.OK
 
+    def _heard(self, story: Story | None) -> None:
+        """The group is over. Keep the story: the store may be gone when this rank comes to the next operation."""
+        self._story = self._story or story
+        self._end()
+
     def _end(self) -> None:
         """Wake everybody who waits on this host or for it."""
         if not self.closed:
@@ -183,8 +188,9 @@ class Session:
         try:
             yield
         except (LocalFailure, ConnectionBroken, Disagreement) as cause:
-            story = self._story or self._bulletin.story() or self._tell(cause, span, deadline, peer)
-            self._story = self._bulletin.post(story)
+            if self._story is None:
+                story = self._bulletin.story() or self._tell(cause, span, deadline, peer)
+                self._story = self._bulletin.post(story)
             self._end()
             raise self._story.error(here) from None
         except BaseException as error:
@@ -281,19 +287,26 @@ class Session:
         return Story("lost", text, ranks=(who,))
 
     def _late(self, timeout_s: float, peer: int | None) -> Story:
+        # Those of this host, before they come after all: the roll call gives them time.
+        here = failures.late(self._core, self.layout.local_rank, len(self.layout.local_ranks))
+        late_here = [self.layout.local_ranks[r] for r in here]
         answers = self._bulletin.call_roll()
         others = [r for r in range(self.world_size) if r != self.rank]
         if peer is None:
-            missing = [r for r in others if r not in answers or answers[r].seq < self._seq]
+            missing = [r for r in others if r in late_here or r not in answers or answers[r].seq < self._seq]
         else:
             missing = [peer] if peer >= 0 else others
         if not missing:
             return Story(
                 "late",
-                f"time ran out after {timeout_s:.1f} s, and every rank is in it.\n"
-                "The network is too slow for the size: raise `timeout`.",
+                f"time ran out after {timeout_s:.1f} s; by now every rank has come.\n"
+                "A rank or the network is too slow: raise `timeout`.",
             )
+        if self._bulletin.is_gone:  # nobody can be asked: those of this host have come, or the core would have said
+            missing = [r for r in missing if r not in self.layout.local_ranks] or missing
         lines = [f"Rank {r} ({self._names[r]}) {_whereabouts(answers.get(r))}." for r in missing]
+        if self._bulletin.is_gone:
+            lines.append("The job's store does not answer either: this host may be cut off.")
         text = "\n".join(
             (
                 f"no answer from {ranks(missing)} within {timeout_s:.1f} s.",

@@ -1,4 +1,4 @@
-"""c10d's process group over shared memory, in three parts: who it is, its collectives, its messages."""
+"""c10d's process group in three parts: who it is, its collectives, its messages."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ __all__ = ["PhalanxProcessGroup"]
 
 
 class PhalanxProcessGroup(Collectives, Messages):
-    """The backend "phalanx" for the ranks of one host. Made by `init_process_group("phalanx")`, not by hand."""
+    """The backend "phalanx", on one host or several. Made by `init_process_group("phalanx")`, not by hand."""

@@ -89,6 +89,11 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         return self._memory.arena
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks share it, because they are on one host."""
+        return isinstance(self._memory, SharedMemory)
+
+    @property
     def group_name(self) -> str:
         """The name that torch gave the group; unique in the job."""
         return self._name

@@ -1,0 +1,221 @@
+"""Groups across real hosts: network namespaces joined by a switch, with the ranks as processes inside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.system.hosts_jobs import on_hosts
+
+import phalanx
+from phalanx.backend.across_hosts import AcrossHosts
+from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.shared_memory import SharedMemory
+from phalanx.testing import why_no_hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+LAYOUTS = [(2, 2), (1, 1, 1), (2, 1), (1, 3)]
+
+
+def tensor_of(rank, shape, dtype, salt=0):
+    """What `rank` brings: small whole numbers, so that every order of addition gives the same bits."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    return torch.randint(1, 5, shape, generator=generator).to(dtype)
+
+
+def reductions(rank, world_size, machines):
+    ops = {
+        dist.ReduceOp.SUM: lambda all_: torch.stack(all_).sum(0),
+        dist.ReduceOp.PRODUCT: lambda all_: torch.stack(all_).prod(0),
+        dist.ReduceOp.MAX: lambda all_: torch.stack(all_).amax(0),
+        dist.ReduceOp.MIN: lambda all_: torch.stack(all_).amin(0),
+    }
+    for shape in [(0,), (), (1,), (7, 3), (50_001,)]:
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8):
+            brought = [tensor_of(r, shape, dtype) for r in range(world_size)]
+            for op, combine in ops.items() if dtype == torch.int64 else list(ops.items())[:1]:
+                mine = brought[rank].clone()
+                dist.all_reduce(mine, op=op)
+                assert torch.equal(mine, combine(brought).to(dtype)), (shape, dtype, op)
+        brought = [tensor_of(r, shape, torch.float32) for r in range(world_size)]
+        mine = brought[rank].clone()
+        dist.all_reduce(mine, op=dist.ReduceOp.AVG)
+        torch.testing.assert_close(mine, torch.stack(brought).mean(0))
+        mine = brought[rank].clone()
+        dist.reduce(mine, dst=world_size - 1)
+        assert torch.equal(mine, torch.stack(brought).sum(0) if rank == world_size - 1 else brought[rank])
+        # A tensor whose elements do not lie in order.
+        if len(shape) == 2:
+            mine = brought[rank].clone().t()
+            dist.all_reduce(mine)
+            assert torch.equal(mine, torch.stack(brought).sum(0).t())
+    for rows in (0, 1, 5):
+        brought = [tensor_of(r, (world_size * rows, 3), torch.float32) for r in range(world_size)]
+        total = torch.stack(brought).sum(0)
+        output = torch.empty(rows, 3)
+        dist.reduce_scatter_single(output, brought[rank])
+        assert torch.equal(output, total[rank * rows : (rank + 1) * rows])
+        dist.reduce_scatter(output, list(brought[rank].split(rows)) if rows else [torch.empty(0, 3)] * world_size)
+        assert torch.equal(output, total[rank * rows : (rank + 1) * rows])
+    uneven = [[tensor_of(r, (part + 1,), torch.float16, part) for part in range(world_size)] for r in range(world_size)]
+    output = torch.empty(rank + 1, dtype=torch.float16)
+    dist.reduce_scatter(output, uneven[rank], op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(output, torch.stack([uneven[r][rank] for r in range(world_size)]).float().mean(0).half())
+
+
+def moves(rank, world_size, machines):
+    for shape in [(0,), (1,), (5, 3), (10_001,)]:
+        for dtype in (torch.float32, torch.bool, torch.complex64):
+            brought = [tensor_of(r, shape, dtype) for r in range(world_size)]
+            for root in range(world_size):
+                mine = brought[rank].clone()
+                dist.broadcast(mine, src=root)
+                assert torch.equal(mine, brought[root])
+            got = [torch.empty(shape, dtype=dtype) for _ in range(world_size)]
+            dist.all_gather(got, brought[rank])
+            assert all(map(torch.equal, got, brought))
+            root = world_size - 1
+            got = [torch.empty(shape, dtype=dtype) for _ in range(world_size)]
+            dist.gather(brought[rank], got if rank == root else None, dst=root)
+            assert rank != root or all(map(torch.equal, got, brought))
+            mine = torch.empty(shape, dtype=dtype)
+            parts = [tensor_of(r, shape, dtype, salt=7) for r in range(world_size)]
+            dist.scatter(mine, parts if rank == 1 else None, src=1)
+            assert torch.equal(mine, parts[rank])
+            got = [torch.empty(shape, dtype=dtype) for _ in range(world_size)]
+            dist.all_to_all(got, [tensor_of(rank, shape, dtype, salt=r) for r in range(world_size)])
+            assert all(map(torch.equal, got, [tensor_of(r, shape, dtype, salt=rank) for r in range(world_size)]))
+            whole = torch.empty(world_size * max(1, len(brought[0].view(-1))), dtype=dtype)
+            dist.all_gather_single(whole[: world_size * brought[0].numel()], brought[rank].view(-1))
+            assert torch.equal(whole[: world_size * brought[0].numel()], torch.cat([t.view(-1) for t in brought]))
+    # Rank r sends r + d elements to rank d.
+    sent = torch.cat([torch.full((rank + d,), 10.0 * rank + d) for d in range(world_size)])
+    output = torch.empty(sum(r + rank for r in range(world_size)))
+    dist.all_to_all_single(output, sent, [r + rank for r in range(world_size)], [rank + d for d in range(world_size)])
+    assert torch.equal(output, torch.cat([torch.full((r + rank,), 10.0 * r + rank) for r in range(world_size)]))
+    objects = [None] * world_size
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
+    assert objects == [{"rank": r, "text": "x" * r} for r in range(world_size)]
+    dist.barrier()
+
+
+def messages(rank, world_size, machines):
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    for shape in [(0,), (1,), (70_001,)]:
+        got = torch.empty(shape)
+        work = dist.isend(tensor_of(rank, shape, torch.float32), right, tag=3)
+        dist.recv(got, left, tag=3)
+        work.wait()
+        assert torch.equal(got, tensor_of(left, shape, torch.float32))
+    if rank == 0:
+        seen = set()
+        for _ in range(world_size - 1):
+            got = torch.empty(2)
+            source = dist.recv(got)
+            assert got.tolist() == [float(source)] * 2
+            seen.add(source)
+        assert seen == set(range(1, world_size))
+    else:
+        dist.send(torch.full((2,), float(rank)), 0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_every_collective_gives_the_values_of_one_host(sizes):
+    def check(rank, world_size, machines):
+        assert isinstance(dist.group.WORLD, PhalanxProcessGroup)
+        assert isinstance(dist.group.WORLD._memory, AcrossHosts)
+        reductions(rank, world_size, machines)
+        moves(rank, world_size, machines)
+        messages(rank, world_size, machines)
+        works = [dist.all_reduce(torch.full((3,), float(i)), async_op=True) for i in range(5)]
+        for i, work in enumerate(works):
+            work.wait()
+            assert work.result()[0].tolist() == [float(i * world_size)] * 3
+        return True
+
+    assert all(on_hosts(sizes, check))
+
+
+def test_a_subgroup_uses_memory_alone_where_its_ranks_share_a_host():
+    def check(rank, world_size, machines):
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        across = dist.new_group([1, 2])
+        mine = pairs[rank // 2]
+        assert isinstance(mine._memory, SharedMemory)
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor, group=mine)
+        if rank in (1, 2):
+            assert isinstance(across._memory, AcrossHosts)
+            dist.all_reduce(tensor, group=across)
+        return tensor.item()
+
+    assert on_hosts((2, 2), check) == [1.0, 6.0, 6.0, 5.0]
+
+
+def test_an_all_reduce_sends_what_the_hierarchy_promises_and_half_of_it_in_bfloat16():
+    nbytes = 4 * 2**20
+
+    def check(rank, world_size, machines):
+        tensor = torch.ones(nbytes // 4)
+        dist.barrier()
+        before = machines[0].bytes_sent() if rank == 0 else 0
+        dist.barrier()
+        dist.all_reduce(tensor)
+        dist.barrier()
+        return (machines[0].bytes_sent() - before) / nbytes if rank == 0 else None
+
+    # 2(H-1)/H of the tensor for H = 2 hosts, of which each host sends its half; and headers.
+    assert 1.0 <= on_hosts((2, 2), check)[0] <= 1.05
+    options = phalanx.Options(wire_dtype=torch.bfloat16)
+    assert 0.5 <= on_hosts((2, 2), check, options=options)[0] <= 0.55
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling", "single", "hierarchical"])
+def test_every_algorithm_gives_every_rank_the_same_bits(algorithm):
+    def check(rank, world_size, machines):
+        torch.manual_seed(rank)
+        tensor = torch.randn(1001)
+        brought = [torch.empty_like(tensor) for _ in range(world_size)]
+        dist.all_gather(brought, tensor)
+        dist.all_reduce(tensor)
+        torch.testing.assert_close(tensor, torch.stack(brought).sum(0), rtol=2e-2, atol=5e-2)
+        everybody = [torch.empty_like(tensor) for _ in range(world_size)]
+        dist.all_gather(everybody, tensor)
+        return all(torch.equal(tensor, other) for other in everybody)
+
+    options = phalanx.Options(algorithm=algorithm, wire_dtype=torch.bfloat16)
+    assert all(on_hosts((1, 1, 1), check, options=options))
+
+
+def test_error_feedback_keeps_a_running_sum_true_where_plain_rounding_drifts():
+    def drift(rank, world_size, machines):
+        gradient = torch.full((256,), 1.0 + 2.0**-9)  # bfloat16 keeps 8 bits: rounded down, always
+        total = torch.zeros(256)
+        buffer = torch.empty(256)
+        for _ in range(64):
+            buffer.copy_(gradient)
+            dist.all_reduce(buffer)
+            total += buffer
+        return (total - 64 * world_size * gradient).abs().max().item()
+
+    plain = on_hosts((1, 1), drift, options=phalanx.Options(wire_dtype=torch.bfloat16))
+    kept = on_hosts((1, 1), drift, options=phalanx.Options(wire_dtype=torch.bfloat16, error_feedback=True))
+    assert plain[0] == plain[1] > 0.1
+    assert kept[0] == kept[1] < 0.05
+
+
+def test_ddp_trains_the_same_model_on_every_host():
+    def check(rank, world_size, machines):
+        torch.manual_seed(0)
+        model = phalanx.DistributedDataParallel(torch.nn.Linear(5, 3))
+        reference = torch.nn.Linear(5, 3)
+        reference.load_state_dict(model.module.state_dict())
+        batches = [tensor_of(r, (4, 5), torch.float32) for r in range(world_size)]
+        model(batches[rank]).square().mean().backward()
+        torch.stack([reference(batch).square().mean() for batch in batches]).mean().backward()
+        torch.testing.assert_close(model.module.weight.grad, reference.weight.grad)
+        return True
+
+    assert all(on_hosts((2, 1), check))

@@ -1,0 +1,223 @@
+"""What goes wrong across hosts: every rank, wherever it is, tells the same story, and names the group's ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.system.hosts_jobs import on_hosts
+
+import phalanx
+from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostError, PhalanxError
+from phalanx.testing import RankFailed, why_no_hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+
+def story_of(error):
+    """What the message says after the operation and the rank: the same on every rank."""
+    return str(error).partition(": ")[2]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1), (3, 1), (1, 2)], ids=str)
+def test_everybody_learns_which_rank_of_another_host_died(sizes):
+    victim = sum(sizes) - 1
+
+    def check(rank, world_size, machines):
+        dist.barrier()
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:
+            dist.all_reduce(torch.ones(1000))
+        with pytest.raises(PeerLostError, match="is gone"):  # and it stays so
+            dist.barrier()
+        return story_of(caught.value), caught.value.ranks, str(caught.value), time.monotonic() - begun
+
+    results = on_hosts(sizes, check, lost=(victim,))[:victim]
+    assert len({story for story, _, _, _ in results}) == 1
+    for rank, (story, ranks, message, _) in enumerate(results):
+        assert ranks == (victim,)
+        assert f"all_reduce #3 in group '0' on rank {rank}: rank {victim} (pid " in message
+        assert f"10.77.0.{len(sizes)}) is gone: " in story
+        assert "Read its log first. The group can no longer be used." in story
+        if sizes[-1] > 1:  # a rank of its host saw how
+            assert "killed by SIGKILL" in story or "it ended without a word" in story
+
+
+def test_a_rank_that_dies_while_others_wait_for_its_message_is_named():
+    def check(rank, world_size, machines):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLostError) as caught:
+            dist.recv(torch.empty(3), 1)
+        return str(caught.value)
+
+    message = on_hosts((1, 1), check, lost=(1,))[0]
+    assert "recv from rank 1 in group '0' on rank 0: rank 1 (pid " in message
+
+
+@pytest.mark.parametrize("odd", [1, 3])
+@pytest.mark.parametrize("how", ["operation", "size", "dtype", "root"])
+def test_a_disagreement_names_every_ranks_call_and_changes_no_tensor(how, odd):
+    def call(tensor, rank, world_size):
+        if how == "operation" and rank == odd:
+            dist.all_gather([torch.empty(6) for _ in range(world_size)], tensor)
+        elif how == "root":
+            dist.broadcast(tensor, src=odd if rank == odd else 0)
+        elif how == "size" and rank == odd:
+            dist.all_reduce(tensor[:5])
+        else:
+            dist.all_reduce(tensor)
+
+    def check(rank, world_size, machines):
+        tensor = torch.ones(6, dtype=torch.float64 if how == "dtype" and rank == odd else torch.float32)
+        with pytest.raises(MismatchError) as caught:
+            call(tensor, rank, world_size)
+        assert torch.equal(tensor, torch.ones_like(tensor))
+        return story_of(caught.value), caught.value.calls
+
+    results = on_hosts((2, 2), check)
+    assert len({story for story, _ in results}) == 1
+    story, calls = results[0]
+    assert sorted(calls) == [0, 1, 2, 3]
+    assert "the ranks called different things; no tensor was changed." in story
+    assert "test_hosts_failures.py:" in calls[odd]
+    said = {
+        "operation": ("all_gather of float32 (6,)", "all_reduce(SUM) of float32 (6,)"),
+        "size": ("all_reduce(SUM) of float32 (5,)", "all_reduce(SUM) of float32 (6,)"),
+        "dtype": ("all_reduce(SUM) of float64 (6,)", "all_reduce(SUM) of float32 (6,)"),
+        "root": (f"broadcast(src={odd}) of float32 (6,)", "broadcast(src=0) of float32 (6,)"),
+    }[how]
+    assert calls[odd].startswith(said[0])
+    assert all(call.startswith(said[1]) for rank, call in calls.items() if rank != odd)
+
+
+def test_a_split_that_does_not_fit_is_named_on_both_sides():
+    def check(rank, world_size, machines):
+        output = torch.empty(3 if rank == 0 else 2)
+        with pytest.raises(MismatchError) as caught:
+            dist.all_to_all_single(output, torch.ones(2), [1, 2] if rank == 0 else [1, 1], [1, 1])
+        return story_of(caught.value)
+
+    stories = on_hosts((1, 1), check)
+    assert stories[0] == stories[1]
+    assert "rank 0: all_to_all that awaits 8 bytes from rank 1" in stories[0]
+    assert "rank 1: all_to_all that sends 4 bytes to rank 0" in stories[0]
+
+
+def test_a_message_that_does_not_fit_its_receiver_is_refused():
+    def check(rank, world_size, machines):
+        if rank == 0:
+            with pytest.raises(MismatchError, match="the message does not fit; the tensor was not changed") as caught:
+                dist.recv(torch.empty(3), 1)
+            return str(caught.value)
+        with pytest.raises(PhalanxError):  # its message was never taken
+            dist.send(torch.ones(4), 0)
+        return None
+
+    message = on_hosts((1, 1), check)[0]
+    assert "rank 1: send of 16 bytes of float32 to rank 0" in message
+    assert "rank 0: recv of 12 bytes of float32 from rank 1" in message
+
+
+@pytest.mark.parametrize(("sizes", "late"), [((1, 1), 1), ((2, 2), 3)])
+def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
+    def check(rank, world_size, machines):
+        dist.barrier()
+        store = dist.group.WORLD.get_group_store()
+        if rank == late:
+            while dist.group.WORLD._memory._story is None:  # it comes only when the others have given up
+                time.sleep(0.01)
+            store.set("it has heard", "yes")
+        with pytest.raises(DeadlineError) as caught:
+            dist.all_reduce(torch.ones(3))
+        if rank == 0:  # the store lives in it
+            store.wait(["it has heard"], timedelta(seconds=20))
+        return story_of(caught.value), caught.value.missing
+
+    results = on_hosts(sizes, check, timeout_s=2.0)
+    assert len({story for story, _ in results}) == 1
+    story, missing = results[0]
+    assert missing == (late,)
+    assert f"no answer from rank {late} within 2.0 s.\nRank {late} (pid " in story
+    assert "last finished barrier #2 (" in story
+    assert "raise `timeout`" in story
+
+
+def test_a_stopped_rank_is_one_that_does_not_answer():
+    def check(rank, world_size, machines):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match="does not answer: it hangs, is stopped, or is cut off") as caught:
+            dist.all_reduce(torch.ones(3))
+        return caught.value.missing
+
+    assert on_hosts((1, 1), check, timeout_s=2.0, lost=(1,))[0] == (1,)
+
+
+def test_a_host_that_is_cut_off_is_late_as_a_whole_and_hears_that_it_is_cut_off():
+    def check(rank, world_size, machines):
+        dist.barrier()
+        if rank == 0:
+            machines[1].cut_off()
+        with pytest.raises(DeadlineError) as caught:
+            dist.all_reduce(torch.ones(3))
+        return caught.value.missing, str(caught.value)
+
+    results = on_hosts((1, 2), check, timeout_s=2.0)
+    assert [missing for missing, _ in results] == [(1, 2), (0,), (0,)]
+    assert "Rank 2 (pid " in results[0][1]
+    assert "does not answer: it hangs, is stopped, or is cut off." in results[0][1]
+    assert "The job's store does not answer either: this host may be cut off." in results[2][1]
+
+
+def test_a_rank_that_ends_with_an_error_says_so_to_the_other_hosts():
+    def check(rank, world_size, machines):
+        dist.barrier()
+        if rank == 1:
+            from phalanx.backend.process_group.identity import leave_all
+
+            leave_all("it ended with ValueError: bad luck")
+            os._exit(1)
+        with pytest.raises(PeerLostError) as caught:
+            dist.all_reduce(torch.ones(3))
+        return str(caught.value)
+
+    assert "is gone: it ended with ValueError: bad luck." in on_hosts((1, 1), check, lost=(1,))[0]
+
+
+def test_ranks_with_different_options_are_told_before_anything_is_built():
+    options = [phalanx.Options(algorithm="ring"), phalanx.Options(algorithm="tree")]
+    with pytest.raises(RankFailed) as caught:
+        on_hosts((1, 1), lambda rank, world_size, machines: None, options=options)
+    for error in caught.value.errors.values():
+        assert "the ranks were given different options" in str(error)
+        assert "rank 0: algorithm=ring" in str(error)
+        assert "rank 1: algorithm=tree" in str(error)
+
+
+def test_an_interface_that_is_not_there_is_told_with_the_hosts():
+    with pytest.raises(RankFailed) as caught:
+        on_hosts((1, 1), lambda *a: None, options=phalanx.Options(interface="eth7"), timeout_s=3.0)
+    assert "the ranks' hosts cannot all reach each other" in str(caught.value.errors[0])
+    assert "rank 1: " in str(caught.value.errors[0])
+    assert " at 10.77.0.2" in str(caught.value.errors[0])
+
+
+def test_a_destroyed_group_refuses_calls():
+    def check(rank, world_size, machines):
+        group = dist.new_group([0, 1])
+        dist.destroy_process_group(group)
+        with pytest.raises(ClosedError):
+            group.barrier()
+        return True
+
+    assert all(on_hosts((1, 1), check))
