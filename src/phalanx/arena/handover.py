@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
+from phalanx.arena.peer import peer_of
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, PhalanxError
 
-_PEERCRED = struct.Struct("3i")
 _SLICE_S = 0.5
 _PATIENCE_S = 5.0  # with a visitor that says nothing; those behind it wait
 _HELLO = struct.Struct("16sI")
@@ -82,7 +82,7 @@ class Counter:
     def _admit(self, peer: socket.socket, patience_s: float) -> int | None:
         """The rank of a visitor who is our user and knows the token, else None."""
         peer.settimeout(max(patience_s, 0.01))  # zero would mean: do not block at all
-        if _user_of(peer) != os.getuid():
+        if peer_of(peer).uid != os.getuid():
             return None
         try:
             hello = peer.recv(_HELLO.size, socket.MSG_WAITALL)
@@ -92,11 +92,6 @@ class Counter:
             return None
         token, rank = _HELLO.unpack(hello)
         return int(rank) if secrets.compare_digest(token, bytes.fromhex(self.token)) else None
-
-
-def _user_of(peer: socket.socket) -> int:
-    _, uid, _ = _PEERCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
-    return int(uid)
 
 
 def fetch(token: str, rank: int, count: int, deadline: Deadline, *, wait_for_leader: bool = False) -> list[int]:
@@ -112,7 +107,7 @@ def fetch(token: str, rank: int, count: int, deadline: Deadline, *, wait_for_lea
         s.settimeout(min(deadline.left_s, 3600.0) or 0.001)
         try:
             _connect(s, token, deadline if wait_for_leader else None)
-            if _user_of(s) != os.getuid():
+            if peer_of(s).uid != os.getuid():
                 raise PhalanxError("the leader of this host runs as another user; nothing was exchanged")
             s.sendall(_HELLO.pack(bytes.fromhex(token), rank))
             fds = _receive(s, count)

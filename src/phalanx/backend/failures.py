@@ -6,9 +6,9 @@ import signal
 
 from phalanx import _core
 from phalanx.arena.arena import Arena
+from phalanx.arena.recorder import Record, read, story
 from phalanx.arena.watch import wait_status
 from phalanx.backend.meeting import ranks
-from phalanx.backend.recorder import Record, read, story
 from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
 
 # enum plx_status

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from phalanx.arena.arena import Arena
+from phalanx.arena.recorder import read, story
 from phalanx.backend import failures
 from phalanx.backend.meeting import NOTICE_S, ranks
-from phalanx.backend.recorder import read, story
 from phalanx.backend.sites import short
 from phalanx.dtypes import dtype_of
 from phalanx.log import get_logger

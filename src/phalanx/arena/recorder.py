@@ -1,0 +1,131 @@
+"""The flight recorder as people read it: what each rank did last, and what it is doing now. Needs no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx import _core
+
+# Names and numbers are those of enum plx_kind, plx_dtype, plx_redop and plx_status in csrc/layout.h. `phalanx.dtypes`
+# has the second and third too, made from torch's own objects; a test holds the two together.
+KINDS = {
+    1: "barrier",
+    2: "broadcast",
+    3: "all_reduce",
+    4: "reduce",
+    5: "all_gather",
+    6: "gather",
+    7: "scatter",
+    8: "reduce_scatter",
+    9: "all_to_all",
+    10: "send",
+    11: "recv",
+    12: "gradients",
+}
+DTYPES = (
+    "bytes", "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+STATUSES = ("ok", "mismatch", "peer lost", "deadline", "interrupted", "invalid", "no memory", "closed")
+
+_SEND, _RECV = 10, 11
+_REDUCES = (3, 4, 8)
+_ROOTED = (2, 4, 6, 7)
+
+
+def _name(names: Sequence[str], code: int, what: str) -> str:
+    return names[code] if 0 <= code < len(names) else f"{what} {code}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operation of one rank. Times are CLOCK_MONOTONIC nanoseconds; `leave_ns` is 0 while it runs."""
+
+    seq: int
+    kind: int
+    dtype: int
+    redop: int
+    root: int
+    peer: int
+    count: int
+    shape: tuple[int, ...]
+    enter_ns: int
+    leave_ns: int
+    status: int
+    site: str
+
+    @property
+    def name(self) -> str:
+        """The operation's name."""
+        return KINDS.get(self.kind, f"operation {self.kind}")
+
+    @property
+    def dtype_name(self) -> str:
+        """What the elements are."""
+        return _name(DTYPES, self.dtype, "dtype")
+
+    @property
+    def reduction(self) -> str:
+        """How elements are combined; empty where they are only moved."""
+        return _name(REDUCTIONS, self.redop, "reduction") if self.kind in _REDUCES else ""
+
+    @property
+    def status_name(self) -> str:
+        """How it ended, or 'running'."""
+        return _name(STATUSES, self.status, "status") if self.leave_ns else "running"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the whole group takes part."""
+        return self.kind not in (_SEND, _RECV)
+
+    @property
+    def label(self) -> str:
+        """'all_reduce #42', or 'send to rank 1'."""
+        if self.kind == _SEND:
+            return f"send to rank {self.peer}"
+        if self.kind == _RECV:
+            return f"recv from rank {self.peer}" if self.peer >= 0 else "recv from any rank"
+        return f"{self.name} #{self.seq}"
+
+    @property
+    def place(self) -> str:
+        """'all_reduce #42 (train.py:88)'."""
+        return f"{self.label} ({self.site})" if self.site else self.label
+
+    def call(self) -> str:
+        """The call as its rank made it: 'all_reduce(SUM) of float32 (3, 4) at train.py:88'."""
+        options = []
+        if self.kind in _REDUCES:
+            options.append(self.reduction)
+        if self.kind in _ROOTED:
+            options.append(f"{'src' if self.kind in (2, 7) else 'dst'}={self.root}")
+        text = self.name + (f"({', '.join(options)})" if options else "")
+        if self.kind != 1:
+            text += f" of {self.dtype_name} {tuple(self.shape)}"
+        return f"{text} at {self.site}" if self.site else text
+
+
+def read(core: _core.Group, rank: int) -> list[Record]:
+    """The last operations of `rank`, oldest first; it may be running, hanging or dead."""
+    return [Record(*record) for record in core.records(rank)]
+
+
+def story(core: _core.Group, rank: int) -> str:
+    """One clause on where `rank` is: 'is in all_reduce #42 (train.py:88) for 3.1 s'."""
+    return tell(read(core, rank), time.monotonic_ns())
+
+
+def tell(records: Sequence[Record], now_ns: int) -> str:
+    """As `story`, for a rank whose operations are `records`."""
+    if not records:
+        return "has called nothing yet"
+    last = records[-1]
+    if last.leave_ns == 0:
+        return f"is in {last.place} for {(now_ns - last.enter_ns) / 1e9:.1f} s"
+    return f"last finished {last.place}"
