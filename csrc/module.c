@@ -1,4 +1,7 @@
 /* The one file that knows Python: addresses and sizes in, a status out, the GIL released in between. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -6,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "board.h"
 #include "collectives.h"
@@ -17,7 +22,15 @@ typedef struct {
   PyObject *idle; /* called with the seconds waited, from the first second on; may raise */
   int culprit;
   int closed;
+  uint64_t background_spin_ns; /* for threads other than the main one */
 } Group;
+
+/* A thread in the background must not take the core from the one that computes, where a rank has no core to spare. */
+static uint64_t spin_of(const Group *self) {
+  static _Thread_local int is_main = -1; /* asked once per thread: two system calls */
+  if (is_main < 0) is_main = syscall(SYS_gettid) == getpid();
+  return is_main ? self->g.spin_ns : self->background_spin_ns;
+}
 
 /* Waiting: every slice, take the GIL for a moment so that Ctrl-C works and the user hears about long waits. */
 struct patience {
@@ -126,7 +139,7 @@ static uint64_t *to_array(PyObject *o, uint32_t world) {
 static PyObject *group_barrier(Group *self, PyObject *const *a, Py_ssize_t n) {
   struct tail t;
   if (want(n, 3, "barrier") != 0 || to_tail(self, a, &t) != 0) return NULL;
-  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_barrier(&self->g, &wait, &t.origin);
   END(self, code)
 }
@@ -139,7 +152,7 @@ static PyObject *group_all_reduce(Group *self, PyObject *const *a, Py_ssize_t n)
   if (want(n, 9, "all_reduce") != 0 || to_address(a[0], &in) || to_address(a[1], &out) || to_u64(a[2], &count) ||
       to_int(a[3], &dtype) || to_int(a[4], &redop) || to_int(a[5], &root) || to_tail(self, a + 6, &t))
     return NULL;
-  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_all_reduce(&self->g, &wait, &t.origin, in, out, count, dtype, redop, root);
   END(self, code)
 }
@@ -152,7 +165,7 @@ static PyObject *group_broadcast(Group *self, PyObject *const *a, Py_ssize_t n) 
   if (want(n, 7, "broadcast") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &dtype) ||
       to_int(a[3], &root) || to_tail(self, a + 4, &t))
     return NULL;
-  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_broadcast(&self->g, &wait, &t.origin, data, bytes, dtype, root);
   END(self, code)
 }
@@ -169,7 +182,7 @@ static PyObject *group_reduce_scatter(Group *self, PyObject *const *a, Py_ssize_
     free(in);
     return NULL;
   }
-  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_reduce_scatter(&self->g, &wait, &t.origin, (const void *const *)in, counts, out, dtype, redop);
   free(in);
   free(counts);
@@ -188,7 +201,7 @@ static PyObject *group_gather(Group *self, PyObject *const *a, Py_ssize_t n) {
     free(out);
     return NULL;
   }
-  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_gather(&self->g, &wait, &t.origin, in, (void *const *)out, bytes, dtype, root);
   free(out);
   free(bytes);
@@ -205,7 +218,7 @@ static PyObject *group_scatter(Group *self, PyObject *const *a, Py_ssize_t n) {
     return NULL;
   uint64_t *in = to_array(a[0], self->g.world);
   if (in == NULL) return NULL;
-  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_scatter(&self->g, &wait, &t.origin, (const void *const *)in, out, bytes, dtype, root);
   free(in);
   END(self, code)
@@ -221,7 +234,7 @@ static PyObject *group_all_to_all(Group *self, PyObject *const *a, Py_ssize_t n)
       while (i-- > 0) free(v[i]);
       return NULL;
     }
-  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_all_to_all(&self->g, &wait, &t.origin, (const void *const *)v[0], v[1], (void *const *)v[2], v[3], dtype,
                             splits);
   for (int i = 0; i < 4; i++) free(v[i]);
@@ -236,7 +249,7 @@ static PyObject *group_send(Group *self, PyObject *const *a, Py_ssize_t n) {
   if (want(n, 8, "send") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &dst) ||
       to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t))
     return NULL;
-  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_send(&self->g, &wait, &t.origin, data, bytes, (uint32_t)dst, (uint32_t)tag, dtype);
   END(self, code)
 }
@@ -251,7 +264,7 @@ static PyObject *group_recv(Group *self, PyObject *const *a, Py_ssize_t n) {
   if (want(n, 8, "recv") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &src) ||
       to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t))
     return NULL;
-  BEGIN(self, t.timeout_ns, self->g.spin_ns)
+  BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_recv(&self->g, &wait, &t.origin, data, bytes, src, (uint32_t)tag, dtype, &from);
   PyEval_RestoreThread(patience.thread);
   self->culprit = wait.culprit;
@@ -435,11 +448,13 @@ static PyObject *group_abandon(Group *self, PyObject *unused) {
 
 static int group_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   Group *self = (Group *)object;
-  unsigned long long base, bytes, spin_ns;
+  unsigned long long base, bytes, spin_ns, background_spin_ns;
   unsigned rank;
   PyObject *pidfds, *idle_fn;
   (void)kwargs;
-  if (!PyArg_ParseTuple(args, "KKIKO!O", &base, &bytes, &rank, &spin_ns, &PyTuple_Type, &pidfds, &idle_fn)) return -1;
+  if (!PyArg_ParseTuple(args, "KKIKKO!O", &base, &bytes, &rank, &spin_ns, &background_spin_ns, &PyTuple_Type, &pidfds,
+                        &idle_fn))
+    return -1;
   struct plx_group *g = &self->g;
   g->base = (unsigned char *)(uintptr_t)base;
   g->header = (struct plx_header *)g->base;
@@ -453,6 +468,7 @@ static int group_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   g->stage_bytes = g->header->stage_bytes;
   g->crowded = (int)g->header->crowded;
   g->spin_ns = spin_ns;
+  self->background_spin_ns = background_spin_ns;
   g->seq = UINT64_MAX; /* the gate at which all meet for the first time is number 0, and what people call begins at 1 */
   g->pidfds = calloc(g->world, sizeof *g->pidfds);
   g->early = calloc(g->world, sizeof *g->early);
@@ -585,7 +601,7 @@ static PyObject *board_finish(Board *self, PyObject *const *a, Py_ssize_t n) {
   if (want(n, 3, "finish") != 0 || to_tail(self->group, a, &t) != 0) return NULL;
   struct plx_call call = {.seq = self->b.round, .count = self->b.num_buckets, .kind = PLX_GRADIENTS, .root = -1};
   struct plx_record *record = plx_record_enter(&self->group->g, &call, t.origin.site, -1, t.origin.ndim, t.origin.shape);
-  BEGIN(self->group, t.timeout_ns, self->group->g.spin_ns)
+  BEGIN(self->group, t.timeout_ns, spin_of(self->group))
   int code = plx_board_finish(&self->b, &wait);
   plx_record_leave(record, code);
   END(self->group, code)

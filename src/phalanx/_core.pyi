@@ -21,6 +21,7 @@ class Group:
         nbytes: int,
         rank: int,
         spin_ns: int,
+        background_spin_ns: int,
         pidfds: tuple[int, ...],
         idle: Callable[[float], None] | None,
         /,

@@ -49,6 +49,12 @@ def is_crowded(members: Sequence[Member]) -> bool:
     return len(members) > len(cores)
 
 
+def _background_spin_ns(members: Sequence[Member]) -> int:
+    """How long a thread other than the main one looks before it sleeps: not at all where ranks have one core each."""
+    cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
+    return SPIN_NS if len(cores) >= 2 * len(members) else 0
+
+
 def heap_bytes() -> int:
     """Address space for one rank's heap: all memory that the machine has; pages exist only once they are used."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -79,7 +85,9 @@ class Arena:
         finally:
             os.close(control)
         self._pidfds = tuple(watch.acquire(m.process) if i != rank else -1 for i, m in enumerate(members))
-        self.core = _core.Group(self._control, self._control_bytes, rank, SPIN_NS, self._pidfds, idle)
+        self.core = _core.Group(
+            self._control, self._control_bytes, rank, SPIN_NS, _background_spin_ns(members), self._pidfds, idle
+        )
         me = members[rank].process
         self.core.join(me.pid, me.start_ticks)
         _arenas.add(self)
