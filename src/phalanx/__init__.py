@@ -14,7 +14,9 @@ __version__ = "0.1.0"
 # The public names, and the module that knows each. One line per name; the names are PyTorch's where PyTorch has one.
 _HOME = {
     "DistributedDataParallel": "phalanx.ddp",
+    "ZeroRedundancyOptimizer": "phalanx.optim",
     "DistributedSampler": "phalanx.data",
+    "SyncBatchNorm": "phalanx.nn",
     "init": "phalanx.backend",
     "shared_empty": "phalanx.backend",
     "Options": "phalanx.backend",
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from phalanx.errors import MismatchError as MismatchError
     from phalanx.errors import PeerLostError as PeerLostError
     from phalanx.errors import PhalanxError as PhalanxError
+    from phalanx.nn import SyncBatchNorm as SyncBatchNorm
+    from phalanx.optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from phalanx.trainer import progress as progress
 
 

@@ -1,0 +1,74 @@
+"""Count, mean and squared deviations of a batch per channel, and how those of several batches become one.
+
+    n      values per channel             n = sum of n_r
+    mean   their mean                     mean = sum of n_r mean_r / n
+    m2     sum of (x - mean)^2            m2 = sum of m2_r + n_r (mean_r - mean)^2        (index r: rank)
+
+Deviations are combined, and not sums of squares: those lose all digits when the mean is large beside the deviation.
+
+Source: Chan, Golub and LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what statistics of values of `dtype` are kept: float32 for half types, else `dtype` itself."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """What batch normalization needs to know of a batch. `mean` and `m2` have shape (C,); `count` is a whole number."""
+
+    count: float
+    mean: Tensor
+    m2: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        """The biased variance, which normalizes."""
+        return self.m2 / self.count
+
+    @property
+    def unbiased_variance(self) -> Tensor:
+        """The unbiased variance, which running statistics keep. Needs a count above 1."""
+        return self.m2 / (self.count - 1)
+
+
+def measure(values: Tensor) -> Tensor:
+    """The statistics of `values` (N, C, ...) as one message of 2C + 1 numbers: mean, m2, count. Zeros without values.
+
+    Cost: reads `values` twice, writes nothing of their size.
+    """
+    dtype = statistics_dtype(values.dtype)
+    num_channels = values.shape[1]
+    message = torch.zeros(2 * num_channels + 1, dtype=dtype, device=values.device)
+    if values.numel():
+        # Half types are read as they are; that the statistics come as float32 is told by the dtype of running ones.
+        kept = torch.zeros(num_channels, dtype=dtype, device=values.device)
+        mean, variance = torch.batch_norm_update_stats(values, kept, torch.ones_like(kept), 0.0)
+        count = values.numel() // num_channels
+        message[:num_channels] = mean
+        message[num_channels:-1] = variance * count
+        message[-1] = count
+    return message
+
+
+def combine(messages: Tensor) -> BatchStatistics:
+    """The statistics of all ranks' values together, from `messages` (ranks, 2C + 1) of `measure`.
+
+    Numerics: in float64 and in the order of ranks, so equal messages give equal bits.
+    """
+    dtype, num_channels = messages.dtype, messages.shape[1] // 2
+    exact = messages.double()
+    means, m2s, counts = exact[:, :num_channels], exact[:, num_channels:-1], exact[:, -1:]
+    count = counts.sum().item()
+    mean = (counts * means).sum(0) / max(count, 1.0)
+    m2 = (m2s + counts * (means - mean).square()).sum(0)
+    return BatchStatistics(count, mean.to(dtype), m2.to(dtype))

@@ -1,0 +1,146 @@
+"""Batch normalization over the batches of all ranks, and how a model comes to use it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase  # there is no public name for "any BatchNorm"
+
+from phalanx.log import get_logger
+from phalanx.nn.batch_statistics import BatchStatistics
+from phalanx.nn.normalize import Normalize, gather_statistics
+
+_logger = get_logger(__name__)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization whose statistics are those of all ranks' batches together, in training.
+
+    A drop-in for `torch.nn.SyncBatchNorm`, with its arguments and BatchNorm's keys in `state_dict()`, that also takes
+    tensors on the CPU. In evaluation, with one rank and without a process group it is `torch.nn.BatchNorm`.
+
+    Shape: (N, C) or (N, C, ...); N may differ between ranks, and be zero.
+    Cost: one all_gather of 2C + 1 numbers forward, one all_reduce of 2C numbers backward.
+    Numerics: statistics are kept in float32 for half types and are bitwise equal on all ranks; P ranks with a part of
+    the batch each train like one process with the whole batch, up to rounding. Without a value on any rank the running
+    statistics stay as they are.
+
+    Raises:
+        ValueError: fewer than two dimensions, another number of channels, or one value per channel on all ranks
+            together (raised on all ranks).
+        TypeError: the input is not real floating point.
+        RuntimeError: backward with create_graph=True.
+
+    Source: Ioffe and Szegedy (2015), Batch Normalization; Peng et al. (2018), MegDet, for its span over ranks.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        if not bias:  # not an argument of every torch that we support
+            self.register_parameter("bias", None)
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm expects an input of at least 2 dimensions, got {input.dim()}")
+        if input.shape[1] != self.num_features or not self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm has {self.num_features} channels, but dimension 1 of the input of shape "
+                f"{tuple(input.shape)} is {input.shape[1]}"
+            )
+        if not input.is_floating_point():
+            raise TypeError(f"SyncBatchNorm expects a real floating point input, got {input.dtype}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize `input`; in training a collective over the process group."""
+        group = self._group() if self.training else None
+        if group is None or group.size() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        with torch.no_grad():
+            statistics = gather_statistics(input, group)
+            if statistics.count == 1:
+                raise ValueError(
+                    "SyncBatchNorm expects more than 1 value per channel when training: all ranks together have 1, on "
+                    f"this one the input has the shape {tuple(input.shape)}"
+                )
+            if self.track_running_stats:
+                self._track(statistics)
+        # apply has no type of its own
+        return cast(Tensor, Normalize.apply(input, self.weight, self.bias, statistics, self.eps, group))  # type: ignore[no-untyped-call]
+
+    def _group(self) -> dist.ProcessGroup | None:
+        if self.process_group is not None:
+            return self.process_group
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+    def _track(self, statistics: BatchStatistics) -> None:
+        """Move the running statistics towards this step's."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        if not statistics.count:
+            return
+        share = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        for running, new in (
+            (self.running_mean, statistics.mean),
+            (self.running_var, statistics.unbiased_variance),
+        ):
+            running.copy_(running.to(new.dtype) * (1.0 - share) + new * share)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+        """Let every BatchNorm layer in `module` normalize over `process_group` (None: all ranks); returns `module`.
+
+        Layers are converted where they stand: parameters, buffers, hooks, the training flag and every reference to a
+        layer stay. `torch.nn.SyncBatchNorm` is converted as well. A layer whose class has a `forward` of its own, which
+        a conversion would lose, stays as it is, and a warning is logged.
+
+        Raises:
+            ValueError: a lazy layer has not seen its first input.
+        """
+        layers = find_batchnorms(module)
+        lazy = [name for name, layer in layers.items() if isinstance(layer, _LazyNormBase)]
+        if lazy:
+            raise ValueError(f"BatchNorm layer {lazy[0]!r} has no shape yet: run one forward of the module first")
+        for name, layer in layers.items():
+            if not _is_plain(layer):
+                _logger.warning(
+                    "convert_sync_batchnorm leaves layer %r: its class %s has a forward of its own, which would be "
+                    "lost. It goes on normalizing each rank's batch by itself.",
+                    name,
+                    type(layer).__qualname__,
+                )
+                continue
+            layer.__class__ = cls
+            layer.process_group = process_group
+        return module
+
+
+def find_batchnorms(module: nn.Module) -> dict[str, Any]:
+    """The BatchNorm layers of `module`, by dotted name, other than `SyncBatchNorm`."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+    }
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    return type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)

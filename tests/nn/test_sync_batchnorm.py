@@ -1,0 +1,409 @@
+"""The layer on several ranks against torch's BatchNorm in one process that has the whole batch."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx import DistributedDataParallel, SyncBatchNorm
+from phalanx.testing import RankFailed, run_ranks
+
+CHANNELS = 3
+
+
+def _batch(rows, *shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(7)
+    values = torch.randn(rows, CHANNELS, *shape, generator=generator) * torch.tensor([1.0, 0.1, 30.0]).view(
+        -1, *[1] * len(shape)
+    )
+    return (values + 0.5).to(dtype)
+
+
+def _slopes(*shape, dtype=torch.float32):
+    """What the loss has as gradients of the outputs."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(13), dtype=dtype)
+
+
+def _randomized(layer):
+    """Parameters and running statistics that no constructor gives, so that each is seen to be used."""
+    generator = torch.Generator().manual_seed(11)
+    for tensor in (layer.weight, layer.bias, layer.running_mean, layer.running_var):
+        if tensor is not None:
+            with torch.no_grad():
+                tensor.copy_(torch.rand(CHANNELS, generator=generator) + 0.5)
+    return layer
+
+
+def _steps(layer, inputs, slopes, num_steps=2):
+    """Outputs, gradients and running statistics after some steps on the same batch."""
+    outputs, gradients = [], []
+    for _ in range(num_steps):
+        x = inputs.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        y = layer(x)
+        (y * slopes).sum().backward()
+        outputs.append(y.detach())
+        gradients.append(x.grad)
+    return {
+        "outputs": outputs,
+        "input gradients": gradients,
+        "parameter gradients": [parameter.grad for parameter in layer.parameters()],
+        "state": layer.state_dict(),
+    }
+
+
+def _check(results, expected, sizes, **tolerance):
+    for name in ("outputs", "input gradients"):
+        for step, whole in enumerate(expected[name]):
+            for result, part in zip(results, whole.split(sizes), strict=True):
+                torch.testing.assert_close(result[name][step], part, **tolerance)
+    for index, gradient in enumerate(expected["parameter gradients"]):
+        total = sum(result["parameter gradients"][index] for result in results)
+        torch.testing.assert_close(total, gradient, **tolerance)
+    for result in results:
+        assert list(result["state"]) == list(expected["state"])
+        for key, tensor in expected["state"].items():
+            torch.testing.assert_close(result["state"][key], tensor, **tolerance)
+            assert torch.equal(result["state"][key], results[0]["state"][key]), f"{key} has other bits"
+
+
+OPTIONS = [
+    {},
+    {"momentum": None},
+    {"affine": False},
+    {"track_running_stats": False},
+    {"eps": 0.5, "momentum": 0.7},
+]
+
+
+@pytest.mark.parametrize("sizes", [(4,), (3, 2), (1, 4, 2), (0, 5, 1)], ids=str)
+def test_ranks_with_parts_train_like_one_process_with_the_whole_batch(backend, sizes):
+    inputs, slopes = _batch(sum(sizes), 5), _slopes(sum(sizes), CHANNELS, 5)
+
+    def fn(rank, world_size):
+        layers = [_randomized(SyncBatchNorm(CHANNELS, **options)) for options in OPTIONS]
+        return [_steps(layer, inputs.split(sizes)[rank], slopes.split(sizes)[rank]) for layer in layers]
+
+    results = run_ranks(fn, len(sizes), backend=backend)
+    for index, options in enumerate(OPTIONS):
+        expected = _steps(_randomized(nn.BatchNorm1d(CHANNELS, **options)), inputs, slopes)
+        _check([result[index] for result in results], expected, sizes, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(nn.BatchNorm1d, ()), (nn.BatchNorm2d, (2, 3)), (nn.BatchNorm3d, (2, 1, 2))], ids=str
+)
+def test_inputs_of_every_number_of_dimensions(kind, shape):
+    inputs, slopes = _batch(5, *shape), _slopes(5, CHANNELS, *shape)
+    expected = _steps(_randomized(kind(CHANNELS)), inputs, slopes)
+
+    def fn(rank, world_size):
+        return _steps(_randomized(SyncBatchNorm(CHANNELS)), inputs.split([3, 2])[rank], slopes.split([3, 2])[rank])
+
+    _check(run_ranks(fn, 2), expected, [3, 2], rtol=1e-5, atol=1e-5)
+
+
+def test_double_precision_is_kept():
+    inputs, slopes = _batch(5, 4, dtype=torch.float64), _slopes(5, CHANNELS, 4, dtype=torch.float64)
+    expected = _steps(_randomized(nn.BatchNorm1d(CHANNELS, dtype=torch.float64)), inputs, slopes)
+
+    def fn(rank, world_size):
+        layer = _randomized(SyncBatchNorm(CHANNELS, dtype=torch.float64))
+        return _steps(layer, inputs.split([3, 2])[rank], slopes.split([3, 2])[rank])
+
+    _check(run_ranks(fn, 2), expected, [3, 2], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer_dtype", [torch.float32, None], ids=["float32 layer", "half layer"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_types_differ_from_float32_by_one_rounding(dtype, layer_dtype):
+    inputs, slopes = _batch(6, 3, dtype=dtype), _slopes(6, CHANNELS, 3).to(dtype)
+    expected = _steps(_randomized(nn.BatchNorm1d(CHANNELS)), inputs.float(), slopes.float(), num_steps=1)
+
+    def fn(rank, world_size):
+        layer = _randomized(SyncBatchNorm(CHANNELS)).to(layer_dtype or dtype)
+        result = _steps(layer, inputs.split([2, 4])[rank], slopes.split([2, 4])[rank], num_steps=1)
+        assert result["outputs"][0].dtype == result["input gradients"][0].dtype == dtype
+        assert layer.weight.grad.dtype == layer.running_mean.dtype == layer.weight.dtype
+        return result
+
+    results = run_ranks(fn, 2)
+    ulp = torch.finfo(dtype).eps
+    # A layer in half precision has rounded parameters, too: two roundings more.
+    tolerance = {"rtol": ulp * (1 if layer_dtype else 3), "atol": ulp, "check_dtype": False}
+    for name in ("outputs", "input gradients"):
+        for result, part in zip(results, expected[name][0].split([2, 4]), strict=True):
+            torch.testing.assert_close(result[name][0], part, **tolerance)
+    for key in ("running_mean", "running_var"):
+        torch.testing.assert_close(results[0]["state"][key], expected["state"][key], **tolerance)
+
+
+def test_channels_last_stays_channels_last():
+    inputs = _batch(4, 2, 5).to(memory_format=torch.channels_last)
+    slopes = _slopes(4, CHANNELS, 2, 5)
+    expected = _steps(_randomized(nn.BatchNorm2d(CHANNELS)), inputs, slopes)
+
+    def fn(rank, world_size):
+        result = _steps(_randomized(SyncBatchNorm(CHANNELS)), inputs.split(2)[rank], slopes.split(2)[rank])
+        assert result["outputs"][0].is_contiguous(memory_format=torch.channels_last)
+        assert result["input gradients"][0].is_contiguous(memory_format=torch.channels_last)
+        return result
+
+    _check(run_ranks(fn, 2), expected, [2, 2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_mean_far_from_zero_leaves_gradients_as_exact_as_torch_has_them():
+    inputs, slopes = torch.randn(8, CHANNELS, 16) + 1000.0, _slopes(8, CHANNELS, 16)
+
+    def error(dx, reference):
+        return (dx.double() - reference).abs().max().item()
+
+    exact = _steps(nn.BatchNorm1d(CHANNELS, dtype=torch.float64), inputs.double(), slopes.double(), 1)
+    plain = _steps(nn.BatchNorm1d(CHANNELS), inputs, slopes, 1)
+
+    def fn(rank, world_size):
+        return _steps(SyncBatchNorm(CHANNELS), inputs.split(4)[rank], slopes.split(4)[rank], 1)["input gradients"][0]
+
+    reference = exact["input gradients"][0]
+    ours = torch.cat(run_ranks(fn, 2))
+    assert error(ours, reference) <= 4 * error(plain["input gradients"][0], reference) + 1e-6
+
+
+def test_no_values_on_any_rank_leave_the_running_statistics():
+    def fn(rank, world_size):
+        layer = _randomized(SyncBatchNorm(CHANNELS))
+        before = copy.deepcopy(layer.state_dict())
+        x = torch.empty(0, CHANNELS, 2, requires_grad=True)
+        layer(x).sum().backward()
+        assert torch.equal(layer.running_mean, before["running_mean"])
+        assert torch.equal(layer.running_var, before["running_var"])
+        assert layer.weight.grad.tolist() == [0.0] * CHANNELS
+        return tuple(x.grad.shape)
+
+    assert run_ranks(fn, 2) == [(0, CHANNELS, 2)] * 2
+
+
+def test_evaluation_uses_running_statistics_and_no_collective(backend):
+    def fn(rank, world_size):
+        layer = _randomized(SyncBatchNorm(CHANNELS)).eval()
+        if rank == 0:  # alone: a collective would wait for the others
+            plain = nn.BatchNorm1d(CHANNELS).eval()
+            plain.load_state_dict(layer.state_dict())
+            x = torch.randn(4, CHANNELS)
+            return torch.equal(layer(x), plain(x))
+        return None
+
+    assert run_ranks(fn, 2, backend=backend) == [True, None]
+
+
+def test_an_input_without_gradient_costs_backward_no_collective():
+    def fn(rank, world_size):
+        layer = SyncBatchNorm(CHANNELS)
+        y = layer(torch.randn(4, CHANNELS))
+        if rank == 0:
+            y.sum().backward()
+        return layer.weight.grad is not None
+
+    assert run_ranks(fn, 2) == [True, False]
+
+
+def test_without_a_process_group_it_is_batchnorm():
+    x = torch.randn(6, CHANNELS)
+    plain, layer = nn.BatchNorm1d(CHANNELS), SyncBatchNorm(CHANNELS)
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer.running_var, plain.running_var)
+
+
+def test_one_of_several_groups():
+    x = torch.randn(4, 2, CHANNELS)
+
+    def fn(rank, world_size):
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        layer = SyncBatchNorm(CHANNELS, process_group=groups[rank // 2])
+        layer(x[rank])
+        return layer.running_mean
+
+    means = run_ranks(fn, 4)
+    for rank, mean in enumerate(means):
+        pair = x[:2] if rank < 2 else x[2:]
+        torch.testing.assert_close(mean, 0.1 * pair.mean([0, 1]))
+
+
+def test_one_value_per_channel_on_all_ranks_together_is_refused_everywhere():
+    def fn(rank, world_size):
+        layer = SyncBatchNorm(CHANNELS)
+        with pytest.raises(
+            ValueError, match="all ranks together have 1, on this one the input has the shape"
+        ) as caught:
+            layer(torch.randn(1 - rank, CHANNELS))
+        return str(caught.value)
+
+    assert [text[-6:] for text in run_ranks(fn, 2)] == ["(1, 3)", "(0, 3)"]
+
+
+def test_double_backward_is_refused_by_name():
+    def fn(rank, world_size):
+        x = torch.randn(4, CHANNELS, requires_grad=True)
+        y = SyncBatchNorm(CHANNELS)(x).square().sum()
+        with pytest.raises(RuntimeError, match=r"SyncBatchNorm: backward\(create_graph=True\) is refused"):
+            torch.autograd.grad(y, x, create_graph=True)
+
+    run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(CHANNELS), ValueError, "at least 2 dimensions, got 1"),
+        (torch.ones(2, 5), ValueError, "has 3 channels, but dimension 1 of the input of shape (2, 5) is 5"),
+        (torch.ones(2, CHANNELS, dtype=torch.int64), TypeError, "real floating point input, got torch.int64"),
+        (torch.ones(2, CHANNELS, dtype=torch.complex64), TypeError, "real floating point input, got torch.complex64"),
+    ],
+    ids=str,
+)
+def test_inputs_of_a_wrong_form_are_refused(x, error, message):
+    with pytest.raises(error) as caught:
+        SyncBatchNorm(CHANNELS)(x)
+    assert message in str(caught.value)
+
+
+# Conversion
+
+
+def _model():
+    shared = nn.BatchNorm1d(4)
+    return nn.Sequential(
+        nn.Linear(4, 4), shared, nn.Sequential(nn.ReLU(), nn.BatchNorm2d(2, affine=False)), shared, nn.SyncBatchNorm(5)
+    )
+
+
+def test_conversion_keeps_everything_but_the_class():
+    model = _model()
+    model[1].weight.requires_grad_(False)
+    model[1].eval()
+    model[1].double()
+    calls = []
+    hook = model[1].register_forward_hook(lambda *_: calls.append(1))
+    before, parameters = model.state_dict(keep_vars=True), list(model.parameters())
+
+    converted = SyncBatchNorm.convert_sync_batchnorm(model)
+
+    assert converted is model
+    assert [type(layer).__name__ for layer in model.modules()].count("SyncBatchNorm") == 3
+    assert model[1] is model[3]
+    assert not model[1].training
+    assert model[4].training
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    assert {name: id(t) for name, t in model.state_dict(keep_vars=True).items()} == {
+        name: id(t) for name, t in before.items()
+    }
+    model[1](torch.ones(2, 4, dtype=torch.float64))
+    assert calls == [1]
+    hook.remove()
+    model[1](torch.ones(2, 4, dtype=torch.float64))
+    assert calls == [1]
+
+
+def test_a_layer_by_itself_and_a_model_without_any():
+    layer = nn.BatchNorm1d(3, momentum=None)
+    assert isinstance(SyncBatchNorm.convert_sync_batchnorm(layer), SyncBatchNorm)
+    assert layer.momentum is None
+    linear = nn.Linear(1, 1)
+    assert SyncBatchNorm.convert_sync_batchnorm(linear) is linear
+
+
+def test_converted_layers_span_the_given_group():
+    def fn(rank, world_size):
+        group = dist.new_group([0, 1])
+        return SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1), group).process_group is group
+
+    assert run_ranks(fn, 2) == [True, True]
+
+
+def test_converted_models_can_be_copied_saved_and_loaded():
+    model = SyncBatchNorm.convert_sync_batchnorm(_model())
+    copied = copy.deepcopy(model)
+    assert isinstance(copied[1], SyncBatchNorm)
+    _model().load_state_dict(model.state_dict())
+    model.load_state_dict(_model().state_dict())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert isinstance(torch.load(file, weights_only=False)[1], SyncBatchNorm)
+
+
+class _WithActivation(nn.BatchNorm2d):
+    def forward(self, input):
+        return torch.relu(super().forward(input))
+
+
+def test_a_layer_with_a_forward_of_its_own_is_left_and_named(caplog):
+    model = nn.Sequential(nn.BatchNorm2d(3), _WithActivation(3))
+    SyncBatchNorm.convert_sync_batchnorm(model)
+    assert [type(layer) for layer in model] == [SyncBatchNorm, _WithActivation]
+    assert "leaves layer '1': its class _WithActivation has a forward of its own" in caplog.text
+
+
+def test_a_lazy_layer_is_refused_until_it_knows_its_shape():
+    model = nn.Sequential(nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match="layer '0' has no shape yet: run one forward"):
+        SyncBatchNorm.convert_sync_batchnorm(model)
+    model(torch.randn(2, 3))
+    assert isinstance(SyncBatchNorm.convert_sync_batchnorm(model)[0], SyncBatchNorm)
+
+
+def test_arguments_are_those_of_torch():
+    layer = SyncBatchNorm(3, 1e-3, 0.2, True, False, None, "cpu", torch.float64, bias=False)
+    assert (layer.eps, layer.momentum, layer.weight.dtype, layer.bias) == (1e-3, 0.2, torch.float64, None)
+    assert layer.running_mean is None
+    assert list(SyncBatchNorm(3).state_dict()) == list(nn.SyncBatchNorm(3).state_dict())
+
+
+# With the wrappers
+
+
+def _train(model, batches):
+    """Two steps of SGD; the loss is a mean over samples."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def _network():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3))
+
+
+@pytest.mark.parametrize(
+    "wrapper", [DistributedDataParallel, nn.parallel.DistributedDataParallel], ids=["ours", "torch"]
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_under_ddp_is_that_of_one_process(backend, wrapper, world_size):
+    torch.manual_seed(1)
+    batches = [(torch.randn(6, 2, 5, 5), torch.randn(6, 3, 3, 3)) for _ in range(3)]
+    reference = _network()
+    _train(reference, batches)
+
+    def fn(rank, world_size):
+        model = SyncBatchNorm.convert_sync_batchnorm(_network())
+        part = 6 // world_size
+        _train(wrapper(model), [(x.split(part)[rank], y.split(part)[rank]) for x, y in batches])
+        return model.state_dict()
+
+    for state in run_ranks(fn, world_size, backend=backend):
+        for key, tensor in reference.state_dict().items():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_that_leaves_is_named():
+    def fn(rank, world_size):
+        if rank == 0:
+            SyncBatchNorm(2)(torch.randn(4, 2))
+
+    with pytest.raises(RankFailed, match="rank 1"):
+        run_ranks(fn, 2)
