@@ -27,7 +27,7 @@ SPIN_NS = 100_000
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 _MISMATCH = 1  # enum plx_status
-_BLOCK = struct.Struct("=qQQ")
+_BLOCK = struct.Struct("=qQQq")
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,13 @@ class Arena:
         """Whether this rank has left."""
         return self._closed
 
-    def allocate(self, nbytes: int, deadline: Deadline, site: int, check: Callable[[int], None]) -> Buffer:
+    def allocate(
+        self, nbytes: int, deadline: Deadline, site: int, check: Callable[[int], None], *, owner: int | None = None
+    ) -> Buffer:
         """This rank's piece of a block that lies at one offset of every rank's heap, as a buffer of `nbytes`.
+
+        With `owner` it is that rank's piece, on every rank: one memory for all. The other pieces stay unused, and what
+        is not used has no pages. The memory outlives its owner.
 
         Collective. The block is let go when the buffer is collected; its memory is used anew, or given back, once
         every rank has let it go. `check` raises for a status of the core that is not zero.
@@ -115,26 +120,30 @@ class Arena:
             raise ClosedError("shared_empty: the group was destroyed")
         self._map_heap()
         message = ctypes.create_string_buffer(_BLOCK.size)
+        piece = -1 if owner is None else owner
         if self.rank == 0:
             self._collect()
             assert self._placement is not None
             block = self._placement.place(nbytes)
-            _BLOCK.pack_into(message, 0, *((block.index, block.offset) if block is not None else (-1, 0)), nbytes)
+            _BLOCK.pack_into(
+                message, 0, *((block.index, block.offset) if block is not None else (-1, 0)), nbytes, piece
+            )
         timeout_ns = _timeout_ns(deadline)
         check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, timeout_ns, site, (nbytes,)))
-        index, offset, leader_nbytes = _BLOCK.unpack(message.raw)
+        index, offset, *leaders = _BLOCK.unpack(message.raw)
         if index < 0:
             raise PhalanxError(
                 f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank has no room, "
                 f"or {_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
             )
-        if leader_nbytes != nbytes:
+        if leaders != [nbytes, piece]:
             self.core.set_poison(_MISMATCH, self.rank)  # the next gate tells everybody
         self.core.claim(index)
         # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
         check(self.core.barrier(timeout_ns, site, (nbytes,)))
         assert self._heap is not None
-        buffer = (ctypes.c_char * nbytes).from_address(self._heap + self.rank * self._heap_bytes + offset)
+        whose = self.rank if owner is None else owner
+        buffer = (ctypes.c_char * nbytes).from_address(self._heap + whose * self._heap_bytes + offset)
         with self._lock:
             self._blocks_in_use += 1
         weakref.finalize(buffer, self._let_go, index).atexit = False  # tensors may outlive the exit hooks
@@ -233,15 +242,25 @@ def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, int]]:
 
 
 def open_as_leader(
-    counter: Counter, members: Sequence[Member], deadline: Deadline, notice: Notice, idle: Callable[[float], None]
+    counter: Counter,
+    members: Sequence[Member],
+    deadline: Deadline,
+    notice: Notice,
+    idle: Callable[[float], None],
+    *,
+    show: Callable[[int], object] | None = None,
 ) -> Arena:
     """Create the memory as rank 0 of the host, and hand it to the others.
+
+    `show` is called with the control memory's descriptor before anybody waits, for whoever wants to look on.
 
     Raises:
         DeadlineError: some rank did not fetch it; `missing` says which.
     """
     with _new_memory(members) as fds:
         arena = Arena(fds, 0, members, idle)
+        if show is not None:
+            show(fds[0])
         try:
             counter.serve(range(1, len(members)), fds, deadline, notice)
         except BaseException:

@@ -14,8 +14,14 @@ from phalanx.backend.sites import calling_site
 from phalanx.deadline import Deadline
 
 
-def shared_empty(*size: Any, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None) -> Tensor:
+def shared_empty(
+    *size: Any, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None, owner: int | None = None
+) -> Tensor:
     """An uninitialised tensor in the group's arena, at the same place of every rank's heap.
+
+    With `owner`, a rank of the group, it is one memory for all: every rank's tensor lies in the owner's piece of the
+    heap, and what one rank writes all others see. Order the writes with barriers; collectives are for the other kind.
+    A group that does not share memory has no such tensor.
 
     Collective: every rank calls it with the same size and dtype. `all_reduce` of such a tensor copies nothing in or
     out: each rank combines its slice straight from everybody's memory. The memory is let go with the tensor, and used
@@ -26,6 +32,7 @@ def shared_empty(*size: Any, dtype: torch.dtype | None = None, group: dist.Proce
 
     Raises:
         PhalanxError: the heap has no room.
+        ValueError: a size is negative; `owner` is not a rank of the group, or the group does not share memory.
     """
     from phalanx.backend.process_group import PhalanxProcessGroup
 
@@ -36,6 +43,10 @@ def shared_empty(*size: Any, dtype: torch.dtype | None = None, group: dist.Proce
         raise ValueError(f"shared_empty: negative size in {shape}")
     group = group if group is not None else dist.group.WORLD
     memory = group._memory if isinstance(group, PhalanxProcessGroup) else None
+    if owner is not None and not isinstance(memory, SharedMemory):
+        raise ValueError(f"shared_empty: owner={owner} needs a group of backend 'phalanx' whose ranks are on one host")
+    if owner is not None and isinstance(memory, SharedMemory) and not 0 <= owner < memory.world_size:
+        raise ValueError(f"shared_empty: owner={owner} is not a rank of the group, which has {memory.world_size}")
     if not isinstance(memory, SharedMemory) or count == 0:
         return torch.empty(shape, dtype=dtype)
     assert isinstance(group, PhalanxProcessGroup)
@@ -43,6 +54,6 @@ def shared_empty(*size: Any, dtype: torch.dtype | None = None, group: dist.Proce
     nbytes = count * dtype.itemsize
     with memory.lock:
         buffer = memory.arena.allocate(
-            nbytes, Deadline.after(group._timeout_s), span.site, lambda status: memory.check(status, span)
+            nbytes, Deadline.after(group._timeout_s), span.site, lambda status: memory.check(status, span), owner=owner
         )
     return torch.frombuffer(buffer, dtype=dtype).view(shape)

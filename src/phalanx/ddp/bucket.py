@@ -6,20 +6,14 @@ views     parameter.grad       parameter.grad               same memory, the par
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.sharing import shares_memory
 from phalanx.ddp.plan import Bucket, Slot
-
-
-def shares_memory(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of `group` share memory. The backend's name does not tell: they may be on several hosts."""
-    module = sys.modules.get("phalanx.backend.process_group")  # not imported: where there is no C core, it can't be
-    return module is not None and isinstance(group, module.PhalanxProcessGroup) and group.shares_memory
 
 
 def allocate(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:

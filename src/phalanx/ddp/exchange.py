@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.ddp.bucket import DenseBucket, SparseBucket, shares_memory
+from phalanx.backend.sharing import shares_memory
+from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
 
 class Pending(Protocol):

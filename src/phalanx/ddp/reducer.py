@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate, shares_memory
+from phalanx.backend.sharing import shares_memory
+from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Exchange, Pending, SparsePending, WorkExchange
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
