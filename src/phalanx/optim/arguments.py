@@ -1,0 +1,82 @@
+"""PyTorch's constructor arguments: which group they mean, and what is refused and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.errors import MismatchError
+
+_Form = tuple[tuple[int, ...], str]  # shape, dtype
+
+
+def decide_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The given group, or the default one.
+
+    Raises:
+        RuntimeError: there is no default group.
+    """
+    if process_group is not None:
+        return process_group
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise RuntimeError(
+            "ZeroRedundancyOptimizer needs a process group: call phalanx.init() or "
+            "torch.distributed.init_process_group() first"
+        )
+    return dist.group.WORLD
+
+
+def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:
+    """Refuse what has no meaning where parameters are shared.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if overlap_with_ddp:
+        raise ValueError(
+            "ZeroRedundancyOptimizer does not support overlap_with_ddp=True on backend 'phalanx': it hides the time of "
+            "broadcasting updated parameters, and here nothing is broadcast. Leave it out, and the hook too."
+        )
+    if defaults.get("differentiable"):
+        raise ValueError(
+            "ZeroRedundancyOptimizer does not support differentiable=True: the update happens in other processes, "
+            "through which autograd can't go. Use the plain optimizer."
+        )
+
+
+def check_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Return on every rank, or raise on every rank. Collective.
+
+    Raises:
+        ValueError: a parameter can't live in the host's memory.
+        MismatchError: ranks pass different parameters.
+    """
+    parameters = list(parameters)
+    for number, parameter in enumerate(parameters):
+        if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+            raise ValueError(
+                f"ZeroRedundancyOptimizer: parameter {number} is {parameter.layout} on {parameter.device}, but on "
+                "backend 'phalanx' parameters live in memory that the ranks of the host share: dense, on the CPU"
+            )
+    mine: list[_Form] = [(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in parameters]
+    everyone: list[list[_Form]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise MismatchError(
+                "ZeroRedundancyOptimizer: the ranks pass different parameters. "
+                f"{_difference(theirs, everyone[0], rank)}\n"
+                "Build the model and its parameter groups from the same arguments on every rank.",
+                calls={r: f"{len(given)} parameters" for r, given in enumerate(everyone)},
+            )
+
+
+def _difference(theirs: list[_Form], first: list[_Form], rank: int) -> str:
+    for number, (one, other) in enumerate(zip(theirs, first, strict=False)):
+        if one != other:
+            return f"Parameter {number} of the group is {one} on rank {rank} and {other} on rank 0."
+    return f"Rank {rank} has {len(theirs)} parameters in the group, rank 0 has {len(first)}."

@@ -1,0 +1,74 @@
+"""The memory in which the parameters of a group live, once for all ranks of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.optim.plan import Extent, Slice, plan_offsets
+
+
+class Home:
+    """Moves `parameters` into one block of the host's memory: rank 0's values, everybody's from then on. Collective.
+
+    memory   the block, as bytes
+    flats    each parameter's elements in the order of memory; a storage of its own, so that saving one saves no other
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
+
+        self.group = group
+        self.parameters = list(parameters)
+        self.extents = [Extent(p.numel(), p.element_size()) for p in self.parameters]
+        self.offsets, nbytes = plan_offsets(self.extents)
+        self.memory = shared_empty(max(nbytes, 1), dtype=torch.uint8, group=group, owner=0)
+        self.flats = [self._flat(number) for number in range(len(self.parameters))]
+        views = [_shaped(flat, p) for flat, p in zip(self.flats, self.parameters, strict=True)]
+        if group.rank() == 0:
+            for parameter, view in zip(self.parameters, views, strict=True):
+                view.copy_(parameter.detach())
+        dist.barrier(group=group)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+
+    def _flat(self, number: int) -> Tensor:
+        parameter, extent = self.parameters[number], self.extents[number]
+        if extent.numel == 0:
+            return torch.empty(0, dtype=parameter.dtype)
+        return torch.frombuffer(
+            self.memory.numpy(), dtype=parameter.dtype, count=extent.numel, offset=self.offsets[number]
+        )
+
+    def byte_range(self, part: Slice) -> tuple[int, int]:
+        """Where in the block a slice lies."""
+        at, itemsize = self.offsets[part.index], self.extents[part.index].itemsize
+        return at + part.start * itemsize, at + part.stop * itemsize
+
+    def find_moved(self) -> int | None:
+        """The first parameter that does not live here any more, if there is one."""
+        for number, (parameter, flat) in enumerate(zip(self.parameters, self.flats, strict=True)):
+            if parameter.data_ptr() != flat.data_ptr() or parameter.dtype != flat.dtype:
+                return number
+        return None
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """`flat` with the shape of `like`, and its strides where they fill one block."""
+    if is_dense(like):
+        return flat.as_strided(like.shape, like.stride())
+    return flat.view(like.shape)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the strides visit each element of one block exactly once, in some order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,57 @@
+"""What a rank updates of one parameter, as a parameter that an optimizer takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.optim.plan import Slice
+
+
+class Piece:
+    """A slice of `parameter`, whose elements in the order of memory are `flat`.
+
+    `tensor` is what the optimizer sees: the parameter itself when the slice is all of it, else one dimension of it.
+    """
+
+    def __init__(self, parameter: Tensor, flat: Tensor, part: Slice) -> None:
+        self.parameter = parameter
+        self.part = part
+        self.is_whole = part.stop - part.start == parameter.numel()
+        self.tensor = parameter
+        if not self.is_whole:
+            self.tensor = flat[part.start : part.stop].requires_grad_()
+
+    def take_gradient(self) -> None:
+        """Show the optimizer this slice of the gradient; copied only if its strides are not the parameter's.
+
+        Raises:
+            RuntimeError: the gradient is sparse and can't be cut.
+        """
+        if self.is_whole:
+            return
+        grad = self.parameter.grad
+        if grad is None:
+            self.tensor.grad = None
+            return
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer: a parameter of shape {tuple(grad.shape)} has a sparse gradient, but is cut "
+                "between ranks. Make the gradient dense (sparse=False), or use an optimizer that is given whole "
+                "parameters, such as SparseAdam."
+            )
+        flat = in_memory_order(grad, self.parameter)
+        self.tensor.grad = flat[self.part.start : self.part.stop]
+
+    def drop_gradient(self) -> None:
+        """Let go of the slice of the gradient, so that zero_grad frees its memory."""
+        if not self.is_whole:
+            self.tensor.grad = None
+
+
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements of `tensor` in the order of memory of those of `like`, a dense tensor; a view if it can be."""
+    tensor = tensor.detach()
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

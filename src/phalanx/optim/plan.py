@@ -1,0 +1,83 @@
+"""Which rank updates which elements: pure.
+
+             w1                        b1     w2
+memory   [ . . . . . . . . . . . . ][ . .  ][ . . . . . . . . ]     each parameter starts on a line of 128 bytes
+cut        rank 0      |  rank 1              |   rank 2            equal ranges of lines
+whole      rank 0                    rank 1     rank 1              each parameter to one rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A cut lies at a multiple of this from the parameter's start. torch's kernels take two vector registers, at most 128
+# bytes, at a time, and what is left at the end one by one; the two ways may round differently (fused SGD's do). On
+# such a boundary every element goes the way that it would go in an uncut parameter, so it gets the same bits. And no
+# two ranks write into one cache line.
+LINE = 128
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A parameter as far as planning needs it: `numel` elements of `itemsize` bytes."""
+
+    numel: int
+    itemsize: int
+
+    @property
+    def num_lines(self) -> int:
+        """The room that it takes."""
+        return -(-self.numel * self.itemsize // LINE)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `start` to `stop`, counted in the order of memory, of parameter number `index` of a group."""
+
+    index: int
+    start: int
+    stop: int
+
+
+Plan = tuple[tuple[Slice, ...], ...]
+"""The slices of each rank. Every element of every parameter is in exactly one."""
+
+
+def plan_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
+    """Where each parameter starts in the memory of its group, and how long that is, in bytes."""
+    offsets, at = [], 0
+    for extent in extents:
+        offsets.append(at)
+        at += extent.num_lines * LINE
+    return offsets, at
+
+
+def plan_cut(extents: Sequence[Extent], world_size: int) -> Plan:
+    """Equal ranges of lines, in the order of memory; a parameter may be cut. Empty ones are rank 0's."""
+    total = sum(extent.num_lines for extent in extents)
+    plan = []
+    for rank in range(world_size):
+        low, high = total * rank // world_size, total * (rank + 1) // world_size
+        slices, at = [], 0
+        for index, extent in enumerate(extents):
+            per_line = LINE // extent.itemsize
+            first, last = max(low - at, 0), min(high - at, extent.num_lines)
+            if first < last:
+                slices.append(Slice(index, first * per_line, min(last * per_line, extent.numel)))
+            elif extent.numel == 0 and rank == 0:
+                slices.append(Slice(index, 0, 0))
+            at += extent.num_lines
+        plan.append(tuple(slices))
+    return tuple(plan)
+
+
+def plan_whole(extents: Sequence[Extent], world_size: int) -> Plan:
+    """Each parameter to one rank: the largest first, to the rank that has the least so far."""
+    loads = [0] * world_size
+    ranks: list[list[Slice]] = [[] for _ in range(world_size)]
+    for index in sorted(range(len(extents)), key=lambda i: -extents[i].num_lines):
+        rank = loads.index(min(loads))
+        loads[rank] += extents[index].num_lines
+        ranks[rank].append(Slice(index, 0, extents[index].numel))
+    return tuple(tuple(sorted(slices, key=lambda s: s.index)) for slices in ranks)

@@ -1,0 +1,87 @@
+"""Optimizer state, in shards and whole: pure.
+
+A whole state is a plain optimizer's `state_dict`. A shard is a part of it, in plain data that `torch.save` takes:
+
+    param_groups   as in the whole
+    state          parameter number -> start and stop, in elements in the order of memory, and the state of that slice
+    layout         parameter number -> its shape and strides
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.optim.piece import in_memory_order
+
+State = dict[str, Any]
+StateDict = dict[str, Any]
+
+
+def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
+    """The whole state from the shards of all ranks, in any order: what the plain optimizer's `state_dict` would be.
+
+    Raises:
+        ValueError: the shards don't fit together, or some are missing; the message says for which parameter.
+    """
+    if not shards:
+        raise ValueError("merge_state_dicts needs the shard of every rank, got none")
+    layout = shards[0]["layout"]
+    if any(shard["layout"] != layout for shard in shards):
+        raise ValueError("merge_state_dicts: the shards are of different models: their parameters' shapes differ")
+    state = {}
+    for number, (shape, stride) in layout.items():
+        parts = sorted((s["state"][number] for s in shards if number in s["state"]), key=lambda part: part["start"])
+        if parts:
+            state[number] = _merge(number, parts, tuple(shape), tuple(stride))
+    groups = [{key: value for key, value in group.items()} for group in shards[0]["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ...], stride: tuple[int, ...]) -> State:
+    numel = torch.Size(shape).numel()
+    at = 0
+    for part in parts:
+        if part["start"] != at:
+            break
+        at = part["stop"]
+    if at != numel:
+        have = ", ".join(f"{part['start']} to {part['stop']}" for part in parts)
+        raise ValueError(
+            f"merge_state_dicts: of parameter {number} with {numel} elements there is state for {have}. "
+            "Pass the shard of every rank, once, all of the same step."
+        )
+    if len(parts) == 1:
+        return dict(parts[0]["state"])
+    whole: State = {}
+    for key, value in parts[0]["state"].items():
+        if not _is_per_element(value, parts[0]):
+            whole[key] = value
+            continue
+        assembled = torch.empty_strided(shape, stride, dtype=value.dtype)
+        flat = assembled.as_strided((numel,), (1,))
+        for part in parts:
+            flat[part["start"] : part["stop"]] = part["state"][key]
+        whole[key] = assembled
+    return whole
+
+
+def _is_per_element(value: object, part: Mapping[str, Any]) -> bool:
+    """A slice's own state is one-dimensional; counters are tensors without a dimension, or numbers."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == part["stop"] - part["start"]
+
+
+def cut_state(whole: State, parameter: Tensor, start: int, stop: int) -> State:
+    """The state of one slice of a parameter, in memory of its own."""
+    state: State = {}
+    for key, value in whole.items():
+        if not isinstance(value, Tensor):
+            state[key] = value
+        elif stop - start < parameter.numel() and value.shape == parameter.shape:
+            state[key] = in_memory_order(value, parameter)[start:stop].clone()
+        else:
+            state[key] = value.clone()
+    return state

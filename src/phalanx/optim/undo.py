@@ -1,0 +1,182 @@
+"""Parameters that a dead rank leaves half updated are put back: survivors hold the old step or the new one, whole.
+
+    rank r      arrived   gate A   copy its slices aside   saved   update them   done   gate B
+    word[r]     4s                                         4s+1                  4s+2              s: the step's number
+
+A rank that fails anywhere writes 4s+3, given up, with its slices as they were. When a gate fails, each survivor waits
+until every rank has got to `done`, has given up or is dead, and then they all see the same words:
+
+    all are done, or further      the new step is whole: nothing to do
+    else                          the old step: whoever is `saved` or `done` may have changed its slices, and what was
+                                  copied aside is written back; by every survivor, the same bytes
+
+Nobody overwrites what lies aside before gate A of the next step, which a survivor in trouble never reaches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.deadline import Deadline
+from phalanx.errors import PeerLostError
+from phalanx.optim.home import Home
+from phalanx.optim.plan import Plan
+
+_ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
+_WORDS_APART = 16  # 64-bit words: each rank's in lines of its own
+_LOOK_S = 0.001
+# A survivor that is still updating needs as long as an update takes; one that is stopped is not waited for longer.
+_PATIENCE_S = 30.0
+
+
+class _Region:
+    """A home, its copy, and the byte ranges that each rank writes."""
+
+    def __init__(self, home: Home, plan: Plan) -> None:
+        self.memory = home.memory
+        self.aside: Tensor = _shared(home.memory.numel(), torch.uint8, home.group)
+        self.ranges = [_joined([home.byte_range(part) for part in parts]) for parts in plan]
+
+    def save(self, rank: int) -> None:
+        for start, stop in self.ranges[rank]:
+            self.aside[start:stop].copy_(self.memory[start:stop])
+
+    def restore(self, rank: int) -> None:
+        for start, stop in self.ranges[rank]:
+            self.memory[start:stop].copy_(self.aside[start:stop])
+
+
+def _shared(count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
+
+    memory: Tensor = shared_empty(count, dtype=dtype, group=group, owner=0)
+    return memory
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges, ascending, neighbours made one: what lies between two parameters is nobody's, and may go along."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if joined and start - joined[-1][1] < 128:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
+
+
+class Undo:
+    """The two gates around an update, and what happens when one fails. Collective: all ranks build theirs.
+
+    Cost: each rank reads and writes its slices once more per step, and the host holds the parameters twice.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._rank, self._world_size = group.rank(), group.size()
+        self._number = 0
+        self._failed_at = 0  # the step that did not end well, or is under way
+        self._regions: list[_Region] = []
+        self._words = _shared(self._world_size * _WORDS_APART, torch.int64, group)
+        self._words[self._rank * _WORDS_APART] = 0
+        dist.barrier(group=group)
+
+    def cover(self, home: Home, plan: Plan) -> None:
+        """Watch over the updates of one more group of parameters."""
+        self._regions.append(_Region(home, plan))
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the update of this rank's slices: all ranks begin and end it together.
+
+        Raises:
+            PhalanxError: a rank died, left or is late; all parameters are those of one step, the old or the new.
+        """
+        if self._failed_at:
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer.step on rank {self._rank}: step {self._failed_at} failed here, so the ranks "
+                "are out of step. Let its error end the job, and start again from a checkpoint."
+            )
+        self._failed_at = self._number = self._number + 1
+        self._say(_ARRIVED)
+        try:
+            dist.barrier(group=self._group)
+            self._refuse_if_one_gave_up()
+        except BaseException:
+            self._say(_GAVE_UP)
+            self._settle()
+            raise
+        try:
+            self._save()
+            yield
+        except BaseException:
+            self._restore(self._rank)
+            self._say(_GAVE_UP)
+            raise
+        self._say(_DONE)
+        try:
+            dist.barrier(group=self._group)
+            self._refuse_if_one_gave_up()
+        except BaseException:
+            self._settle()
+            raise
+        self._failed_at = 0
+
+    def _say(self, phase: int) -> None:
+        self._words[self._rank * _WORDS_APART] = 4 * self._number + phase
+
+    def _word(self, rank: int) -> int:
+        return int(self._words[rank * _WORDS_APART])
+
+    def _save(self) -> None:
+        for region in self._regions:
+            region.save(self._rank)
+        self._say(_SAVED)
+
+    def _restore(self, rank: int) -> None:
+        if self._word(rank) in (4 * self._number + _SAVED, 4 * self._number + _DONE):
+            for region in self._regions:
+                region.restore(rank)
+
+    def _refuse_if_one_gave_up(self) -> None:
+        """A rank that failed may have come to a later gate, where we took it for one that had done its part."""
+        gone = [rank for rank in range(self._world_size) if self._word(rank) == 4 * self._number + _GAVE_UP]
+        if gone:
+            raise PeerLostError(
+                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {gone[0]} failed in it, and "
+                "all parameters are those of the step before. Read the log of that rank first.",
+                ranks=tuple(gone),
+            )
+
+    def _settle(self) -> None:
+        """Make all parameters those of one step, together with the other survivors."""
+        words = [self._word(rank) for rank in range(self._world_size)]
+        if min(words) < 4 * self._number:
+            return  # somebody never arrived, so nobody passed gate A
+        self._await_others()
+        words = [self._word(rank) for rank in range(self._world_size)]
+        if all(_completed(word, self._number) for word in words):
+            return
+        for rank in range(self._world_size):
+            self._restore(rank)
+
+    def _await_others(self) -> None:
+        deadline = Deadline.after(_PATIENCE_S)
+        for rank in range(self._world_size):
+            while (
+                rank != self._rank
+                and self._word(rank) < 4 * self._number + _DONE
+                and self._group.arena.core.alive(rank)
+                and not deadline.passed
+            ):
+                time.sleep(_LOOK_S)
+
+
+def _completed(word: int, number: int) -> bool:
+    return word >= 4 * (number + 1) or word == 4 * number + _DONE

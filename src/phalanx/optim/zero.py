@@ -1,0 +1,275 @@
+"""`ZeroRedundancyOptimizer`: one copy of parameters and of optimizer state for all ranks of a host.
+
+              rank 0                        rank 1
+backward      mean of all gradients         mean of all gradients        DDP
+------------- gate: nobody reads the parameters any more ---------------
+step          its slices, its state         its slices, its state        the user's optimizer, on views
+------------- gate: everybody has written ------------------------------
+forward       reads all parameters          reads all parameters         the same memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from phalanx.backend.sharing import shares_memory
+from phalanx.optim.arguments import check_parameters, decide_group, refuse
+from phalanx.optim.element_wise import decide_cut
+from phalanx.optim.home import Home
+from phalanx.optim.piece import Piece
+from phalanx.optim.plan import plan_cut, plan_whole
+from phalanx.optim.state import StateDict, cut_state, merge_state_dicts
+from phalanx.optim.undo import Undo
+
+_OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not options
+
+
+class ZeroRedundancyOptimizer(Optimizer):
+    """Shard `optimizer_class` over the ranks of `process_group`: PyTorch's name, and its arguments.
+
+    On backend `phalanx`, with all ranks on one host, every parameter moves into memory that the ranks share and takes
+    rank 0's values; each rank updates its part of it, and nothing is sent. On any other group what is returned is
+    PyTorch's own class, which gives whole parameters to ranks and broadcasts them.
+
+    Collective: construction, `step`, `add_param_group` and `consolidate_state_dict` are called by all ranks.
+
+    Numerics: parameters are bitwise those of `optimizer_class` itself on every rank with the same gradients, given one
+    intra-op thread per rank. Element-wise optimizers of torch.optim cut parameters between ranks, all others are given
+    whole ones.
+    Cost: two gates per step, and of each slice one copy that lets survivors undo the update of a rank that dies.
+
+    Whatever else writes into a parameter writes for all ranks: let one rank do it, with a barrier after it.
+
+    Arguments:
+        params: parameters, named parameters, or groups, as any optimizer takes them; the same on every rank.
+        optimizer_class: a class of optimizers; LBFGS is refused.
+        process_group: the default group if None.
+        parameters_as_bucket_view: parameters are views of shared memory whether it is set or not.
+        overlap_with_ddp: refused; there is no broadcast to hide.
+        defaults: options of `optimizer_class`.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense, or is refused with the reason.
+        MismatchError: ranks pass different parameters.
+
+    Source: Rajbhandari et al. (2020), ZeRO stage 1; parameters once per host are our addition.
+    """
+
+    def __new__(
+        cls,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> Any:
+        """An instance of this class where ranks share memory; of PyTorch's where they don't."""
+        if shares_memory(decide_group(process_group)):
+            return super().__new__(cls)
+        return TorchZeroRedundancyOptimizer(
+            params, optimizer_class, process_group, parameters_as_bucket_view, overlap_with_ddp, **defaults
+        )
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        self._cut = decide_cut(optimizer_class)
+        refuse(overlap_with_ddp, defaults)
+        self.process_group = decide_group(process_group)
+        self.rank: int = self.process_group.rank()
+        self.world_size: int = self.process_group.size()
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._optimizer_class = optimizer_class
+        self._undo = Undo(self.process_group) if self.world_size > 1 else None
+        self._homes: list[Home] = []
+        self._pieces: list[list[Piece]] = []  # of each group, this rank's
+        self._local: Optimizer | None = None
+        self._consolidated = False
+        super().__init__(params, defaults)  # adds the groups
+
+    @property
+    def optim(self) -> Optimizer:
+        """This rank's optimizer, over its pieces."""
+        assert self._local is not None  # construction adds at least one group
+        return self._local
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Move one more group of parameters into shared memory, and share their update. Collective."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_parameters(group["params"], self.process_group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        home = Home(group["params"], self.process_group)
+        plan = (plan_cut if self._cut else plan_whole)(home.extents, self.world_size)
+        pieces = [Piece(home.parameters[part.index], home.flats[part.index], part) for part in plan[self.rank]]
+        self._homes.append(home)
+        self._pieces.append(pieces)
+        if self._undo is not None:
+            self._undo.cover(home, plan)
+        local_group = {**_options(group), "params": [piece.tensor for piece in pieces]}
+        if self._local is None:
+            self._local = self._optimizer_class([local_group], **self.defaults)
+        else:
+            self._local.add_param_group(local_group)
+        self._show_options()
+
+    def _check_homes(self) -> None:
+        for number, home in enumerate(self._homes):
+            moved = home.find_moved()
+            if moved is not None:
+                raise RuntimeError(
+                    f"ZeroRedundancyOptimizer.step on rank {self.rank}: parameter {moved} of group {number} (shape "
+                    f"{tuple(home.parameters[moved].shape)}) was moved out of the memory that the ranks share, by "
+                    "module.to(...), an assignment to .data, or loading with assign=True. Do that before the "
+                    "optimizer is built."
+                )
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update this rank's slices; on return every rank has updated its own, and parameters may be read. Collective.
+
+        Raises:
+            PhalanxError: a rank died, left or is late: parameters are whole, of the step before or of this one.
+            RuntimeError: parameters were moved elsewhere, or a gradient is sparse and would have to be cut.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_homes()
+        if self._consolidated:
+            self.state.clear()
+            self._consolidated = False
+        self._pass_options()
+        pieces = [piece for group in self._pieces for piece in group]
+        try:
+            for piece in pieces:
+                piece.take_gradient()
+            with self._undo.step() if self._undo is not None else contextlib.nullcontext():
+                self.optim.step()
+        finally:
+            for piece in pieces:
+                piece.drop_gradient()
+        self._show_options()
+        return loss
+
+    def _pass_options(self) -> None:
+        """What users and schedulers have set, to this rank's optimizer."""
+        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
+            local.update(_options(mine))
+
+    def _show_options(self) -> None:
+        """What this rank's optimizer has set, its defaults above all, to the users."""
+        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=False):
+            mine.update(_options(local))
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def shard_state_dict(self) -> StateDict:
+        """This rank's part of the state, for this rank to save; `merge_state_dicts` makes the whole of all of them.
+
+        Not collective. The tensors are the optimizer's own: save or copy them before the next step.
+        """
+        numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        state = {}
+        for piece in (piece for group in self._pieces for piece in group):
+            if piece.tensor in self.optim.state:
+                state[numbers[piece.parameter]] = {
+                    "start": piece.part.start,
+                    "stop": piece.part.stop,
+                    "state": dict(self.optim.state[piece.tensor]),
+                }
+        return {
+            "param_groups": [
+                {
+                    **{key: value for key, value in g.items() if key != "params"},
+                    "params": [numbers[p] for p in g["params"]],
+                }
+                for g in self.param_groups
+            ],
+            "state": state,
+            "layout": {number: (tuple(p.shape), tuple(p.stride())) for p, number in numbers.items()},
+        }
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on rank `to` of the group, where `state_dict` gives it until the next step.
+
+        Collective.
+        Cost: rank `to` holds the state of all ranks.
+
+        Raises:
+            ValueError: `to` is not a rank of the group.
+        """
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"consolidate_state_dict: to={to} is not a rank of the group, which has {self.world_size}")
+        shards: list[Any] | None = [None] * self.world_size if self.rank == to else None
+        dist.gather_object(self.shard_state_dict(), shards, group=self.process_group, group_dst=to)
+        if shards is not None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            merged = merge_state_dicts(shards)["state"]
+            self.state = defaultdict(dict, {parameters[number]: state for number, state in merged.items()})
+            self._consolidated = True
+
+    def state_dict(self) -> StateDict:
+        """The whole state, as the plain optimizer's `state_dict`: it loads there, and into any number of ranks.
+
+        Raises:
+            RuntimeError: the state of now was not consolidated on this rank.
+        """
+        if not self._consolidated:
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer.state_dict on rank {self.rank}: each rank has the state of its own slices. "
+                f"Call consolidate_state_dict(to={self.rank}) on all ranks after the last step and before this, or "
+                "save shard_state_dict() on every rank."
+            )
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Take this rank's part of a whole state: of the plain optimizer, or consolidated on any number of ranks.
+
+        Not collective, but every rank must load the same. Shards go through `merge_state_dicts` first.
+
+        Raises:
+            ValueError: it is the state of other groups or parameters.
+        """
+        super().load_state_dict(state_dict)  # checks, converts dtypes, calls the user's hooks; the state is all there
+        self._consolidated = False
+        whole, self.state = self.state, defaultdict(dict)
+        self.optim.state.clear()
+        for piece in (piece for group in self._pieces for piece in group):
+            state = whole.get(piece.parameter)
+            if state:
+                self.optim.state[piece.tensor] = cut_state(state, piece.parameter, piece.part.start, piece.part.stop)
+        self._pass_options()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "ZeroRedundancyOptimizer can't be pickled or copied: it holds a process group and memory shared with other "
+            "ranks. Save its state_dict() after consolidate_state_dict()"
+        )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OF_THE_WHOLE}
