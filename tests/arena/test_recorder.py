@@ -12,8 +12,8 @@ CALL = Record(7, 3, 12, 0, -1, -1, 6, (2, 3), 1_000_000_000, 0, 0, "train.py:88"
 
 
 def test_every_name_is_the_one_that_torch_uses():
-    assert recorder.DTYPES == tuple(dtypes.dtype_name(code) for code in range(len(dtypes.DTYPES) + 1))
-    assert recorder.REDUCTIONS == tuple(dtypes.reduction_name(code) for code in range(len(dtypes.REDUCTIONS)))
+    assert tuple(dtypes.dtype_name(code) for code in range(len(dtypes.DTYPES) + 1)) == recorder.DTYPES
+    assert tuple(dtypes.reduction_name(code) for code in range(len(dtypes.REDUCTIONS))) == recorder.REDUCTIONS
 
 
 def test_a_call_is_told_as_it_was_made():

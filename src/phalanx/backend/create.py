@@ -17,6 +17,7 @@ from phalanx.arena.handover import Counter, new_token
 from phalanx.arena.watch import ProcessId
 from phalanx.backend.meeting import Seat, host_identity, meet, ranks
 from phalanx.backend.options import Options
+from phalanx.backend.rendezvous import agent_address
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo import GlooEngine, local_address
 from phalanx.errors import DeadlineError, PhalanxError
@@ -127,7 +128,7 @@ def _share(counter: Counter, seats: Sequence[Seat], options: Any, deadline: Dead
 
     rank, name = options.group_rank, options.group_id
     memory = SharedMemory(name)
-    arena = _open_arena(counter, seats, range(len(seats)), rank, name, deadline, memory.idle)
+    arena = _open_arena(counter, seats, range(len(seats)), options, deadline, memory.idle)
     memory.attach(arena)
     try:
         memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
@@ -143,18 +144,19 @@ def _open_arena(
     counter: Counter,
     seats: Sequence[Seat],
     local_ranks: Sequence[int],
-    rank: int,
-    name: str,
+    options: Any,
     deadline: Deadline,
     idle: Callable[[float], None],
 ) -> Any:
     """The memory of one host: `local_ranks` are the ranks that share it, the first of them leads."""
     from phalanx.arena.arena import Member, open_as_leader, open_as_member
 
+    rank, name = options.group_rank, options.group_id
     members = [Member(seats[r].process, seats[r].cpus) for r in local_ranks]
     try:
         if rank == local_ranks[0]:
-            return open_as_leader(counter, members, deadline, lambda missing: None, idle)
+            show = _showing(seats, local_ranks, options)
+            return open_as_leader(counter, members, deadline, lambda missing: None, idle, show=show)
         return open_as_member(seats[local_ranks[0]].token, local_ranks.index(rank), members, deadline, idle)
     except DeadlineError as error:
         missing = tuple(local_ranks[r] for r in error.missing)
@@ -162,6 +164,23 @@ def _open_arena(
             f"init_process_group of group {name!r} on rank {rank}: {error}.\nRead the log of the missing rank first.",
             missing=missing,
         ) from None
+
+
+def _showing(seats: Sequence[Seat], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:
+    """What shows the group's memory to the agent of `phalanx run`, if there is one: it reads the flight recorder."""
+    agent = agent_address()
+    if not agent:
+        return None
+    from phalanx.arena.observer import Card, show
+
+    numbers = list(options.global_ranks_in_group) or range(len(seats))
+    card = Card(
+        options.group_id,
+        len(seats),
+        tuple(numbers[r] for r in local_ranks),
+        tuple(seats[r].process.pid for r in local_ranks),
+    )
+    return lambda control: show(agent, card, control)
 
 
 def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Options, deadline: Deadline) -> Any:
@@ -176,7 +195,7 @@ def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Op
     layout = Layout.of([seat.host for seat in seats], rank)
     meeting = seats[0].token
     memory = AcrossHosts(name, layout, settings, [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in seats])
-    arena = _open_arena(counter, seats, layout.local_ranks, rank, name, deadline, memory.idle)
+    arena = _open_arena(counter, seats, layout.local_ranks, options, deadline, memory.idle)
     try:
         store = PrefixStore(f"gloo/{meeting}", options.store)
         engine = GlooEngine(

@@ -78,6 +78,11 @@ def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: An
     raise RuntimeError("env:// cannot rendezvous again; destroy the group and initialise anew")
 
 
+def agent_address() -> str:
+    """Where the agent of `phalanx run` looks on while groups work; empty without one."""
+    return os.environ.get("PHALANX_AGENT", "")
+
+
 # Each init_process_group of a process meets under keys of its own: the store outlives the group.
 _generation = 0
 _kept: list[int] = []

@@ -1,4 +1,4 @@
-"""The environment variables that a rank sees: torchrun's, and two of ours."""
+"""The environment variables that a rank sees: torchrun's, and a few of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_TTY",
+    "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_AGENT", "PHALANX_TTY",
 )  # fmt: skip
 
 # Each says that this process is one of several that another launcher started, and how many they are.
@@ -19,7 +19,7 @@ _OUTER_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks of one attempt have in common. `store` is empty where the platform has no memfd."""
+    """What all ranks of one attempt have in common. `store` and `agent` are empty where it is not Linux."""
 
     world_size: int
     master_addr: str
@@ -28,6 +28,7 @@ class Job:
     restart_count: int
     max_restarts: int
     store: str = ""
+    agent: str = ""
     columns: int | None = None
     terminal: bool = False
 
@@ -55,6 +56,8 @@ def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
     }
     if job.store:
         variables["PHALANX_STORE"] = job.store
+    if job.agent:
+        variables["PHALANX_AGENT"] = job.agent
     if job.terminal:
         variables["PHALANX_TTY"] = "1"
     if job.columns is not None:

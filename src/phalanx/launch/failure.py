@@ -136,11 +136,11 @@ def describe_failures(failures: Sequence[Failure], world_size: int, host: str) -
     if first.report and first.report.traceback:
         lines += ["", first.report.traceback.rstrip()]
     elif first.exit and first.exit.dump:
-        lines += ["", _without_launcher(first.exit.dump)]
+        lines += ["", without_launcher(first.exit.dump)]
     return "\n".join(lines)
 
 
-def _without_launcher(dump: str) -> str:
+def without_launcher(dump: str) -> str:
     """faulthandler's dump without the frames below the script, which are ours and always last."""
     lines = dump.rstrip().splitlines()
     ours = [i for i, line in enumerate(lines) if os.path.join("phalanx", "launch", "worker.py") in line]

@@ -21,7 +21,7 @@ class JobPlan:
     terminal: bool
     environ: dict[str, str]
 
-    def describe_job(self, restart_count: int, store: str) -> Job:
+    def describe_job(self, restart_count: int, store: str, agent: str) -> Job:
         """What the ranks of one attempt have in common; takes a port that is free now, unless one was asked for."""
         settings = self.settings
         columns = None
@@ -36,6 +36,7 @@ class JobPlan:
             restart_count=restart_count,
             max_restarts=settings.max_restarts,
             store=store,
+            agent=agent,
             columns=columns,
             terminal=self.terminal,
         )

@@ -11,6 +11,10 @@ from collections.abc import Iterable
 
 SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no adoption of orphans and no /proc
 
+# Makes a rank write its Python stacks. It is ignored by whoever does not handle it, so that it can never end a process
+# by mistake, and scripts hardly ever use it: it tells of urgent data on a socket.
+STACKS_SIGNAL = signal.SIGURG
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

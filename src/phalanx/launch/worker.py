@@ -21,19 +21,20 @@ from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
 from phalanx.launch.failure import Report
-from phalanx.launch.processes import die_with_parent
+from phalanx.launch.processes import STACKS_SIGNAL, die_with_parent
 
 _LAUNCHER_FILES = (__file__, "<string>", runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """All that a rank needs; the first four are descriptors, owned by the rank."""
+    """All that a rank needs; the first five are descriptors, owned by the rank."""
 
     stdout: int
     stderr: int
     reports: int
     dump: int
+    stacks: int
     parent: int
     rank: int
     environment: dict[str, str]
@@ -52,6 +53,8 @@ def run_worker(assignment: Assignment) -> None:
     _reseed()
     if not faulthandler.is_enabled():  # else the user asked for dumps on stderr
         faulthandler.enable(file=assignment.dump)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(STACKS_SIGNAL, file=assignment.stacks, all_threads=True)  # in C: works in a hang, too
     code = _prepare_main(assignment)
     try:
         code()

@@ -6,7 +6,7 @@ It holds no CUDA context, starts no thread and never runs user code. It adopts e
 agent's end of the socket closes, for whatever reason, it kills all that descends from it before it ends itself. When
 the zygote dies, the kernel kills the ranks (their death signal) and the agent adopts and kills what they leave.
 
-Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump;
+Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
 Events:    started {rank, pid};  exit {rank, pid, status, at};  swept
 """
@@ -122,9 +122,9 @@ class _Zygote:
         pid = os.fork()
         if pid == 0:
             self._leave()
-            stdout, stderr, reports, dump = fds
+            stdout, stderr, reports, dump, stacks = fds
             environment, cpus = message["environment"], message["cpus"]
-            return Assignment(stdout, stderr, reports, dump, parent, rank, environment, cpus, **self._target)
+            return Assignment(stdout, stderr, reports, dump, stacks, parent, rank, environment, cpus, **self._target)
         self._ranks[pid] = rank
         for fd in fds:
             os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.launch import wire
+from phalanx.launch.agent.door import Door
+from phalanx.launch.agent.flights import Flights
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Action, Kill, Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess
@@ -20,6 +23,7 @@ from phalanx.launch.failure import Exit, Report
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import name_signal
+from phalanx.launch.stacks.look import Look, answer
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_DUMP_BYTES = 1 << 16
@@ -28,11 +32,12 @@ _SWEEP_LIMIT_S = 6.0  # a zygote that has not swept by then is given up: the age
 
 @dataclass(frozen=True)
 class Host:
-    """What outlives an attempt: the zygote, the way out for lines, the descriptor on which signals arrive."""
+    """What outlives an attempt: the zygote, the way out for lines, where signals arrive, where visitors come."""
 
     zygote: ZygoteProcess
     pump: Pump
     signals: int
+    door: Door
 
 
 class Attempt:
@@ -44,12 +49,17 @@ class Attempt:
         self._restart_count = restart_count
         self._pids: dict[int, int] = {}
         self._dumps: dict[int, int] = {}
+        self._stacks: dict[int, int] = {}
         self._swept = False
         self.zygote_lost = False
         self.state = Supervision(plan.num_ranks, plan.settings.grace_s)
+        self.flights = Flights()
 
     def run(self) -> None:
-        """Returns when every rank has ended, every process below the zygote is gone and every line was queued."""
+        """Returns when every rank has ended, every process below the zygote is gone and every line was queued.
+
+        What is in `flights` stays until `close`.
+        """
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         store = _create_store()
         try:
@@ -63,22 +73,26 @@ class Attempt:
                     self._loop(lambda: self._swept or time.monotonic() > limit, limit)
                     self._host.pump.drain()
         finally:
-            for fd in (*self._dumps.values(), *([store] if store is not None else [])):
+            for fd in (*self._dumps.values(), *self._stacks.values(), *([store] if store is not None else [])):
                 os.close(fd)
+
+    def close(self) -> None:
+        """Let go of what the ranks have shown us."""
+        self.flights.close()
 
     def _fork_all(self, reports: int, store: int | None) -> None:
         path = "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
-        job = self._plan.describe_job(self._restart_count, path)
+        job = self._plan.describe_job(self._restart_count, path, self._host.door.address)
         for rank in range(self._plan.num_ranks):
-            dump = os.memfd_create("phalanx-dump") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
-            self._dumps[rank] = dump
+            dump = self._dumps[rank] = _create_scratch("phalanx-dump")
+            stacks = self._stacks[rank] = _create_scratch("phalanx-stacks")
             ends = []
             for stream in (1, 2):
                 ours, its = os.pipe()
                 self._host.pump.add(rank, stream, ours)
                 ends.append(its)
             cpus = self._plan.placement.cpus[rank]
-            self._host.zygote.fork(rank, plan_rank_environment(job, rank), cpus, [*ends, reports, dump])
+            self._host.zygote.fork(rank, plan_rank_environment(job, rank), cpus, [*ends, reports, dump, stacks])
             for end in ends:
                 os.close(end)
 
@@ -87,7 +101,7 @@ class Attempt:
         while not done() and not self.zygote_lost:
             poll = select.poll()
             control = host.zygote.control.fileno()
-            for fd in (host.signals, control, self._reports.fileno(), *host.pump.pipes):
+            for fd in (host.signals, control, self._reports.fileno(), *host.pump.pipes, *host.door.fds):
                 poll.register(fd, select.POLLIN)
             for writer in host.pump.writers:
                 poll.register(writer.fd, select.POLLOUT)
@@ -100,6 +114,9 @@ class Attempt:
             if host.signals in ready:
                 for number in read_signals(host.signals):
                     self._on_signal(number)
+            for fd in host.door.fds:
+                if fd in ready:
+                    self._receive(fd)
             if self._reports.fileno() in ready:
                 self._read_reports()
             if control in ready:
@@ -125,6 +142,29 @@ class Attempt:
             self._do(self.state.on_exit(Exit(rank, event["pid"], event["status"], event["at"], dump)))
         elif event["event"] == "swept":
             self._swept = True
+
+    def _receive(self, fd: int) -> None:
+        """A visitor: a rank that shows us its memory, or somebody who wants to know where the ranks are."""
+        visit = self._host.door.read(fd)
+        if visit is None:
+            return
+        if visit.message.get("kind") == "group" and visit.message.get("token") == self._host.door.token:
+            visit.sock.close()
+            self.flights.add(visit.message, visit.fds)
+            return
+        if visit.message.get("kind") == "look":
+            living = [rank for rank in self.state.running if rank in self._pids]
+            observed = self.flights.observed
+            look = Look(
+                os.getpid(),
+                self._plan.settings.target.name,
+                self._plan.num_ranks,
+                self._host.zygote.pid,
+                tuple((rank, self._pids[rank]) for rank in living),
+                tuple(observer.card for observer in observed),
+            )
+            answer(visit.sock, look, [self._stacks[r] for r in living], [observer.control for observer in observed])
+        visit.close()
 
     def _read_reports(self) -> None:
         while True:
@@ -165,6 +205,15 @@ class Attempt:
                     self._host.zygote.sweep()
             else:
                 self._host.zygote.signal(action.signum, action.ranks, group=action.group)
+
+
+def _create_scratch(name: str) -> int:
+    """A file without a name that a rank writes, and we read when it can't speak any more; a write adds to its end."""
+    if not hasattr(os, "memfd_create"):
+        return os.open(os.devnull, os.O_RDWR)
+    fd = os.memfd_create(name)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    return fd
 
 
 def _create_store() -> int | None:

@@ -8,6 +8,7 @@ import socket
 
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.attempt import Attempt, Host, describe_signal_end
+from phalanx.launch.agent.door import Door
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import ENDING_SIGNALS, Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess
@@ -24,10 +25,16 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     Raises:
         LaunchError: the log directory cannot be written.
     """
-    host = Host(zygote, _open_pump(plan), signals)
+    door = Door()
+    try:
+        host = Host(zygote, _open_pump(plan), signals, door)
+    except LaunchError:
+        door.close()
+        raise
     try:
         return _run_attempts(plan, host)
     finally:
+        door.close()
         zygote.close(kill_descendants([zygote.pid]))
         host.pump.drain()
         _flush(host)

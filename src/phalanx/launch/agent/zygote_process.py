@@ -50,7 +50,7 @@ class ZygoteProcess:
         self._send({"command": "target", "target": fields})
 
     def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
-        """Have `rank` forked, with `fds`: stdout, stderr, reports, dump."""
+        """Have `rank` forked, with `fds`: stdout, stderr, reports, dump, stacks."""
         self._send({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
 
     def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:

@@ -1,0 +1,23 @@
+"""`phalanx stacks`: where is each rank of a running job?"""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("stacks", short_help="Show where each rank of a running job is.")
+@click.argument("job", type=int, required=False)
+@click.pass_context
+def command(ctx: click.Context, job: int | None) -> None:
+    """Print each rank's current operation and Python stacks, without stopping it.
+
+    JOB is the process number of a `phalanx run` of yours on this host; it may be left out when only one is running.
+    """
+    from phalanx.errors import LaunchError
+    from phalanx.launch.stacks.report import report_stacks
+
+    try:
+        click.echo(report_stacks(job))
+    except LaunchError as error:
+        click.echo(error, err=True)
+        ctx.exit(error.exit_code)

@@ -1,0 +1,71 @@
+"""The groups that ranks have shown to the agent: the newest, as long as they last, and what is known of older ones."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.arena.observer import Card, GroupLog, Observer, is_over
+
+MAX_OBSERVED = 64  # memory that the agent keeps alive
+_MAX_ENDED = 64  # logs of groups whose memory it has let go
+
+
+class Flights:
+    """At most `MAX_OBSERVED` groups are held. Of a group that is over, or too old, only its log is kept for a while."""
+
+    def __init__(self) -> None:
+        self._observed: list[Observer] = []
+        self._ended: deque[GroupLog] = deque(maxlen=_MAX_ENDED)
+
+    def add(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """A rank shows a group; the descriptors become ours. What can't be read is not kept."""
+        kept = -1
+        try:
+            card = Card(
+                str(message["name"]),
+                int(message["world_size"]),
+                tuple(int(rank) for rank in message["ranks"]),
+                tuple(int(pid) for pid in message["pids"]),
+            )
+            if len(card.ranks) == len(card.pids) and len(fds) == 1:
+                observer = Observer(card, fds[0])
+                kept = fds[0]
+                self._let_go_of_ended()
+                self._observed.append(observer)
+        except (ImportError, KeyError, TypeError, ValueError, OSError):
+            pass  # another version of Phalanx in the ranks, or somebody's mistake: the job goes on unobserved
+        finally:
+            for fd in fds:
+                if fd != kept:
+                    os.close(fd)
+
+    @property
+    def observed(self) -> tuple[Observer, ...]:
+        """The groups whose memory is at hand, the oldest first."""
+        return tuple(self._observed)
+
+    def logs(self) -> list[GroupLog]:
+        """What all known groups did, the oldest group first."""
+        return [*self._ended, *(observer.read() for observer in self._observed)]
+
+    def close(self) -> None:
+        """Let go of all."""
+        for observer in self._observed:
+            observer.close()
+        self._observed.clear()
+        self._ended.clear()
+
+    def _let_go_of_ended(self) -> None:
+        """Make room for one more."""
+        kept = []
+        for index, observer in enumerate(self._observed):
+            log = observer.read()
+            if is_over(log) or index <= len(self._observed) - MAX_OBSERVED:
+                self._ended.append(log)
+                observer.close()
+            else:
+                kept.append(observer)
+        self._observed = kept

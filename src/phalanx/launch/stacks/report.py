@@ -1,0 +1,48 @@
+"""What `phalanx stacks` prints: for each rank its operation in each group, and its Python stacks."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+
+from phalanx.arena.observer import GroupLog, Observer
+from phalanx.arena.recorder import tell
+from phalanx.errors import LaunchError
+from phalanx.launch.processes import STACKS_SIGNAL
+from phalanx.launch.stacks.jobs import choose_job, describe_command, find_jobs
+from phalanx.launch.stacks.look import Look, ask
+from phalanx.launch.stacks.survey import ask_ranks
+
+_AGENT_TIMEOUT_S = 5.0
+
+
+def report_stacks(wanted: int | None) -> str:
+    """Where each rank of the job with process number `wanted` is; with None of the only job of this user.
+
+    Raises:
+        LaunchError: there is no such job, or several to choose from, or it does not answer.
+    """
+    jobs = find_jobs()
+    job = choose_job(jobs, wanted, {job.pid: describe_command(job.pid) for job in jobs})
+    with ask(job.name, job.pid, _AGENT_TIMEOUT_S) as (look, stacks, controls):
+        if not look.ranks:
+            raise LaunchError(f"phalanx stacks: job {job.pid}: no rank is running: it is still starting, or ending")
+        # operations first: a rank may be in another one once it has written its stack
+        logs = [Observer(card, control).read() for card, control in zip(look.groups, controls, strict=True)]
+        now_ns = time.monotonic_ns()
+        return format_report(look, logs, ask_ranks(look.ranks, stacks, look.zygote), now_ns)
+
+
+def format_report(look: Look, groups: Sequence[GroupLog], stacks: Mapping[int, str], now_ns: int) -> str:
+    """The text; `stacks` by rank are faulthandler's words, or one line that says why there are none."""
+    lines = [f"Job {look.agent}: {look.target}, {len(look.ranks)} of {look.world_size} ranks running"]
+    for rank, pid in look.ranks:
+        lines += ["", f"rank {rank} (pid {pid})"]
+        seats = [(group, log) for group in groups for log in group.ranks if log.pid == pid and not log.left]
+        used = [seat for seat in seats if seat[1].records]  # groups are often made in numbers and used by few
+        lines += [f"  group {group.name!r}: {tell(log.records, now_ns)}" for group, log in used or seats[:1]]
+        stack = stacks[rank]
+        lines += textwrap.indent(stack, "  ").splitlines() if "\n" in stack else [f"  {stack}"]
+    lines += ["", f"(innermost call first; the ranks go on; they were asked with {STACKS_SIGNAL.name})"]
+    return "\n".join(lines)
