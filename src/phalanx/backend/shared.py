@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared_memory import SharedMemory, Span
+from phalanx.backend.sharing import shares_memory
 from phalanx.backend.sites import calling_site
 from phalanx.deadline import Deadline
 
@@ -34,24 +34,31 @@ def shared_empty(
         PhalanxError: the heap has no room.
         ValueError: a size is negative; `owner` is not a rank of the group, or the group does not share memory.
     """
-    from phalanx.backend.process_group import PhalanxProcessGroup
-
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     dtype = dtype or torch.get_default_dtype()
     count = math.prod(shape)
     if any(n < 0 for n in shape):
         raise ValueError(f"shared_empty: negative size in {shape}")
     group = group if group is not None else dist.group.WORLD
-    memory = group._memory if isinstance(group, PhalanxProcessGroup) else None
-    if owner is not None and not isinstance(memory, SharedMemory):
+    assert group is not None
+    shared = shares_memory(group)
+    if owner is not None and not shared:
         raise ValueError(f"shared_empty: owner={owner} needs a group of backend 'phalanx' whose ranks are on one host")
-    if owner is not None and isinstance(memory, SharedMemory) and not 0 <= owner < memory.world_size:
-        raise ValueError(f"shared_empty: owner={owner} is not a rank of the group, which has {memory.world_size}")
-    if not isinstance(memory, SharedMemory) or count == 0:
+    if owner is not None and not 0 <= owner < group.size():
+        raise ValueError(f"shared_empty: owner={owner} is not a rank of the group, which has {group.size()}")
+    if not shared or count == 0:
         return torch.empty(shape, dtype=dtype)
-    assert isinstance(group, PhalanxProcessGroup)
-    span = Span(group._timeout_s, memory.site(calling_site()))
-    nbytes = count * dtype.itemsize
+    return _allocate(group, shape, dtype, owner, calling_site())
+
+
+def _allocate(
+    group: Any, shape: tuple[int, ...], dtype: torch.dtype, owner: int | None, place: tuple[str, int]
+) -> Tensor:
+    from phalanx.backend.shared_memory import Span  # not at the top: it needs the C core, which may not be there
+
+    memory = group._memory
+    span = Span(group._timeout_s, memory.site(place))
+    nbytes = math.prod(shape) * dtype.itemsize
     with memory.lock:
         buffer = memory.arena.allocate(
             nbytes, Deadline.after(group._timeout_s), span.site, lambda status: memory.check(status, span), owner=owner
