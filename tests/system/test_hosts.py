@@ -172,6 +172,20 @@ def test_an_all_reduce_sends_what_the_hierarchy_promises_and_half_of_it_in_bfloa
     assert 0.5 <= on_hosts((2, 2), check, options=options)[0] <= 0.55
 
 
+def test_a_large_tensor_arrives_whole_although_it_travels_in_segments():
+    def check(rank, world_size, machines):
+        shape = (1_500_001,)
+        brought = [tensor_of(r, shape, torch.float32) for r in range(world_size)]
+        mine = brought[rank].clone()
+        dist.all_reduce(mine)
+        halves = brought[rank].to(torch.bfloat16)
+        dist.all_reduce(halves, op=dist.ReduceOp.AVG)
+        mean = torch.stack(brought).mean(0).to(torch.bfloat16)
+        return torch.equal(mine, torch.stack(brought).sum(0)), torch.equal(halves, mean)
+
+    assert on_hosts((2, 1), check) == [(True, True)] * 3
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling", "single", "hierarchical"])
 def test_every_algorithm_gives_every_rank_the_same_bits(algorithm):
     def check(rank, world_size, machines):

@@ -5,7 +5,7 @@ Algorithms are data that is executed, proved, printed, priced and simulated from
 
 from phalanx.collectives.algorithms import ALGORITHMS, build
 from phalanx.collectives.choose import Choice, choose
-from phalanx.collectives.execute import execute
+from phalanx.collectives.execute import execute, play
 from phalanx.collectives.network import Link, Links, Topology
 from phalanx.collectives.schedule import Schedule, Transfer
 from phalanx.collectives.symbolic import check
@@ -22,4 +22,5 @@ __all__ = [
     "check",
     "choose",
     "execute",
+    "play",
 ]

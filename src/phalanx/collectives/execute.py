@@ -7,7 +7,7 @@ numpy array or torch tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from phalanx.collectives.schedule import RankStep, Schedule, chunk_bounds
@@ -62,14 +62,38 @@ def execute(
         ValueError: `bounds` do not fit the schedule or the buffer.
         Whatever `send`, `recv`, `combine` or a handle raises; the buffer then holds undefined values.
     """
+    for _ in play(schedule, rank, buffer, send=send, recv=recv, combine=combine, scratch=scratch, bounds=bounds):
+        pass
+
+
+def play(
+    schedule: Schedule,
+    rank: int,
+    buffer: B,
+    *,
+    send: Callable[[int, B], Handle | None],
+    recv: Callable[[int, B], Handle | None],
+    combine: Callable[[B, B], object],
+    scratch: Callable[[int], B],
+    bounds: Sequence[int] | None = None,
+) -> Iterator[None]:
+    """As `execute`, with a pause after each step is started, the idle ones too: `schedule.num_steps` pauses.
+
+    Going on waits for the step and starts the next. Several plays may be carried out in turns, so that the messages of
+    one are under way while another computes, if all ranks take the same turns.
+    """
     bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
     _require_bounds(bounds, schedule.num_chunks, len(buffer))
     staging = scratch(0)
+    number = 0
     for step in schedule.for_rank(rank):
+        yield from itertools.repeat(None, step.number - number)
+        number = step.number + 1
         needed = _staged(step, bounds)
         if needed > len(staging):
             staging = scratch(needed)
-        _play(step, buffer, staging, bounds, send, recv, combine)
+        yield from _play(step, buffer, staging, bounds, send, recv, combine)
+    yield from itertools.repeat(None, schedule.num_steps - number)
 
 
 def _play(
@@ -80,7 +104,7 @@ def _play(
     send: Callable[[int, B], Handle | None],
     recv: Callable[[int, B], Handle | None],
     combine: Callable[[B, B], object],
-) -> None:
+) -> Iterator[None]:
     handles: list[Handle | None] = []
     arrived: list[tuple[B, B]] = []
     for t in step.sends:
@@ -99,6 +123,7 @@ def _play(
             arrived.append((view, theirs))
             view = theirs
         handles.append(recv(t.src, view))
+    yield
     for handle in handles:
         if handle is not None:
             handle.wait()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx import _core
 from phalanx.backend.across_hosts.wire import Widening, Wire
-from phalanx.collectives import Links, Schedule, Topology, build, choose, execute
+from phalanx.collectives import Links, Schedule, Topology, build, choose, play
 from phalanx.collectives.algorithms import find, offering
 from phalanx.collectives.schedule import Operation
 from phalanx.deadline import Deadline
@@ -114,7 +114,22 @@ class Rail:
             ConnectionBroken: a peer is gone or late; `buffer` holds undefined values.
         """
         schedule = plan(operation, len(self._ranks), buffer.nbytes.bit_length(), root, self._algorithm)
-        shorter = operation in ("all_reduce", "reduce_scatter") and self._wire.rounds(buffer.dtype)
+        for _ in self.play(schedule, buffer, deadline, redop=redop, bounds=bounds, key=key):
+            pass
+
+    def play(
+        self,
+        schedule: Schedule,
+        buffer: Tensor,
+        deadline: Deadline,
+        *,
+        redop: int = -1,
+        bounds: Sequence[int] | None = None,
+        key: int = 0,
+    ) -> Iterator[None]:
+        """As `run` by `schedule`, step by step: see `phalanx.collectives.play`."""
+        reduces = schedule.operation in ("all_reduce", "reduce_scatter")
+        shorter = reduces and self._wire.rounds(buffer.dtype)
         lost = self._wire.begin(buffer, key=key) if shorter else None
         code = dtype_of(buffer.dtype).code
 
@@ -138,7 +153,7 @@ class Rail:
             at = mine.data_ptr()
             _core.reduce(at, (at, theirs.data_ptr()), mine.numel(), code, redop)
 
-        execute(
+        return play(
             schedule,
             self._host,
             buffer,

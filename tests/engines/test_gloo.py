@@ -1,0 +1,71 @@
+"""The Gloo engine: messages between processes, and an end that wakes whoever waits."""
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.engines.gloo import GlooEngine, local_address
+from phalanx.testing import run_ranks
+
+WAIT = timedelta(seconds=20)
+
+
+def engine_of(rank, world_size):
+    store = dist.PrefixStore("engine", dist.group.WORLD.get_group_store())
+    return GlooEngine(store, rank, world_size, WAIT, address="127.0.0.1")
+
+
+def test_messages_with_one_tag_arrive_in_order():
+    def check(rank, world_size):
+        engine = engine_of(rank, world_size)
+        mine = [torch.tensor([float(i)]) for i in range(3)]
+        got = [torch.empty(1) for _ in range(3)]
+        pending = [engine.send(1 - rank, t, 5) for t in mine] + [engine.recv(1 - rank, t, 5) for t in got]
+        for one in pending:
+            one.wait(WAIT)
+        return [t.item() for t in got]
+
+    assert run_ranks(check, 2) == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_a_receive_from_anybody_says_who_it_was():
+    def check(rank, world_size):
+        engine = engine_of(rank, world_size)
+        if rank:
+            engine.send(0, torch.tensor([float(rank)]), 1).wait(WAIT)
+            return None
+        seen = {}
+        for _ in range(2):
+            got = torch.empty(1)
+            pending = engine.recv_any(got, 1)
+            pending.wait(WAIT)
+            seen[pending._source_rank()] = got.item()
+        return seen
+
+    assert run_ranks(check, 3)[0] == {1: 1.0, 2: 2.0}
+
+
+def test_close_wakes_the_waits_of_this_rank_and_of_its_peers():
+    def check(rank, world_size):
+        engine = engine_of(rank, world_size)
+        pending = engine.recv(1 - rank, torch.empty(1), 1)
+        closing = threading.Timer(0.1, engine.close) if rank == 0 else None
+        if closing is not None:
+            closing.start()
+        with pytest.raises(RuntimeError):
+            pending.wait(WAIT)
+        if closing is not None:
+            closing.join()
+        return True
+
+    assert run_ranks(check, 2) == [True, True]
+
+
+def test_the_local_address_is_the_one_on_the_way():
+    assert local_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(socket.gaierror):
+        local_address("no-such-host.invalid")
