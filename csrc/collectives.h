@@ -47,12 +47,4 @@ int plx_scatter(struct plx_group *g, struct plx_wait *w, const struct plx_origin
 int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in,
                    const size_t *in_bytes, void *const *out, const size_t *out_bytes, int dtype, int splits);
 
-/* Point to point. Messages between two ranks keep their order per tag. */
-int plx_send(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *data, size_t bytes,
-             uint32_t dst, uint32_t tag, int dtype);
-/* src < 0: from whoever comes first; *from says who it was. */
-int plx_recv(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, void *data, size_t bytes, int32_t src,
-             uint32_t tag, int dtype, uint32_t *from);
-void plx_drop_early(struct plx_group *g);
-
 #endif

@@ -249,31 +249,40 @@ int plx_agree(struct plx_group *g, const struct plx_call *mine) {
   return PLX_OK;
 }
 
+typedef uint64_t __attribute__((may_alias)) word;
+
+/* All of a record but `seq`, by words: one side of the copy is read or written by others meanwhile. */
+static void copy_words(struct plx_record *to, const struct plx_record *from) {
+  for (size_t i = 1; i < sizeof *to / sizeof(word); i++)
+    __atomic_store_n((word *)to + i, __atomic_load_n((const word *)from + i, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+}
+
 struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
                                     uint32_t ndim, const uint64_t *shape) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
   uint64_t at = atomic_fetch_add_explicit(&me->next_record, 1, memory_order_relaxed);
   struct plx_record *r = &me->records[at % PLX_RECORDS];
+  struct plx_record new = {.count = call->count, .enter_ns = plx_now_ns(), .kind = call->kind, .dtype = call->dtype,
+                           .redop = call->redop, .root = call->root, .peer = peer, .site = site, .ndim = ndim};
+  for (uint32_t i = 0; i < ndim && i < PLX_MAX_DIMS; i++) new.shape[i] = shape[i];
   /* A reader skips a record whose sequence number is 0 or changes while it reads. */
   atomic_store_explicit(&r->seq, 0, memory_order_relaxed);
   atomic_thread_fence(memory_order_release);
-  r->count = call->count;
-  r->enter_ns = plx_now_ns();
-  atomic_store_explicit(&r->leave_ns, 0, memory_order_relaxed);
-  r->kind = call->kind;
-  r->dtype = call->dtype;
-  r->redop = call->redop;
-  r->root = call->root;
-  r->peer = peer;
-  r->site = site;
-  r->status = 0;
-  r->ndim = ndim;
-  for (uint32_t i = 0; i < ndim && i < PLX_MAX_DIMS; i++) r->shape[i] = shape[i];
+  copy_words(r, &new);
   atomic_store_explicit(&r->seq, call->seq, memory_order_release);
   return r;
 }
 
+int plx_record_read(const struct plx_rank *owner, uint64_t number, struct plx_record *copy) {
+  const struct plx_record *r = &owner->records[number % PLX_RECORDS];
+  uint64_t seq = atomic_load_explicit(&r->seq, memory_order_acquire);
+  copy_words(copy, r);
+  atomic_thread_fence(memory_order_acquire);
+  atomic_store_explicit(&copy->seq, seq, memory_order_relaxed);
+  return seq != 0 && atomic_load_explicit(&r->seq, memory_order_relaxed) == seq;
+}
+
 void plx_record_leave(struct plx_record *record, int status) {
-  record->status = (uint32_t)status;
+  __atomic_store_n(&record->status, (uint32_t)status, __ATOMIC_RELAXED);
   atomic_store_explicit(&record->leave_ns, plx_now_ns(), memory_order_release);
 }

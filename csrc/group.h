@@ -7,7 +7,7 @@
 /* Called about every 50 ms while a rank waits. Returns non-zero to give up (a signal handler raised). */
 typedef int (*plx_idle_fn)(void *context, uint64_t waited_ns);
 
-struct plx_message; /* a message that came before its receive; see p2p.c */
+struct plx_mail; /* messages in both directions; see p2p.h */
 
 struct plx_group {
   unsigned char *base;
@@ -23,7 +23,7 @@ struct plx_group {
   int *pidfds;             /* world entries; -1 where the process cannot be watched */
   unsigned char **heaps;   /* world entries: where each rank's heap is mapped here; NULL without an arena */
   uint64_t heap_bytes;     /* of each heap */
-  struct plx_message **early; /* world entries: messages that came before their receive */
+  struct plx_mail *mail;
 };
 
 /* One call into the core: how long it may take, and whom to ask while it waits. */
@@ -70,6 +70,8 @@ _Atomic uint32_t *plx_low_half(_Atomic uint64_t *word);
 struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
                                     uint32_t ndim, const uint64_t *shape);
 void plx_record_leave(struct plx_record *record, int status);
+/* Copy the record that `owner` wrote as its `number`th, counted from 0; 0 if it is being written, or never was. */
+int plx_record_read(const struct plx_rank *owner, uint64_t number, struct plx_record *copy);
 
 /* Publish `call` for this turn. */
 void plx_publish(struct plx_group *g, const struct plx_call *call);

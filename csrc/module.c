@@ -14,6 +14,7 @@
 
 #include "board.h"
 #include "collectives.h"
+#include "p2p.h"
 #include "reduce.h"
 
 typedef struct {
@@ -254,22 +255,126 @@ static PyObject *group_send(Group *self, PyObject *const *a, Py_ssize_t n) {
   END(self, code)
 }
 
-/* Returns (status, source). */
-static PyObject *group_recv(Group *self, PyObject *const *a, Py_ssize_t n) {
+/* The same without waiting; None where that cannot be done. */
+static PyObject *group_send_now(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  void *data;
+  uint64_t bytes;
+  int dst, tag, dtype;
+  if (want(n, 8, "send_now") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &dst) ||
+      to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t))
+    return NULL;
+  BEGIN(self, t.timeout_ns, spin_of(self))
+  int code = plx_send_now(&self->g, &wait, &t.origin, data, bytes, (uint32_t)dst, (uint32_t)tag, dtype);
+  if (code == PLX_WOULD_WAIT) {
+    PyEval_RestoreThread(patience.thread);
+    Py_RETURN_NONE;
+  }
+  END(self, code)
+}
+
+/* A posted receive. Whoever posts it keeps it, and the tensor, until it is over. */
+typedef struct {
+  PyObject_HEAD
+  struct plx_receive r;
+} Receive;
+
+static PyObject *receive_get_status(PyObject *self, void *unused) {
+  (void)unused;
+  return PyLong_FromLong(atomic_load_explicit(&((Receive *)self)->r.status, memory_order_acquire));
+}
+
+static PyObject *receive_get_source(PyObject *self, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLong(((Receive *)self)->r.from);
+}
+
+static void receive_dealloc(PyObject *object) {
+  PyTypeObject *type = Py_TYPE(object);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  release(object);
+  Py_DECREF(type);
+}
+
+static PyGetSetDef receive_getset[] = {{"status", receive_get_status, NULL, NULL, NULL},
+                                       {"source", receive_get_source, NULL, NULL, NULL},
+                                       {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot receive_slots[] = {{Py_tp_dealloc, receive_dealloc},
+                                      {Py_tp_getset, receive_getset},
+                                      {Py_tp_doc, (void *)"A receive that was posted: status -1 until it is over."},
+                                      {0, NULL}};
+
+static PyType_Spec receive_spec = {"phalanx._core.Receive", sizeof(Receive), 0, Py_TPFLAGS_DEFAULT, receive_slots};
+
+static Receive *to_receive(PyObject *o) {
+  if ((destructor)PyType_GetSlot(Py_TYPE(o), Py_tp_dealloc) == receive_dealloc) return (Receive *)o;
+  PyErr_SetString(PyExc_TypeError, "expected a Receive");
+  return NULL;
+}
+
+/* post(receive, data, bytes, src, tag, dtype, timeout_ns, site, shape): its status, -1 while it waits. */
+static PyObject *group_post(Group *self, PyObject *const *a, Py_ssize_t n) {
   struct tail t;
   void *data;
   uint64_t bytes;
   int src, tag, dtype;
-  uint32_t from = 0;
-  if (want(n, 8, "recv") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &src) ||
-      to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t))
+  if (want(n, 9, "post") != 0 || to_address(a[1], &data) || to_u64(a[2], &bytes) || to_int(a[3], &src) ||
+      to_int(a[4], &tag) || to_int(a[5], &dtype) || to_tail(self, a + 6, &t))
     return NULL;
-  BEGIN(self, t.timeout_ns, spin_of(self))
-  int code = plx_recv(&self->g, &wait, &t.origin, data, bytes, src, (uint32_t)tag, dtype, &from);
-  PyEval_RestoreThread(patience.thread);
-  self->culprit = wait.culprit;
-  if (code == PLX_INTERRUPTED && PyErr_Occurred()) return NULL;
-  return Py_BuildValue("iI", code, from);
+  Receive *receive = to_receive(a[0]);
+  if (receive == NULL) return NULL;
+  uint64_t now = plx_now_ns();
+  receive->r.data = data;
+  receive->r.bytes = bytes;
+  receive->r.deadline_ns = t.timeout_ns < UINT64_MAX - now ? now + t.timeout_ns : UINT64_MAX;
+  receive->r.src = src;
+  receive->r.tag = (uint32_t)tag;
+  receive->r.dtype = (uint32_t)dtype;
+  int code;
+  Py_BEGIN_ALLOW_THREADS
+  code = plx_post(&self->g, &t.origin, &receive->r);
+  Py_END_ALLOW_THREADS
+  return PyLong_FromLong(code);
+}
+
+/* drive(receive, limit_ns): wait until it or another posted receive is over, or the limit passes. */
+static PyObject *group_drive(Group *self, PyObject *const *a, Py_ssize_t n) {
+  uint64_t limit_ns;
+  if (want(n, 2, "drive") != 0 || !is_open(self) || to_u64(a[1], &limit_ns) != 0) return NULL;
+  Receive *receive = to_receive(a[0]);
+  if (receive == NULL) return NULL;
+  BEGIN(self, limit_ns, spin_of(self))
+  int code = plx_drive(&self->g, &wait, &receive->r);
+  END(self, code)
+}
+
+static PyObject *group_glance(Group *self, PyObject *unused) {
+  (void)unused;
+  if (!is_open(self)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  plx_glance(&self->g);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+/* Take in messages while nobody waits; returns when a receive is over, or after dismiss(). */
+static PyObject *group_attend(Group *self, PyObject *unused) {
+  (void)unused;
+  if (!is_open(self)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  plx_attend(&self->g);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+static PyObject *group_dismiss(Group *self, PyObject *unused) {
+  (void)unused;
+  if (!is_open(self)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  plx_dismiss(&self->g);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
 }
 
 /* ---- what a rank says about itself, and what can be read of the others ---- */
@@ -347,16 +452,13 @@ static PyObject *group_records(Group *self, PyObject *arg) {
   PyObject *list = PyList_New(0);
   uint64_t end = atomic_load(&owner->next_record), begin = end > PLX_RECORDS ? end - PLX_RECORDS : 0;
   for (uint64_t at = begin; list != NULL && at < end; at++) {
-    struct plx_record *slot = &owner->records[at % PLX_RECORDS], r;
-    uint64_t seq = atomic_load_explicit(&slot->seq, memory_order_acquire);
-    memcpy(&r, (const void *)slot, sizeof r);
-    atomic_thread_fence(memory_order_acquire);
-    if (seq == 0 || atomic_load_explicit(&slot->seq, memory_order_relaxed) != seq) continue; /* being written */
+    struct plx_record r;
+    if (!plx_record_read(owner, at, &r)) continue;
     uint32_t dims = r.ndim < PLX_MAX_DIMS ? r.ndim : PLX_MAX_DIMS;
     PyObject *shape = PyTuple_New(dims), *site = text_of(owner->sites[r.site % PLX_SITES], PLX_SITE_BYTES);
     for (uint32_t i = 0; shape != NULL && i < dims; i++) PyTuple_SetItem(shape, i, PyLong_FromUnsignedLongLong(r.shape[i]));
     PyObject *item = shape != NULL && site != NULL
-                         ? Py_BuildValue("KiiiiiKNKKiN", (unsigned long long)seq, (int)r.kind, (int)r.dtype, (int)r.redop,
+                         ? Py_BuildValue("KiiiiiKNKKiN", (unsigned long long)atomic_load(&r.seq), (int)r.kind, (int)r.dtype, (int)r.redop,
                                          (int)r.root, (int)r.peer, (unsigned long long)r.count, shape,
                                          (unsigned long long)r.enter_ns, (unsigned long long)atomic_load(&r.leave_ns),
                                          (int)r.status, site)
@@ -433,7 +535,6 @@ static PyObject *group_close(Group *self, PyObject *unused) {
     struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
     atomic_store_explicit(&me->life, PLX_LEFT, memory_order_release);
     plx_futex_wake_all(plx_low_half(&me->step));
-    plx_drop_early(&self->g);
     self->closed = 1;
   }
   Py_RETURN_NONE;
@@ -471,8 +572,8 @@ static int group_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   self->background_spin_ns = background_spin_ns;
   g->seq = UINT64_MAX; /* the gate at which all meet for the first time is number 0, and what people call begins at 1 */
   g->pidfds = calloc(g->world, sizeof *g->pidfds);
-  g->early = calloc(g->world, sizeof *g->early);
-  if (g->pidfds == NULL || g->early == NULL) {
+  g->mail = plx_mail_open(g->world);
+  if (g->pidfds == NULL || g->mail == NULL) {
     PyErr_NoMemory();
     return -1;
   }
@@ -500,9 +601,8 @@ static void group_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   group_clear(object);
-  if (self->g.early != NULL && !self->closed) plx_drop_early(&self->g);
+  plx_mail_close(self->g.mail, self->g.world);
   free(self->g.pidfds);
-  free(self->g.early);
   free(self->g.heaps);
   freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
   release(object);
@@ -527,7 +627,10 @@ static PyObject *group_get_crowded(PyObject *self, void *unused) {
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))group_##name, METH_FASTCALL, NULL}
 static PyMethodDef group_methods[] = {
     FAST(barrier), FAST(all_reduce), FAST(broadcast), FAST(reduce_scatter), FAST(gather), FAST(scatter),
-    FAST(all_to_all), FAST(send), FAST(recv),
+    FAST(all_to_all), FAST(send), FAST(send_now), FAST(post), FAST(drive),
+    {"glance", (PyCFunction)group_glance, METH_NOARGS, NULL},
+    {"attend", (PyCFunction)group_attend, METH_NOARGS, NULL},
+    {"dismiss", (PyCFunction)group_dismiss, METH_NOARGS, NULL},
     {"join", (PyCFunction)group_join, METH_VARARGS, NULL},
     {"add_site", (PyCFunction)group_add_site, METH_VARARGS, NULL},
     {"set_note", (PyCFunction)group_set_note, METH_VARARGS, NULL},
@@ -775,6 +878,8 @@ static int core_exec(PyObject *module) {
   if (type == NULL || PyModule_AddObject(module, "Group", type) != 0) return -1;
   type = PyType_FromSpec(&board_spec);
   if (type == NULL || PyModule_AddObject(module, "Board", type) != 0) return -1;
+  type = PyType_FromSpec(&receive_spec);
+  if (type == NULL || PyModule_AddObject(module, "Receive", type) != 0) return -1;
   static const struct {
     const char *name;
     long value;

@@ -1,4 +1,5 @@
-/* Random sequences of all operations of the C core, verified, with ranks as threads over one piece of memory.
+/* Random sequences of all operations of the C core, verified, with ranks as threads over one piece of memory. Each rank
+ * has a second thread that attends to its messages, and one thread reads everybody's flight recorder all the time.
  *
  *   for each world size 2..5, crowded and not: a few hundred operations that all threads draw from one seed
  *   then, for each way in which a group can end: all threads learn the same cause, in time, and nothing was written
@@ -7,12 +8,15 @@
  * Usage: stress [operations per group [seed]]. Exit code 0: nothing found.
  */
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
+#include "board.h"
 #include "collectives.h"
+#include "p2p.h"
 #include "reduce.h"
 
 #define MAX_WORLD 5u
@@ -30,7 +34,11 @@
     }                                                                                                            \
   } while (0)
 
-enum ending { FINISH, NEVER_COME, POISON, LEAVE, CALL_ANOTHER, NUM_ENDINGS };
+#define FLAGS (512u << 10) /* where in the heap the board's flags lie, and its buckets */
+#define BUCKETS (640u << 10)
+#define NUM_BUCKETS 5u
+
+enum ending { FINISH, NEVER_COME, POISON, LEAVE, CALL_ANOTHER, POISON_ROUND, LEAVE_ROUND, NUM_ENDINGS };
 
 struct thread {
   struct plx_group g;
@@ -38,8 +46,11 @@ struct thread {
   uint64_t random; /* the same in all threads */
   uint32_t operation, operations;
   enum ending ending;
-  pthread_t id;
+  pthread_t id, attendant;
+  _Atomic int over; /* the attendant may go */
   int32_t *in, *out;
+  struct plx_board board;
+  struct plx_bucket buckets[NUM_BUCKETS];
 };
 
 static const struct plx_origin here = {0, 0, NULL};
@@ -178,6 +189,56 @@ static void all_to_all(struct thread *t) {
   }
 }
 
+/* As a blocking receive does it: post, then wait. */
+static int receive(struct thread *t, void *data, size_t bytes, int32_t src, uint32_t tag, uint32_t *from) {
+  struct plx_receive r = {.data = data, .bytes = bytes, .deadline_ns = t->wait.deadline_ns, .src = src, .tag = tag,
+                          .dtype = PLX_I32};
+  int code = plx_post(&t->g, &here, &r);
+  while (code == PLX_PENDING) {
+    plx_drive(&t->g, &t->wait, &r);
+    code = atomic_load_explicit(&r.status, memory_order_acquire);
+  }
+  *from = r.from;
+  return code;
+}
+
+/* Everybody sends two tags to everybody, longer than the ring, and expects them in the other order; one of the receives
+ * is from anybody. Nobody waits before all is sent: the attendants take the messages in. */
+static void exchange(struct thread *t) {
+  struct plx_group *g = &t->g;
+  size_t n = draw_size(t) / MAX_WORLD;
+  uint32_t first = 8 * t->operation, count = 0, heard = 0;
+  struct plx_receive posted[2 * MAX_WORLD] = {0};
+  for (uint32_t tag = 2; tag >= 1; tag--)
+    for (uint32_t p = 0; p < g->world; p++) {
+      if (p == g->rank) continue;
+      posted[count] = (struct plx_receive){.data = t->out + count * n, .bytes = 4 * n, .tag = first + tag, .dtype = PLX_I32,
+                                           .deadline_ns = t->wait.deadline_ns, .src = tag == 1 ? -1 : (int32_t)p};
+      int code = plx_post(g, &here, &posted[count]);
+      CHECK(code == PLX_PENDING || code == PLX_OK);
+      count++;
+    }
+  fill(t, t->in, g->rank, 0, n);
+  for (uint32_t i = 1; i < g->world; i++)
+    for (uint32_t tag = 1; tag <= 2; tag++) {
+      uint32_t to = (g->rank + i) % g->world;
+      int code = plx_send_now(g, &t->wait, &here, t->in, 4 * n, to, first + tag, PLX_I32);
+      if (code == PLX_WOULD_WAIT) code = plx_send(g, &t->wait, &here, t->in, 4 * n, to, first + tag, PLX_I32);
+      CHECK(code == PLX_OK);
+    }
+  plx_glance(g);
+  while (count-- > 0) {
+    struct plx_receive *r = &posted[count];
+    while (atomic_load_explicit(&r->status, memory_order_acquire) == PLX_PENDING)
+      CHECK(plx_drive(g, &t->wait, r) == PLX_OK);
+    CHECK(atomic_load(&r->status) == PLX_OK);
+    CHECK(r->src < 0 || r->from == (uint32_t)r->src);
+    CHECK(holds(t, r->data, r->from, 0, n));
+    if (r->src < 0) heard |= 1u << r->from;
+  }
+  CHECK(heard == ((1u << g->world) - 1 - (1u << g->rank)));
+}
+
 /* Around in a circle; even ranks send first, odd ranks receive first, so messages may be longer than the ring. */
 static void pass_on(struct thread *t) {
   struct plx_group *g = &t->g;
@@ -188,7 +249,7 @@ static void pass_on(struct thread *t) {
     if ((uint32_t)step == g->rank % 2) {
       CHECK(plx_send(g, &t->wait, &here, t->in, 4 * n, right, 5, PLX_I32) == PLX_OK);
     } else {
-      CHECK(plx_recv(g, &t->wait, &here, t->out, 4 * n, (int)left, 5, PLX_I32, &from) == PLX_OK);
+      CHECK(receive(t, t->out, 4 * n, (int)left, 5, &from) == PLX_OK);
       CHECK(from == left);
       CHECK(holds(t, t->out, left, 0, n));
     }
@@ -203,13 +264,13 @@ static void hear_everybody(struct thread *t) {
   if (g->rank != 0) {
     fill(t, t->in, g->rank, 0, n);
     for (uint32_t tag = 1; tag <= 3; tag++)
-      CHECK(plx_send(g, &t->wait, &here, t->in, 4 * n, 0, 4 * t->operation + tag, PLX_I32) == PLX_OK);
+      CHECK(plx_send(g, &t->wait, &here, t->in, 4 * n, 0, 8 * t->operation + 3 + tag, PLX_I32) == PLX_OK);
     return;
   }
   for (uint32_t tag = 3; tag >= 1; tag--) {
     uint32_t heard = 0, from;
     for (uint32_t i = 1; i < g->world; i++) {
-      CHECK(plx_recv(g, &t->wait, &here, t->out, 4 * n, -1, 4 * t->operation + tag, PLX_I32, &from) == PLX_OK);
+      CHECK(receive(t, t->out, 4 * n, -1, 8 * t->operation + 3 + tag, &from) == PLX_OK);
       CHECK(from >= 1 && from < g->world && (heard & 1u << from) == 0);
       CHECK(holds(t, t->out, from, 0, n));
       heard |= 1u << from;
@@ -218,6 +279,32 @@ static void hear_everybody(struct thread *t) {
 }
 
 static void barrier(struct thread *t) { CHECK(plx_barrier(&t->g, &t->wait, &here) == PLX_OK); }
+
+/* The last bucket first, as in a backward, and the middle one last on odd ranks. */
+static void give(struct thread *t, uint32_t buckets) {
+  for (uint32_t i = 0; i < buckets; i++) {
+    uint32_t b = (NUM_BUCKETS - 1 - i + (t->g.rank % 2) * 2) % NUM_BUCKETS;
+    fill(t, (int32_t *)(t->g.heaps[t->g.rank] + t->buckets[b].offset), t->g.rank, b, t->buckets[b].count);
+    CHECK(plx_board_ready(&t->board, b) == PLX_OK);
+    plx_board_poll(&t->board);
+  }
+}
+
+/* A round of the board. */
+static void gradients(struct thread *t) {
+  CHECK(plx_board_ready(&t->board, NUM_BUCKETS) == PLX_INVALID);
+  plx_board_begin(&t->board);
+  give(t, NUM_BUCKETS);
+  CHECK(plx_board_finish(&t->board, &t->wait) == PLX_OK);
+  for (uint32_t b = 0; b < NUM_BUCKETS; b++)
+    CHECK(holds_sum(t, (int32_t *)(t->g.heaps[t->g.rank] + t->buckets[b].offset), b, t->buckets[b].count));
+}
+
+static void leave(struct plx_group *g) {
+  struct plx_rank *me = plx_rank_of(g, g->rank);
+  atomic_store_explicit(&me->life, PLX_LEFT, memory_order_release);
+  plx_futex_wake_all(plx_low_half(&me->step));
+}
 
 /* What everybody but `odd` learns when the group ends, and that nothing was written. */
 static void end(struct thread *t) {
@@ -228,33 +315,81 @@ static void end(struct thread *t) {
   CHECK(plx_barrier(g, &t->wait, &here) == PLX_OK);
   fill(t, t->in, g->rank, 0, n);
   if (t->ending == NEVER_COME) t->wait.deadline_ns = plx_now_ns() + 150000000ull;
+  int round = t->ending == POISON_ROUND || t->ending == LEAVE_ROUND;
+  if (round) plx_board_begin(&t->board);
+  if (round) give(t, g->rank == odd ? draw(t, NUM_BUCKETS) : NUM_BUCKETS);
   if (g->rank == odd && t->ending == NEVER_COME) return;
-  if (g->rank == odd && t->ending == POISON) {
+  if (g->rank == odd && (t->ending == POISON || t->ending == POISON_ROUND)) {
     CHECK(plx_poison(g, PLX_INTERRUPTED, odd) == PLX_INTERRUPTED);
     return;
   }
-  if (g->rank == odd && t->ending == LEAVE) {
-    atomic_store_explicit(&plx_rank_of(g, odd)->life, PLX_LEFT, memory_order_release);
-    plx_futex_wake_all(plx_low_half(&plx_rank_of(g, odd)->step));
+  if (g->rank == odd && (t->ending == LEAVE || t->ending == LEAVE_ROUND)) {
+    leave(g);
     return;
   }
-  if (g->rank == odd && t->ending == CALL_ANOTHER)
+  /* A receive that nobody will ever answer ends with the group. */
+  struct plx_receive never = {.data = t->out, .bytes = 4, .deadline_ns = UINT64_MAX, .src = -1, .tag = 1, .dtype = PLX_I32};
+  plx_post(g, &here, &never);
+  if (round)
+    code = plx_board_finish(&t->board, &t->wait);
+  else if (g->rank == odd && t->ending == CALL_ANOTHER)
     code = plx_broadcast(g, &t->wait, &here, t->in, 4 * n, PLX_I32, (int)draw(t, g->world));
   else
     code = plx_all_reduce(g, &t->wait, &here, t->in, t->in, n, PLX_I32, PLX_SUM, -1);
-  static const int expected[NUM_ENDINGS] = {PLX_OK, PLX_DEADLINE, PLX_INTERRUPTED, PLX_PEER_LOST, PLX_MISMATCH};
+  static const int expected[NUM_ENDINGS] = {PLX_OK,       PLX_DEADLINE,    PLX_INTERRUPTED, PLX_PEER_LOST,
+                                            PLX_MISMATCH, PLX_INTERRUPTED, PLX_PEER_LOST};
   CHECK(code == expected[t->ending]);
   CHECK(holds(t, t->in, g->rank, 0, n));
   CHECK(plx_barrier(g, &t->wait, &here) == expected[t->ending]); /* it stays over */
+  while (atomic_load_explicit(&never.status, memory_order_acquire) == PLX_PENDING) {
+    struct plx_wait patient = {.deadline_ns = UINT64_MAX, .spin_ns = t->wait.spin_ns};
+    plx_drive(g, &patient, &never);
+  }
+  CHECK(atomic_load(&never.status) == expected[t->ending]);
 }
 
 static void *run(void *argument) {
   struct thread *t = argument;
   static void (*const operations[])(struct thread *) = {all_reduce, all_reduce, reduce_scatter, gather,  broadcast,
-                                                        scatter,    all_to_all, pass_on,        hear_everybody, barrier};
+                                                        scatter,    all_to_all, pass_on,        hear_everybody, barrier,
+                                                        gradients,  gradients,  exchange};
   for (t->operation = 1; t->operation <= t->operations; t->operation++)
     operations[draw(t, sizeof operations / sizeof *operations)](t);
   if (t->ending != FINISH) end(t);
+  return NULL;
+}
+
+static void *attend(void *argument) {
+  struct thread *t = argument;
+  while (!atomic_load(&t->over)) plx_attend(&t->g);
+  return NULL;
+}
+
+struct reader {
+  struct thread *threads;
+  uint64_t read;
+  _Atomic int over;
+};
+
+/* As the agent does from outside: whatever the ranks do meanwhile, a record is whole or it is skipped. */
+static void *read_records(void *argument) {
+  struct reader *reader = argument;
+  struct thread *t = &reader->threads[0];
+  while (!atomic_load(&reader->over)) {
+    for (uint32_t r = 0; r < t->g.world; r++) {
+      struct plx_rank *owner = plx_rank_of(&t->g, r);
+      uint64_t end = atomic_load_explicit(&owner->next_record, memory_order_acquire);
+      for (uint64_t at = end > PLX_RECORDS ? end - PLX_RECORDS : 0; at < end; at++) {
+        struct plx_record copy;
+        if (!plx_record_read(owner, at, &copy)) continue;
+        CHECK(copy.kind >= PLX_BARRIER && copy.kind < PLX_NUM_KINDS && copy.enter_ns != 0 && copy.ndim == 0);
+        CHECK((copy.peer >= 0) <= (copy.kind == PLX_SEND || copy.kind == PLX_RECV));
+        CHECK(copy.status <= PLX_CLOSED);
+        reader->read++;
+      }
+    }
+    sched_yield();
+  }
   return NULL;
 }
 
@@ -275,7 +410,7 @@ static void stress(uint32_t world, int crowded, enum ending ending, uint32_t ope
                               .stage_bytes = header->stage_bytes, .spin_ns = 20000, .heap_bytes = HEAP};
     t->g.pidfds = malloc(world * sizeof *t->g.pidfds);
     t->g.heaps = malloc(world * sizeof *t->g.heaps);
-    t->g.early = calloc(world, sizeof *t->g.early);
+    t->g.mail = plx_mail_open(world);
     for (uint32_t p = 0; p < world; p++) {
       t->g.pidfds[p] = -1;
       t->g.heaps[p] = heaps + (size_t)p * HEAP;
@@ -286,19 +421,35 @@ static void stress(uint32_t world, int crowded, enum ending ending, uint32_t ope
     t->ending = ending;
     t->in = malloc(MOST * 4 * world);
     t->out = malloc(MOST * 4 * world);
+    static const uint64_t counts[NUM_BUCKETS] = {1, 17, 1000, 4097, 9999};
+    for (uint64_t b = 0, at = BUCKETS; b < NUM_BUCKETS; at += (4 * counts[b] + 63) / 64 * 64, b++)
+      t->buckets[b] = (struct plx_bucket){at, counts[b], 4, plx_reduce_kernel(PLX_I32, PLX_SUM), 0};
+    t->board = (struct plx_board){.g = &t->g, .flags = FLAGS, .num_buckets = NUM_BUCKETS, .buckets = t->buckets};
   }
-  for (uint32_t r = 0; r < world; r++)
-    if (pthread_create(&threads[r].id, NULL, run, &threads[r]) != 0) {
-      perror("stress: no thread");
-      exit(1);
-    }
+  struct reader reader = {.threads = threads};
+  pthread_t reading;
+  int failed = pthread_create(&reading, NULL, read_records, &reader);
+  for (uint32_t r = 0; r < world; r++) {
+    failed |= pthread_create(&threads[r].attendant, NULL, attend, &threads[r]);
+    failed |= pthread_create(&threads[r].id, NULL, run, &threads[r]);
+  }
+  if (failed != 0) {
+    perror("stress: no thread");
+    exit(1);
+  }
   for (uint32_t r = 0; r < world; r++) pthread_join(threads[r].id, NULL);
   for (uint32_t r = 0; r < world; r++) {
+    atomic_store(&threads[r].over, 1);
+    plx_dismiss(&threads[r].g);
+    pthread_join(threads[r].attendant, NULL);
+  }
+  atomic_store(&reader.over, 1);
+  pthread_join(reading, NULL);
+  for (uint32_t r = 0; r < world; r++) {
     struct thread *t = &threads[r];
-    plx_drop_early(&t->g);
+    plx_mail_close(t->g.mail, world);
     free(t->g.pidfds);
     free(t->g.heaps);
-    free(t->g.early);
     free(t->in);
     free(t->out);
   }

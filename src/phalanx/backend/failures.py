@@ -27,7 +27,7 @@ def failure(status: int, arena: Arena, group: str, timeout_s: float, *, kind: in
     """
     core = arena.core
     mine = _own(read(core, arena.rank), kind, peer)
-    here = f"{mine.label if mine else 'operation'} in group {group!r} on rank {arena.rank}"
+    here = f"{mine.label if mine else _forgotten(kind, peer)} in group {group!r} on rank {arena.rank}"
     if status == MISMATCH:
         return _mismatch(arena, here, mine)
     if status == PEER_LOST:
@@ -49,6 +49,12 @@ def failure(status: int, arena: Arena, group: str, timeout_s: float, *, kind: in
 def _own(records: list[Record], kind: int, peer: int) -> Record | None:
     fits = (r for r in reversed(records) if (r.is_collective if kind == 0 else (r.kind, r.peer) == (kind, peer)))
     return next(fits, None)
+
+
+def _forgotten(kind: int, peer: int) -> str:
+    """A receive may be posted for so long that the recorder's line for it is another's by now."""
+    who = f"rank {peer}" if peer >= 0 else "any rank"
+    return {SEND: f"send to {who}", RECV: f"recv from {who}"}.get(kind, "operation")
 
 
 def _same_turn(records: list[Record], mine: Record) -> Record | None:

@@ -368,19 +368,16 @@ class SharedMemory:
             peer=dst,
         )
 
-    def recv(self, tensor: Tensor, src: int, tag: int, span: Span) -> int:
-        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
-        if self.arena.closed:
-            raise failures.closed(self.group)
+    def send_now(self, tensor: Tensor, dst: int, tag: int, span: Span) -> bool:
+        """As `send` if that needs no waiting; else False, and nothing has happened."""
         data = dense(tensor)
         code = dtype_of(data.dtype).code
-        status, source = self.core.recv(
-            data.data_ptr(), nbytes(data), src, tag, code, span.timeout_ns, span.site, tensor.shape
+        status = self.core.send_now(
+            data.data_ptr(), nbytes(data), dst, tag, code, span.timeout_ns, span.site, tensor.shape
         )
-        self.check(status, span, kind=failures.RECV, peer=src)
-        if data is not tensor:
-            write_back(tensor, data)
-        return source
+        if status:
+            self.check(status, span, kind=failures.SEND, peer=dst)
+        return status is not None
 
 
 def is_plain(tensor: Tensor) -> bool:

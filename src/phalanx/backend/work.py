@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -126,9 +126,16 @@ def _nbytes(tensor: Tensor) -> int:
 class DoneWork(dist.Work):
     """What a call that was carried out before it returned answers with."""
 
-    def __init__(self, outputs: Sequence[Any] = ()) -> None:
+    def __init__(self, outputs: Sequence[Any] = (), *, source: int = -1) -> None:
         super().__init__()
         self._outputs = outputs
+        self._source = source
+
+    def source_rank(self) -> int:
+        """Of a receive: who sent."""
+        return self._source
+
+    _source_rank = source_rank
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True at once."""
@@ -151,6 +158,13 @@ class DoneWork(dist.Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(list(self._outputs))
         return future
+
+
+class Closable(Protocol):
+    """What a group must see to the end before it leaves: its lanes, its inbox."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Let what is queued end; whether it did within `timeout_s`."""
 
 
 Action = Callable[[], None]
@@ -201,8 +215,8 @@ class Lane:
         with self._changed:
             if self._busy or not self._items or self._items[0][1] is not work:
                 return
+            self._busy = True  # before it leaves the queue: `idle` looks without the lock
             item = self._items.popleft()
-            self._busy = True
         self._carry_out(item)
 
     def _run(self) -> None:
@@ -211,8 +225,8 @@ class Lane:
                 self._changed.wait_for(lambda: not self._busy and (self._items or self._closing))
                 if not self._items:
                     return
-                item = self._items.popleft()
                 self._busy = True
+                item = self._items.popleft()
             self._carry_out(item)
             del item
 

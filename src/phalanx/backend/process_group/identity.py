@@ -19,7 +19,7 @@ from phalanx.backend.arguments import timeout_of
 from phalanx.backend.failures import closed
 from phalanx.backend.shared_memory import SharedMemory, Span
 from phalanx.backend.sites import calling_site
-from phalanx.backend.work import DoneWork, Lane, PhalanxWork
+from phalanx.backend.work import Closable, DoneWork, Lane, PhalanxWork
 
 Operation = Callable[[Span], None]
 
@@ -174,7 +174,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _lanes(self) -> list[Lane]:
+    def _lanes(self) -> list[Closable]:
         return [self._lane]
 
     def shutdown(self) -> None:

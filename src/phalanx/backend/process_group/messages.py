@@ -1,4 +1,4 @@
-"""Point to point: one lane per peer and direction, so that a send that waits never holds up a receive."""
+"""Point to point: receives match by sender and tag; a send that would wait goes on in a thread of its own per peer."""
 
 from __future__ import annotations
 
@@ -10,23 +10,38 @@ from torch import Tensor
 
 from phalanx.backend.arguments import check_rank, one
 from phalanx.backend.process_group.identity import Identity
-from phalanx.backend.work import Lane, PhalanxWork
+from phalanx.backend.process_group.inbox import Inbox, failed
+from phalanx.backend.shared_memory import SharedMemory
+from phalanx.backend.work import Closable, Lane, PhalanxWork
+from phalanx.errors import PhalanxError
 
 _ANYBODY = -1
 
 
 class Messages(Identity):
-    """send, recv and recv from anybody. Messages between two ranks arrive in order per tag."""
+    """send, recv and recv from anybody. Messages between two ranks arrive in order per tag.
+
+    On one host a posted receive waits for no other: `inbox` matches them by tag. Across hosts the receives from one
+    peer run in the order in which they were posted, in a thread per peer.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._channels: dict[tuple[str, int], Lane] = {}
+        self._inbox = Inbox(self._memory, self._name) if isinstance(self._memory, SharedMemory) else None
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
         """Over when the tensor may be changed again; the receiver may not have it yet."""
         tensor = one(tensors, "send")
         self._check_peer(dst, "send", "dst")
         span = self._span(None, 3)
+        lane = self._channels.get(("send", dst))
+        if isinstance(self._memory, SharedMemory) and (lane is None or lane.idle):
+            try:
+                if self._memory.send_now(tensor, dst, tag, span):
+                    return self._done
+            except PhalanxError as error:  # heard by whoever waits, as that of a send that takes time
+                return failed(error, [tensor])
         return self._queue(self._channel("send", dst), lambda: self._memory.send(tensor, dst, tag, span), [tensor])
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
@@ -44,11 +59,17 @@ class Messages(Identity):
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> dist.Work:
         span = self._span(None, 4)
-        work = PhalanxWork([tensor])
+        if self._inbox is not None:
+            posted = self._inbox.post(tensor, src, tag, span)
+            if isinstance(posted, PhalanxWork):
+                self._recent.append(posted)
+            return posted
+        memory, work = self._memory, PhalanxWork([tensor])
         self._recent.append(work)
 
         def action() -> None:
-            work._source = self._memory.recv(tensor, src, tag, span)
+            assert not isinstance(memory, SharedMemory)
+            work._source = memory.recv(tensor, src, tag, span)
 
         return self._channel("recv", src).put(action, work)
 
@@ -58,7 +79,7 @@ class Messages(Identity):
             raise ValueError(f"{operation}: {name} is {peer}, which is this rank itself")
 
     def _channel(self, direction: str, peer: int) -> Lane:
-        # Receives from anybody look into every channel, so then all receives share one lane.
+        # Across hosts receives from anybody look into every channel, so then all receives share one lane.
         if direction == "recv" and ("recv", _ANYBODY) in self._channels:
             peer = _ANYBODY
         if (direction, peer) not in self._channels:
@@ -73,8 +94,8 @@ class Messages(Identity):
         lanes = [self._channels.pop(key) for key in list(self._channels) if key[0] == "recv"]
         return lambda: _close_all(lanes, self._timeout_s)
 
-    def _lanes(self) -> list[Lane]:
-        return [*super()._lanes(), *self._channels.values()]
+    def _lanes(self) -> list[Closable]:
+        return [*super()._lanes(), *self._channels.values(), *([self._inbox] if self._inbox is not None else [])]
 
 
 def _close_all(lanes: Sequence[Lane], timeout_s: float) -> None:

@@ -1,0 +1,58 @@
+/* Messages: a ring of bytes for each ordered pair of ranks, and receives that are posted now and over later.
+ *
+ *   post      a receive takes its place among the posted ones; what is there already is taken at once
+ *   drive     whoever waits takes in what comes, from all ranks, for all posted receives; one thread at a time does
+ *   attend    the same by a thread of the group, while receives are posted and nobody waits
+ *
+ * A message goes to the first posted receive that names its tag and its sender (or anybody). One that fits none of them
+ * is put on a shelf, where the next receive that is posted finds it; a channel from which no posted receive wants anything
+ * is left alone, and fills up until its sender waits.
+ */
+#ifndef PLX_P2P_H
+#define PLX_P2P_H
+
+#include "collectives.h"
+
+#define PLX_PENDING (-1)
+#define PLX_WOULD_WAIT (-2)
+
+/* A receive, from its posting until its status is no longer PLX_PENDING; it and `data` must stay that long. */
+struct plx_receive {
+  void *data;
+  uint64_t bytes;
+  uint64_t deadline_ns; /* the group ends when it passes */
+  int32_t src;          /* below zero: anybody */
+  uint32_t tag;
+  uint32_t dtype;
+
+  uint32_t from; /* who sent it, once it is over */
+  _Atomic int status;
+  int matched; /* its message has begun; `from` holds */
+  struct plx_receive *next;
+  struct plx_record *record;
+  uint64_t recorded; /* records that this rank had written when it was posted */
+};
+
+/* Both directions of one rank. NULL when there is no memory. */
+struct plx_mail *plx_mail_open(uint32_t world);
+/* When no thread uses it any more. */
+void plx_mail_close(struct plx_mail *mail, uint32_t world);
+
+/* Write a message into the channel to `dst`; messages of one thread keep their order. */
+int plx_send(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *data, size_t bytes,
+             uint32_t dst, uint32_t tag, int dtype);
+/* The same if it can be done without waiting, else PLX_WOULD_WAIT and nothing has happened. */
+int plx_send_now(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *data, size_t bytes,
+                 uint32_t dst, uint32_t tag, int dtype);
+
+/* Post `r`, whose first seven fields are filled; returns its status. Never waits. */
+int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive *r);
+/* Wait until `r` or any other posted receive is over, or w's deadline passes, which ends nothing. */
+int plx_drive(struct plx_group *g, struct plx_wait *w, struct plx_receive *r);
+/* Take in what has come, without waiting. */
+void plx_glance(struct plx_group *g);
+/* Take in messages while nobody waits for them; returns when that has ended a receive, or after plx_dismiss. */
+void plx_attend(struct plx_group *g);
+void plx_dismiss(struct plx_group *g);
+
+#endif

@@ -1,0 +1,169 @@
+"""The receives that were posted and are not over yet, and the thread that takes messages in while nobody waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx import _core
+from phalanx.backend import failures
+from phalanx.backend.shared_memory import SharedMemory, Span, dense, nbytes, timeout_ns, write_back
+from phalanx.backend.work import DoneWork, PhalanxWork
+from phalanx.deadline import Deadline
+from phalanx.dtypes import dtype_of
+from phalanx.errors import PhalanxError
+
+_PENDING = -1  # PLX_PENDING
+
+
+class Posted(PhalanxWork):
+    """A receive that is not over. Whoever waits for it takes in messages itself, for all posted receives."""
+
+    def __init__(self, inbox: Inbox, receive: _core.Receive, tensor: Tensor, end: Callable[[], None]) -> None:
+        super().__init__([tensor])
+        self._inbox = inbox
+        self._receive = receive
+        self._end = end
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its message has not come, and nothing has ended the wait for it."""
+        return self._receive.status == _PENDING
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the message is here; True, or what went wrong."""
+        if not self._done.is_set():
+            limited = timeout is not None and timeout > timedelta(0)
+            self._inbox.wait_for(self, Deadline.after(timeout if limited and timeout is not None else float("inf")))
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not; looks once for what has come."""
+        if not self._done.is_set():
+            self._inbox.look()
+        return super().is_completed()
+
+    def finish(self) -> None:
+        """Its status is known: tell everybody. Called once."""
+        error: BaseException | None = None
+        try:
+            self._end()
+        except BaseException as e:  # whatever it was, the waiter must hear it
+            error = e
+        self._source = self._receive.source
+        tell = self.settle(error)
+        if tell is not None:
+            tell()
+        self.release()
+
+
+class Inbox:
+    """Receives match messages by sender and tag, each in the order of posting, whatever comes first.
+
+    One thread for all senders and tags; it starts with the first receive that finds no message, and leaves the work to
+    whoever waits.
+    """
+
+    def __init__(self, memory: SharedMemory, group: str) -> None:
+        self._memory = memory
+        self._group = group
+        self._works: dict[_core.Receive, Posted] = {}
+        self._dismissed = False
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def post(self, tensor: Tensor, src: int, tag: int, span: Span) -> PhalanxWork | DoneWork:
+        """`tensor` will be the next message with `tag` from `src` (below zero: from anybody). Never waits."""
+        data = dense(tensor)
+        receive = _core.Receive()
+        status = self._memory.core.post(
+            receive,
+            data.data_ptr(),
+            nbytes(data),
+            src,
+            tag,
+            dtype_of(data.dtype).code,
+            span.timeout_ns,
+            span.site,
+            tensor.shape,
+        )
+
+        def end() -> None:
+            self._memory.check(receive.status, span, kind=failures.RECV, peer=src)
+            if data is not tensor:
+                write_back(tensor, data)
+
+        if self._works:
+            self._reap()  # what came may have ended others
+        if status == failures.OK:
+            end()
+            return DoneWork([tensor], source=receive.source)
+        work = Posted(self, receive, tensor, end)
+        self._works[receive] = work
+        if not work.is_pending:  # it failed at once, or another thread ended it before it was ours to see
+            self._reap()
+        elif self._thread is None:
+            self._start()
+        return work
+
+    def wait_for(self, work: Posted, deadline: Deadline) -> None:
+        """Take in messages until `work` is over, or the deadline has passed."""
+        while work.is_pending and not deadline.passed:
+            try:
+                self._memory.core.drive(work._receive, timeout_ns(deadline.left_s))
+            except BaseException as error:
+                self._memory.core.set_note(f"{type(error).__name__} in recv")
+                self._reap()
+                raise
+            self._reap()
+        self._reap()
+
+    def look(self) -> None:
+        """Take in what is there."""
+        if self._works and not self._memory.closed:
+            self._memory.core.glance()
+            self._reap()
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for what is posted, then let the thread end; whether all was over within `timeout_s`."""
+        deadline = Deadline.after(timeout_s)
+        for work in list(self._works.values()):
+            self.wait_for(work, deadline)
+        if self._works:
+            return False
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._dismissed = True
+        self._memory.core.dismiss()
+        thread.join(max(1.0, deadline.left_s))
+        return not thread.is_alive()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._attend, name=f"phalanx-{self._group}-recv", daemon=True)
+                self._thread.start()
+
+    def _attend(self) -> None:
+        while not self._dismissed:
+            self._memory.core.attend()
+            self._reap()
+
+    def _reap(self) -> None:
+        """Finish the works whose receives are over; any thread may, each work is finished by one."""
+        for receive, work in list(self._works.items()):
+            if not work.is_pending and self._works.pop(receive, None) is not None:
+                work.finish()
+
+
+def failed(error: PhalanxError, outputs: list[Tensor]) -> dist.Work:
+    """A work that is over, and not well."""
+    work = PhalanxWork(outputs)
+    work.settle(error)
+    work.release()
+    return work
