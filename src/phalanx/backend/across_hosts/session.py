@@ -74,6 +74,7 @@ class Session:
         self._names = tuple(names)  # how people call each rank's process: 'pid 17 on node3'
         self._memory = SharedMemory(group)
         self._seq = 0
+        self._said_seq = -1
         self._position = Position(0, False, "has called nothing yet")
         self._story: Story | None = None
         self._wire = Wire(options.wire_dtype, error_feedback=options.error_feedback)
@@ -117,9 +118,10 @@ class Session:
         return self._memory.site(place)
 
     def idle(self, waited_s: float) -> None:
-        """The core calls this while it waits."""
-        # What the others do is told when time runs out; until then only that we wait, once.
-        if NOTICE_S <= waited_s < NOTICE_S + 0.05 and not self.closed:
+        """The core calls this while it waits for ranks of this host: say so once per operation."""
+        # What the others do is told when time runs out; to ask them now would cost a roll call.
+        if waited_s >= NOTICE_S and self._said_seq != self._seq and not self.closed:
+            self._said_seq = self._seq
             _logger.warning("%s: waiting for ranks of this host for %.0f s", self._here(), waited_s)
 
     # -- the end -------------------------------------------------------------------------------------------------
