@@ -165,7 +165,9 @@ class _Reporter:
                 text, summary = "", f"sys.exit({error.code!r})"  # a decision of the script: the place says enough
             else:
                 text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-                summary = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
+                # of a SyntaxError the place comes first, indented; of a message with several lines the first says what
+                said = traceback.format_exception_only(type(error), error)
+                summary = next(part for part in said if not part.startswith(" ")).splitlines()[0]
             report = Report(self._rank, self.pid, at, names, summary, place, text)
             os.write(self._reports, report.to_bytes())
         except Exception:

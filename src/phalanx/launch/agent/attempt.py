@@ -76,6 +76,11 @@ class Attempt:
             for fd in (*self._dumps.values(), *self._stacks.values(), *([store] if store is not None else [])):
                 os.close(fd)
 
+    @property
+    def ended_ns(self) -> dict[int, int]:
+        """When the ranks' processes ended, by process number, on CLOCK_MONOTONIC."""
+        return {end.pid: int(end.at * 1e9) for end in self.state.exits.values()}
+
     def close(self) -> None:
         """Let go of what the ranks have shown us."""
         self.flights.close()

@@ -49,7 +49,7 @@ class Flights:
 
     def logs(self) -> list[GroupLog]:
         """What all known groups did, the oldest group first."""
-        return [*self._ended, *(observer.read() for observer in self._observed)]
+        return [*self._ended, *(log for observer in self._observed if (log := _read(observer)) is not None)]
 
     def close(self) -> None:
         """Let go of all."""
@@ -62,10 +62,19 @@ class Flights:
         """Make room for one more."""
         kept = []
         for index, observer in enumerate(self._observed):
-            log = observer.read()
-            if is_over(log) or index <= len(self._observed) - MAX_OBSERVED:
-                self._ended.append(log)
+            log = _read(observer)
+            if log is None or is_over(log) or index <= len(self._observed) - MAX_OBSERVED:
+                if log is not None:
+                    self._ended.append(log)
                 observer.close()
             else:
                 kept.append(observer)
         self._observed = kept
+
+
+def _read(observer: Observer) -> GroupLog | None:
+    """Its log; None when a rank has written over what describes the memory."""
+    try:
+        return observer.read()
+    except (ValueError, OSError):
+        return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import select
 import signal
 import socket
+from dataclasses import dataclass
 
+from phalanx.arena.observer import GroupLog
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.attempt import Attempt, Host, describe_signal_end
 from phalanx.launch.agent.door import Door
@@ -13,10 +15,22 @@ from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import ENDING_SIGNALS, Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.failure import describe_failures
+from phalanx.launch.flight.files import write_flight
+from phalanx.launch.flight.story import tell_flight
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import kill_descendants, name_signal
+
+_HANG_S = 1.0  # who waited longer than this when the user ended the job is worth a line
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What the ranks of an attempt recorded, and when their processes ended (by process number)."""
+
+    groups: list[GroupLog]
+    ended_ns: dict[int, int]
 
 
 def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
@@ -45,36 +59,58 @@ def _run_attempts(plan: JobPlan, host: Host) -> int:
     host.zygote.assign(plan.settings.target)
     for restart_count in range(plan.settings.max_restarts + 1):
         attempt = Attempt(plan, host, restart_count)
-        attempt.run()
+        try:
+            attempt.run()
+            flight = Flight(attempt.flights.logs(), attempt.ended_ns)
+        finally:
+            attempt.close()
         state = attempt.state
         left = plan.settings.max_restarts - restart_count
+        again = bool(state.interrupted is None and state.failures and left and not attempt.zygote_lost)
+        _keep_flight(plan, host, flight, restart_count if again else None)
         if attempt.zygote_lost and state.interrupted is None:
             return _tell_zygote_lost(host, state)
-        if state.interrupted is not None or not state.failures or not left:
+        if not again:
             break
-        _tell_failures(plan, host, state)
+        _tell_failures(plan, host, state, flight)
         times = "once more" if left == 1 else f"up to {left} times more"
         host.pump.say(f"phalanx run: starting all {plan.num_ranks} ranks again ({times})")
-    return _conclude(plan, host, state)
+    return _conclude(plan, host, state, flight)
 
 
-def _conclude(plan: JobPlan, host: Host, state: Supervision) -> int:
+def _conclude(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> int:
     """Say the last words; returns the exit code."""
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:
             return 128 + signal.SIGPIPE  # who closed our output wants to hear no more
+        story = tell_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
+        if story:
+            host.pump.say(story)
         host.pump.say(describe_signal_end(state))
         # ranks that took the signal as a wish, saved their work and returned 0 have succeeded
         ended_well = state.finished and not any(end.status for end in state.exits.values())
         return 0 if ended_well else 128 + state.interrupted
     if not state.failures:
         return 0
-    _tell_failures(plan, host, state)
+    _tell_failures(plan, host, state, flight)
     return state.failures[0].code
 
 
-def _tell_failures(plan: JobPlan, host: Host, state: Supervision) -> None:
+def _tell_failures(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> None:
+    story = tell_flight(flight.groups, flight.ended_ns)
+    if story:
+        host.pump.say("\n" + story)
     host.pump.say("\n" + describe_failures(state.failures, plan.num_ranks, socket.gethostname()))
+
+
+def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None) -> None:
+    folder = plan.settings.log_dir
+    if folder is None or not flight.groups:
+        return
+    try:
+        write_flight(folder, flight.groups, flight.ended_ns, attempt=attempt)
+    except OSError as error:
+        host.pump.say(f"phalanx run: the flight recorder could not be written to {folder}: {error.strerror or error}")
 
 
 def _tell_zygote_lost(host: Host, state: Supervision) -> int:
