@@ -35,11 +35,18 @@ def test_store_and_terminal_are_told_when_there_are_some() -> None:
 
 def test_the_zygote_inherits_nothing_from_another_launcher() -> None:
     outer = dict.fromkeys(RANK_VARIABLES, "wrong")
-    assert plan_zygote_environment({**outer, "HOME": "/h"}, 2) == {"HOME": "/h", "OMP_NUM_THREADS": "2"}
+    planned = plan_zygote_environment({**outer, "HOME": "/h"}, 2)
+    assert planned.keys() == {"HOME", "OMP_NUM_THREADS", "GLIBC_TUNABLES"}
+    assert (planned["HOME"], planned["OMP_NUM_THREADS"]) == ("/h", "2")
 
 
 def test_the_users_own_omp_num_threads_stays() -> None:
     assert plan_zygote_environment({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"] == "7"
+
+
+def test_freed_memory_is_kept_for_the_next_step_unless_the_user_tuned_glibc() -> None:
+    assert "mmap_threshold=1073741824" in plan_zygote_environment({}, 1)["GLIBC_TUNABLES"]
+    assert plan_zygote_environment({"GLIBC_TUNABLES": "x=1"}, 1)["GLIBC_TUNABLES"] == "x=1"
 
 
 @pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"RANK": ""}])

@@ -65,10 +65,21 @@ def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
     return variables
 
 
+# Backward allocates every gradient and frees it again, step after step. By default glibc gives blocks over 32 MiB at most
+# back to the system at once, and each step pays for fresh, zeroed pages: on two cores, forward and backward of a perceptron
+# of 25 million parameters took 105 ms that way and 62 ms with these limits. Blocks from 1 GiB on still go back.
+_MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=1073741824"
+
+
 def plan_zygote_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The user's environment without any launcher's variables; OMP_NUM_THREADS is `threads` unless the user set it."""
+    """The user's environment without any launcher's variables.
+
+    OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory for the next step, unless the user set
+    OMP_NUM_THREADS or GLIBC_TUNABLES.
+    """
     variables = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
     variables.setdefault("OMP_NUM_THREADS", str(threads))
+    variables.setdefault("GLIBC_TUNABLES", _MALLOC)
     return variables
 
 
