@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -190,3 +191,94 @@ def test_each_of_two_operations_that_fail_together_is_called_by_its_own_name():
     collective, message = run_ranks(check, 2, lost=(1,))[0]
     assert collective.startswith("all_reduce #")
     assert message.startswith("recv from rank 1 in group '0' on rank 0: rank 1 (pid ")
+
+
+def _await_death_of(rank):
+    while dist.group.WORLD.arena.core.alive(rank):
+        os.sched_yield()
+
+
+def test_what_a_rank_sent_before_it_died_is_received_and_then_its_death():
+    def check(rank, world_size):
+        if rank == 1:
+            dist.send(torch.full((1000,), 1.0), 0, tag=1)
+            dist.send(torch.full((1000,), 2.0), 0, tag=2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        _await_death_of(1)
+        tensor = torch.zeros(1000)
+        for tag in (2, 1):
+            dist.recv(tensor, 1, tag=tag)
+            assert tensor[-1] == tag
+        with pytest.raises(PeerLostError) as caught:
+            dist.recv(tensor, 1, tag=1)
+        return caught.value.ranks, str(caught.value)
+
+    ranks, message = run_ranks(check, 2, lost=(1,))[0]
+    assert ranks == (1,)
+    assert message.startswith("recv from rank 1 in group '0' on rank 0: rank 1 (pid ")
+
+
+def test_half_a_message_from_a_rank_that_died_is_no_message():
+    def check(rank, world_size):
+        if rank == 1:
+            dist.isend(torch.ones(1_000_000), 0)
+            dist.recv(torch.zeros(1), 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.send(torch.zeros(1), 1)
+        _await_death_of(1)
+        with pytest.raises(PeerLostError) as caught:
+            dist.recv(torch.zeros(1_000_000), 1)
+        return caught.value.ranks
+
+    assert run_ranks(check, 2, lost=(1,))[0] == (1,)
+
+
+def test_a_send_that_fits_does_not_notice_and_the_next_wait_does():
+    def check(rank, world_size):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _await_death_of(1)
+        dist.send(torch.zeros(10), 1)
+        works = [dist.irecv(torch.zeros(1), 1, tag=tag) for tag in range(3)]
+        for work in reversed(works):  # every posted receive hears of it
+            with pytest.raises(PeerLostError):
+                work.wait()
+            assert work.is_completed()
+            assert not work.is_success()
+            assert work.exception().ranks == (1,)
+        with pytest.raises(PeerLostError):
+            dist.isend(torch.zeros(10), 1).wait()
+
+    run_ranks(check, 2, lost=(1,))
+
+
+def test_a_receive_from_anybody_waits_as_long_as_anybody_lives():
+    def check(rank, world_size):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _await_death_of(1)
+        if rank == 2:
+            dist.send(torch.ones(1), 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        tensor = torch.zeros(1)
+        assert dist.recv(tensor, None) == 2
+        assert tensor.item() == 1
+        with pytest.raises(PeerLostError) as caught:
+            dist.recv(tensor, None)
+        return caught.value.ranks
+
+    assert run_ranks(check, 3, lost=(1, 2))[0] in ((1,), (2,))
+
+
+def test_a_receive_that_nobody_waits_for_tells_its_future_when_the_peer_dies():
+    def check(rank, world_size):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        heard = threading.Event()
+        dist.irecv(torch.zeros(1), 1).get_future().add_done_callback(lambda future: heard.set())
+        assert heard.wait(20)
+        with pytest.raises(PeerLostError):
+            dist.barrier()
+
+    run_ranks(check, 2, lost=(1,))

@@ -1,10 +1,16 @@
 """send and recv: sizes around the ring's, tags out of order, receives from anybody, batches."""
 
+import gc
+import os
+import threading
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.inputs import EVERY_DTYPE, assert_same, tensor_of
 
+from phalanx.errors import PeerLostError
 from phalanx.testing import run_ranks
 
 # Bytes, around a line, a quarter of the ring, the ring, and several rings with a rest.
@@ -142,5 +148,171 @@ def test_messages_flow_while_a_collective_waits():
             dist.recv(torch.zeros(1), 0)
             dist.send(torch.full((1,), 2.0), 0)
             dist.barrier()
+
+    run_ranks(check, 2)
+
+
+def test_a_receive_that_still_waits_holds_up_no_other_tag():
+    """Receives from one peer once ran in the order of posting: the second waited for the first until the timeout."""
+
+    def check(rank, world_size):
+        if rank == 0:
+            first, second = torch.zeros(1), torch.zeros(100_000)
+            one, two = dist.irecv(first, 1, tag=1), dist.irecv(second, 1, tag=2)
+            two.wait()
+            assert not one.is_completed()
+            dist.send(torch.zeros(1), 1)
+            one.wait()
+            assert (first.item(), second[-1].item()) == (1.0, 2.0)
+        else:
+            dist.send(torch.full((100_000,), 2.0), 0, tag=2)
+            dist.recv(torch.zeros(1), 0)
+            dist.send(torch.tensor([1.0]), 0, tag=1)
+
+    run_ranks(check, 2, timeout=30)
+
+
+@pytest.mark.parametrize("any_first", [False, True])
+def test_receives_from_anybody_and_from_somebody_match_in_the_order_of_posting(any_first):
+    def check(rank, world_size):
+        if rank == 1:
+            dist.recv(torch.zeros(1), 0)
+            for value in (1.0, 2.0):
+                dist.send(torch.tensor([value]), 0, tag=4)
+            return
+        anybody, somebody = torch.zeros(1), torch.zeros(1)
+        posts = [lambda: dist.irecv(somebody, 1, tag=4), lambda: dist.irecv(anybody, None, tag=4)]
+        works = [post() for post in (reversed(posts) if any_first else posts)]
+        dist.send(torch.zeros(1), 1)
+        for work in reversed(works):
+            work.wait()
+        assert (anybody.item(), somebody.item()) == ((1.0, 2.0) if any_first else (2.0, 1.0))
+
+    run_ranks(check, 2, timeout=30)
+
+
+def test_messages_come_in_while_nobody_waits_for_them_by_one_thread_for_all_tags():
+    def check(rank, world_size):
+        if rank == 0:
+            tensors = [torch.zeros(500_000) for _ in range(6)]  # several rings each: the senders wait to be read
+            works = [dist.irecv(t, 1 + i % 2, tag=i) for i, t in enumerate(tensors)]
+            heard = threading.Event()
+            works[0].get_future().add_done_callback(lambda future: heard.set())
+            dist.barrier()
+            assert heard.wait(20)
+            while not all(work.is_completed() for work in works):
+                os.sched_yield()
+            assert [t[-1].item() for t in tensors] == [0, 1, 2, 3, 4, 5]
+            assert len([t for t in threading.enumerate() if "recv" in t.name]) == 1
+            return
+        for tag in (4, 2, 0) if rank == 1 else (5, 3, 1):
+            dist.send(torch.full((500_000,), float(tag)), 0, tag=tag)
+        dist.barrier()
+
+    run_ranks(check, 3)
+
+
+def test_a_receive_whose_work_was_dropped_still_fills_its_tensor():
+    def check(rank, world_size):
+        if rank == 1:
+            dist.recv(torch.zeros(1), 0)
+            dist.send(torch.ones(3), 0, tag=1)
+            dist.send(torch.zeros(1), 0, tag=2)
+            return
+        tensor = torch.zeros(3)
+        dist.irecv(tensor, 1, tag=1)
+        gc.collect()
+        dist.send(torch.zeros(1), 1)
+        dist.recv(torch.zeros(1), 1, tag=2)
+        assert tensor.tolist() == [1, 1, 1]
+
+    run_ranks(check, 2)
+
+
+def test_a_send_that_fits_is_over_at_once_and_one_that_does_not_is_not():
+    def check(rank, world_size):
+        if rank == 0:
+            small = dist.isend(torch.ones(1000), 1)
+            assert small.is_completed()
+            large = dist.isend(torch.full((1_000_000,), 2.0), 1)
+            behind = dist.isend(torch.full((1,), 3.0), 1)  # fits, but must not overtake
+            assert not large.is_completed()
+            assert not behind.is_completed()
+            dist.barrier()
+            large.wait()
+            behind.wait()
+        else:
+            dist.barrier()
+            for count, value in ((1000, 1), (1_000_000, 2), (1, 3)):
+                tensor = torch.zeros(count)
+                assert dist.irecv(tensor, 0).wait() is True
+                assert tensor[-1] == value
+
+    run_ranks(check, 2)
+
+
+def test_a_wait_with_a_limit_ends_nothing():
+    def check(rank, world_size):
+        if rank == 0:
+            tensor = torch.zeros(1)
+            work = dist.irecv(tensor, 1)
+            with pytest.raises(TimeoutError, match=r"the operation was not over after 0\.05 s; it goes on"):
+                work.wait(timedelta(seconds=0.05))
+            dist.send(torch.zeros(1), 1)
+            work.wait()
+            assert tensor.item() == 1
+        else:
+            dist.recv(torch.zeros(1), 0)
+            dist.send(torch.ones(1), 0)
+
+    run_ranks(check, 2)
+
+
+def test_several_threads_may_wait_for_messages_at_once():
+    def check(rank, world_size):
+        def talk(tag):
+            for i in range(30):
+                tensor = torch.zeros(i * 700)
+                if rank == 0:
+                    dist.send(torch.full((i * 700,), float(tag + i)), 1, tag=tag)
+                    dist.recv(tensor, 1, tag=tag)
+                else:
+                    dist.recv(tensor, 0, tag=tag)
+                    dist.send(torch.full((i * 700,), float(tag + i)), 0, tag=tag)
+                if not bool((tensor == tag + i).all()):
+                    wrong.append((tag, i))
+
+        wrong = []
+        threads = [threading.Thread(target=talk, args=(tag,)) for tag in (100, 200, 300)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+    run_ranks(check, 2)
+
+
+def test_destroying_a_group_takes_in_what_is_coming_and_tells_the_rest(monkeypatch):
+    from phalanx.backend.process_group import identity
+
+    monkeypatch.setattr(identity, "_JOIN_S", 0.3)
+
+    def check(rank, world_size):
+        if rank == 1:
+            dist.recv(torch.zeros(1), 0)
+            dist.send(torch.ones(2), 0, tag=2)
+            with pytest.raises(PeerLostError, match="it left the group while its operations were in flight"):
+                dist.recv(torch.zeros(1), 0)
+            return
+        never, coming, dropped = torch.zeros(1), torch.zeros(2), torch.zeros(1)
+        works = [dist.irecv(never, 1, tag=1), dist.irecv(coming, 1, tag=2)]
+        dist.irecv(dropped, None, tag=3)
+        dist.send(torch.zeros(1), 1)
+        dist.destroy_process_group()
+        works[1].wait()
+        assert coming.tolist() == [1, 1]
+        with pytest.raises(PeerLostError):
+            works[0].wait()
 
     run_ranks(check, 2)
