@@ -65,9 +65,9 @@ def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
     return variables
 
 
-# Backward allocates every gradient and frees it again, step after step. By default glibc gives blocks over 32 MiB at most
-# back to the system at once, and each step pays for fresh, zeroed pages: on two cores, forward and backward of a perceptron
-# of 25 million parameters took 105 ms that way and 62 ms with these limits. Blocks from 1 GiB on still go back.
+# Backward allocates every gradient and frees it again, step after step. By default glibc gives large blocks back to the
+# system at once, and each step pays for fresh, zeroed pages: on two cores, forward and backward of a perceptron of 25
+# million parameters took 105 ms that way and 62 ms with these limits. Blocks from 1 GiB on still go back.
 _MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=1073741824"
 
 
