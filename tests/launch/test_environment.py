@@ -23,12 +23,14 @@ def test_a_rank_sees_what_torchrun_sets(rank: int) -> None:
     assert {name: variables[name] for name in expected} == {name: str(value) for name, value in expected.items()}
     assert "PHALANX_TTY" not in variables
     assert "PHALANX_STORE" not in variables
+    assert "PHALANX_AGENT" not in variables
 
 
 def test_store_and_terminal_are_told_when_there_are_some() -> None:
-    job = Job(1, "127.0.0.1", 1, "none", 0, 0, store="/proc/1/fd/5", columns=70, terminal=True)
+    job = Job(1, "127.0.0.1", 1, "none", 0, 0, store="/proc/1/fd/5", agent="a:b", columns=70, terminal=True)
     variables = plan_rank_environment(job, 0)
     assert variables["PHALANX_STORE"] == "/proc/1/fd/5"
+    assert variables["PHALANX_AGENT"] == "a:b"
     assert variables["PHALANX_TTY"] == "1"
     assert variables["COLUMNS"] == "70"
 

@@ -99,7 +99,9 @@ class Door:
     def _hear(self, visitor: socket.socket) -> Visit | None:
         fds: Sequence[int] = ()
         try:
-            data, fds, _, _ = socket.recv_fds(visitor, _MAX_PACKET_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(visitor, _MAX_PACKET_BYTES, _MAX_FDS)
+            for fd in fds:
+                os.set_inheritable(fd, False)
             message = json.loads(data)
             if not isinstance(message, dict):
                 raise ValueError

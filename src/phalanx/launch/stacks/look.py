@@ -103,7 +103,7 @@ def _receive(sock: socket.socket, fds: list[int]) -> Look:
     """Collect the answer; descriptors go to `fds` as they come, so that they are closed whatever happens."""
     look, expected = None, 1
     while len(fds) < expected:
-        data, received, _, _ = socket.recv_fds(sock, 16, _FDS_PER_PACKET, socket.MSG_CMSG_CLOEXEC)
+        data, received, _, _ = socket.recv_fds(sock, 16, _FDS_PER_PACKET)
         fds += received
         if not data or not received:
             raise OSError("it closed the connection")

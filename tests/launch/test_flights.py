@@ -1,0 +1,66 @@
+"""The agent holds the memory of a bounded number of groups, and remembers a bounded number of older ones."""
+
+import os
+
+import pytest
+
+from phalanx.arena.arena import Arena, Member, open_as_leader
+from phalanx.arena.handover import Counter, memory, new_token
+from phalanx.arena.watch import ProcessId
+from phalanx.deadline import Deadline
+from phalanx.launch.agent.flights import MAX_OBSERVED, Flights
+
+
+def make_group(flights: Flights, name: str) -> Arena:
+    message = {"name": name, "world_size": 1, "ranks": [0], "pids": [os.getpid()]}
+    with Counter(new_token()) as counter:
+        return open_as_leader(
+            counter,
+            [Member(ProcessId.of_self(), frozenset({0}))],
+            Deadline.after(10),
+            lambda missing: None,
+            lambda waited_s: None,
+            show=lambda fd: flights.add(message, [os.dup(fd)]),
+        )
+
+
+@pytest.fixture
+def flights():
+    held = Flights()
+    yield held
+    held.close()
+
+
+def test_a_group_that_is_over_is_let_go_and_remembered(flights: Flights) -> None:
+    make_group(flights, "first").close()
+    second = make_group(flights, "second")
+    assert [observer.card.name for observer in flights.observed] == ["second"]
+    assert [log.name for log in flights.logs()] == ["first", "second"]
+    assert flights.logs()[0].ranks[0].left
+    second.close()
+
+
+def test_of_too_many_open_groups_the_newest_are_held(flights: Flights) -> None:
+    arenas = [make_group(flights, str(number)) for number in range(MAX_OBSERVED + 3)]
+    assert len(flights.observed) == MAX_OBSERVED
+    assert flights.observed[0].card.name == "3"
+    assert [log.name for log in flights.logs()] == [str(number) for number in range(MAX_OBSERVED + 3)]
+    for arena in arenas:
+        arena.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"name": "x", "world_size": 1, "ranks": [0], "pids": []},
+        {"name": "x", "world_size": 1, "ranks": None, "pids": [1]},
+        {"name": "x", "world_size": 1, "ranks": [0], "pids": [1]},
+    ],
+)
+def test_what_is_no_group_is_closed(flights: Flights, message: dict[str, object]) -> None:
+    with memory("other", 1 << 16) as fd:
+        copy = os.dup(fd)
+        flights.add(message, [copy])
+        assert not os.path.exists(f"/proc/self/fd/{copy}")
+    assert flights.logs() == []
