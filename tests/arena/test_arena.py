@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 
 import pytest
 
@@ -35,7 +36,17 @@ def test_rings_are_powers_of_two_that_shrink_as_their_number_grows():
 
 def test_a_heap_is_as_large_as_the_memory_of_the_machine():
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert total <= heap_bytes() < total + (1 << 30)
+    assert total <= heap_bytes(2) < total + (1 << 30)
+
+
+def test_a_heap_stays_within_the_limits_of_the_process() -> None:
+    # ftruncate beyond `ulimit -f` ends a process with SIGXFSZ, and a user with such a limit could not train at all.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
+    try:
+        assert heap_bytes(2) == 1 << 28
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import struct
 import threading
 import weakref
@@ -55,10 +56,19 @@ def _background_spin_ns(members: Sequence[Member]) -> int:
     return SPIN_NS if len(cores) >= 2 * len(members) else 0
 
 
-def heap_bytes() -> int:
-    """Address space for one rank's heap: all memory that the machine has; pages exist only once they are used."""
+def heap_bytes(world_size: int) -> int:
+    """Address space for one rank's heap: all memory that the machine has; pages exist only once they are used.
+
+    Less where this process may not have files (`ulimit -f`) or address space (`ulimit -v`) of that size: all ranks' heaps
+    together take at most half of it.
+    """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(-(-total // (1 << 30)) << 30, 1 << 40)
+    most = min(-(-total // (1 << 30)) << 30, 1 << 40)
+    for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            most = min(most, soft // (2 * world_size))
+    return max(most // _core.PAGE, 1) * _core.PAGE
 
 
 class Arena:
@@ -232,7 +242,10 @@ def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, int]]:
     world_size = len(members)
     channel = channel_bytes(world_size)
     nbytes = _core.group_bytes(world_size, STAGE_BYTES, channel)
-    with memory("phalanx-control", nbytes) as control, memory("phalanx-heap", heap_bytes() * world_size) as heap:
+    with (
+        memory("phalanx-control", nbytes) as control,
+        memory("phalanx-heap", heap_bytes(world_size) * world_size) as heap,
+    ):
         address = _core.map(control, nbytes)
         try:
             _core.format(address, world_size, STAGE_BYTES, channel, int(is_crowded(members)))
