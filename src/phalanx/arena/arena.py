@@ -59,8 +59,8 @@ def _background_spin_ns(members: Sequence[Member]) -> int:
 def heap_bytes(world_size: int) -> int:
     """Address space for one rank's heap: all memory that the machine has; pages exist only once they are used.
 
-    Less where this process may not have files (`ulimit -f`) or address space (`ulimit -v`) of that size: all ranks' heaps
-    together take at most half of it.
+    Less where this process may not have files (`ulimit -f`) or address space (`ulimit -v`) of that size: all ranks'
+    heaps together take at most half of it.
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = min(-(-total // (1 << 30)) << 30, 1 << 40)
