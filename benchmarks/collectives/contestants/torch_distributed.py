@@ -38,7 +38,9 @@ class TorchContestant:
             "all_reduce": partial(dist.all_reduce, target),
             "broadcast": partial(dist.broadcast, target, ROOT),
             "all_gather": partial(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), target, source),
-            "reduce_scatter": partial(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), target, source),
+            "reduce_scatter": partial(
+                getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), target, source
+            ),
             "all_to_all": partial(dist.all_to_all_single, target, source),
         }[op]
 
