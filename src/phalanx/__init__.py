@@ -17,6 +17,7 @@ _HOME = {
     "ZeroRedundancyOptimizer": "phalanx.optim",
     "DistributedSampler": "phalanx.data",
     "SyncBatchNorm": "phalanx.nn",
+    "check_replicas": "phalanx.ddp",
     "init": "phalanx.backend",
     "shared_empty": "phalanx.backend",
     "Options": "phalanx.backend",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from phalanx.checkpoint import save_checkpoint as save_checkpoint
     from phalanx.data import DistributedSampler as DistributedSampler
     from phalanx.ddp import DistributedDataParallel as DistributedDataParallel
+    from phalanx.ddp import check_replicas as check_replicas
     from phalanx.errors import CheckpointError as CheckpointError
     from phalanx.errors import ClosedError as ClosedError
     from phalanx.errors import DeadlineError as DeadlineError

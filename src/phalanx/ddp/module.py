@@ -15,12 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse
+from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
+from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import tensors_in
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.reducer import Reducer
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.ddp.structure import describe, verify_same
+from phalanx.nn.sync_batchnorm import find_batchnorms
 
 _PREFIX = "module."
 
@@ -36,6 +39,11 @@ class DistributedDataParallel(nn.Module):
     is, `.grad` is a view of a bucket, and its memory is written again by the next backward; `batched_grad_copy` and
     `dim` change nothing; what is not supported is refused by name. Gradients are averaged once per backward, not once
     per forward: two forwards and then their two backwards end in the right mean.
+
+    Two arguments are ours. `sync_batchnorm`: True lets BatchNorm layers normalize over all ranks' batches
+    (`phalanx.SyncBatchNorm`), "auto" does so if a rank's first batch has fewer than 16 samples, and logs that it did.
+    `check`: the first 3 steps are watched for common mistakes (every rank reads the same batch, say), each of which is
+    one warning in the log of rank 0; docs/mistakes.md lists them. False watches nothing.
 
     Names: `state_dict()` has the wrapped module's own keys, without `module.`, and `load_state_dict` takes both kinds.
     `named_parameters()`, `get_parameter()` and `torch.func.functional_call` follow the tree of modules, as in PyTorch:
@@ -74,6 +82,9 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        sync_batchnorm: SyncChoice = False,
+        check: bool = True,
     ) -> None:
         super().__init__()
         refuse(
@@ -84,6 +95,7 @@ class DistributedDataParallel(nn.Module):
         )
         if check_reduction:
             warnings.warn("check_reduction has no effect: reduction is always checked", FutureWarning, stacklevel=2)
+        check_choice(sync_batchnorm)
         caps_mb = decide_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.process_group = decide_group(process_group, device_mesh)
         self.module = module
@@ -109,6 +121,9 @@ class DistributedDataParallel(nn.Module):
                 "find_unused_parameters": find_unused_parameters,
                 "static_graph": static_graph,
                 "broadcast_buffers": self.broadcast_buffers,
+                "sync_batchnorm": sync_batchnorm,
+                "BatchNorm layers": len(find_batchnorms(module)),  # some have no parameter or buffer to be seen by
+                "check": check,
             }
             verify_same(describe(module, self._ignored), settings, self.process_group, device)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -117,6 +132,9 @@ class DistributedDataParallel(nn.Module):
                 "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
                 "gradient: use the module as it is"
             )
+        if sync_batchnorm is True:
+            span_ranks(module, self.process_group)
+        self._batchnorm_undecided = sync_batchnorm == "auto"
         self._inputs_to = decide_device({parameter.device for _, parameter in named}, device_ids, output_device)
         self.device = device
         if init_sync:
@@ -124,14 +142,17 @@ class DistributedDataParallel(nn.Module):
             if self.broadcast_buffers or forward_sync_buffers is not None:
                 tensors += self._synced_buffers()
             broadcast_tensors(tensors, self.process_group)
+        parameters = [parameter for _, parameter in trained]
+        watched = check and self.process_group.size() > 1
         self._reducer = Reducer(
             _specify(module, trained),
-            [parameter for _, parameter in trained],
+            parameters,
             caps_mb=caps_mb,
             group=self.process_group,
             as_view=gradient_as_bucket_view,
             find_unused=find_unused_parameters,
             static_graph=static_graph,
+            watch=FirstSteps([name for name, _ in trained], parameters, self.process_group) if watched else None,
         )
         self._has_comm_hook = False
         self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
@@ -146,7 +167,7 @@ class DistributedDataParallel(nn.Module):
     @_disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, and note whether the backward that follows averages gradients."""
-        sync = self._before_forward()
+        sync = self._before_forward((args, kwargs))
         if self._inputs_to is not None:
             args, kwargs = tree_map(self._move, (args, kwargs))
         output = self.module(*args, **kwargs)
@@ -154,7 +175,7 @@ class DistributedDataParallel(nn.Module):
         return output
 
     @_disable_dynamo
-    def _before_forward(self) -> bool | None:
+    def _before_forward(self, inputs: object) -> bool | None:
         """Whether this forward's backward averages gradients; None for a forward that has no say in it."""
         reducer = self._reducer
         if reducer.in_backward and torch._C._current_graph_task_id() != -1:
@@ -163,14 +184,25 @@ class DistributedDataParallel(nn.Module):
         sync = grad_enabled and self.require_backward_grad_sync
         if sync:
             reducer.prepare_forward()
+            self._look_at(inputs)
         if self.broadcast_buffers and self._buffers_stale:
             broadcast_tensors(self._synced_buffers(), self.process_group)
         # As in PyTorch: the forward after one that trained starts from rank 0's buffers, in evaluation as well.
         self._buffers_stale = sync
         return sync if grad_enabled else None
 
+    def _look_at(self, inputs: object) -> None:
+        """In the first steps: decide what depends on the batch, and watch for mistakes."""
+        if self._batchnorm_undecided and self.training:
+            self._batchnorm_undecided = False
+            sync_if_small(self.module, tensors_in(inputs), self.process_group, self.device)
+        if self._reducer.watch is not None:
+            self._reducer.watch.before_forward(tensors_in(inputs))
+
     @_disable_dynamo
     def _after_forward(self, output: object, sync: bool | None) -> None:
+        if sync and self._reducer.watch is not None:
+            self._reducer.watch.after_forward(tensors_in(output))
         if sync is not None:
             self._reducer.prepare_backward(tensors_in(output), sync=sync)
 

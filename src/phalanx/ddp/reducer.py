@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from phalanx.backend.sharing import shares_memory
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Exchange, Pending, SparsePending, WorkExchange
+from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
 
@@ -33,7 +34,8 @@ _SHOWN = 8  # parameter names in a message
 class Reducer:
     """Averages the gradients of `parameters` over the ranks of `group`, once per backward.
 
-    `specs` describe `parameters`, one for one. Collective where the group's memory is shared: all ranks build theirs.
+    `specs` describe `parameters`, one for one. `watch` looks at the first rounds; all ranks have one, or none has.
+    Collective where the group's memory is shared: all ranks build theirs.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Reducer:
         as_view: bool,
         find_unused: bool,
         static_graph: bool,
+        watch: FirstSteps | None = None,
     ) -> None:
         self._specs = list(specs)
         self._parameters = list(parameters)
@@ -57,6 +60,7 @@ class Reducer:
         self._learning = static_graph  # a static graph is learnt in the first round: how often each gradient is written
         self._fires_expected = [1] * len(self._parameters)
         self._idle: frozenset[int] = frozenset()  # parameters of a static graph that no rank uses
+        self._watch = watch
         self._exchange: Exchange
         self._custom_exchange: Exchange | None = None
 
@@ -88,6 +92,11 @@ class Reducer:
         self._exchange = self._custom_exchange = exchange
 
     # Before and after the module's forward
+
+    @property
+    def watch(self) -> FirstSteps | None:
+        """Who looks at the first rounds; None once they are over."""
+        return self._watch
 
     def prepare_forward(self) -> None:
         """Check that the round before this forward has ended.
@@ -142,6 +151,8 @@ class Reducer:
             self._started = True
             self._skip_unused()
         self._fires[index] += 1
+        if self._watch is not None:
+            self._watch.on_gradient(index, self._parameters[index].grad)
         if self._ready[index]:
             raise RuntimeError(
                 f"{self._here()}: parameter {self._specs[index]} received another gradient in one backward, after its "
@@ -234,6 +245,8 @@ class Reducer:
         if self._rebuild_pending:
             self._rebuild_pending = False
             self._rebuild(order)
+        if self._watch is not None and not self._watch.compare():
+            self._watch = None
 
     def _agree_on_unused(self) -> frozenset[int]:
         """Parameters that no rank has used since the last round: their `.grad` stays as it is."""

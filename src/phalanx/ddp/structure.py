@@ -62,9 +62,14 @@ def compare(mine: Structure, reference: Structure, rank: int) -> list[str]:
 
 
 def verify_same(
-    structure: Structure, settings: Mapping[str, object], group: dist.ProcessGroup, device: torch.device
+    structure: Structure,
+    settings: Mapping[str, object],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    caller: str = "DistributedDataParallel",
 ) -> None:
-    """Return on every rank, or raise on every rank.
+    """Return on every rank, or raise on every rank, in the name of `caller`.
 
     Cost: one all_gather of 32 bytes; descriptions travel only when they differ.
 
@@ -80,10 +85,10 @@ def verify_same(
         return
     everyone: list[tuple[Structure, dict[str, str]]] = [({}, {})] * group.size()
     dist.all_gather_object(everyone, (structure, settings_text), group=group)
-    raise _mismatch(everyone)
+    raise _mismatch(everyone, caller)
 
 
-def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]]) -> MismatchError:
+def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]], caller: str) -> MismatchError:
     reference, reference_settings = everyone[0]
     differences = []
     for rank, (structure, settings) in enumerate(everyone):
@@ -97,7 +102,7 @@ def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]]) -> MismatchE
     if len(differences) > _SHOWN:
         shown.append(f"and {len(differences) - _SHOWN} more")
     return MismatchError(
-        "DistributedDataParallel: the ranks' models differ.\n  "
+        f"{caller}: the ranks' models differ.\n  "
         + "\n  ".join(shown)
         + "\nBuild the model from the same arguments on every rank, before wrapping it.",
         calls={rank: f"a model of {len(structure)} tensors" for rank, (structure, _) in enumerate(everyone)},

@@ -1,0 +1,137 @@
+"""Watches the first steps for what is wrong on several ranks at once, and says so in the log of rank 0.
+
+    forward     digest of the inputs, state of the generator before and after, NaN in the outputs
+    backward    NaN in each gradient, before it is averaged
+    its end     digest of the parameters; one small all_gather; decide_warnings
+
+Ranks are in step for certain at one place only: where a backward ends, and all of them have just averaged the same
+gradients. The all_gather is there, and no rank runs into one that another does not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.ddp.digest import digest, digests, find_differences
+from phalanx.ddp.mistakes import NUM_STEPS, Observation, Step, decide_warnings
+from phalanx.ddp.stale_optimizer import OptimizerWatch
+from phalanx.log import get_logger
+
+_logger = get_logger("phalanx.ddp")
+
+
+class FirstSteps:
+    """What this rank sees in the first `NUM_STEPS` rounds. All ranks have one, or none has.
+
+    `names` are those of `parameters`, one for one.
+
+    Cost: each of these steps reads the inputs, the gradients and the parameters once more.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._group = group
+        self._device = parameters[0].device
+        self._steps: list[Step] = []
+        self._said: set[str] = set()
+        self._optimizers = OptimizerWatch(parameters)
+        weakref.finalize(self, self._optimizers.close)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._has_forward = False
+        self._inputs: Tensor | None = None
+        self._generator: Tensor | None = None
+        self._draws: bool | None = None
+        self._scaled = False  # half precision with a scaled loss, where first gradients may well overflow
+        self._nan_outputs: list[Tensor] = []
+        self._nan_gradients: dict[int, Tensor] = {}
+
+    def before_forward(self, inputs: Iterable[Tensor]) -> None:
+        """Look at what the step's first forward is given."""
+        if self._has_forward:
+            return
+        self._has_forward = True
+        tensors = [tensor for tensor in inputs if tensor.numel()]
+        if tensors:
+            self._inputs = digest(digests(tensors, self._device))
+        self._generator = self._generator_state()
+        kind = self._device.type
+        self._scaled = any(parameter.dtype == torch.float16 for parameter in self._parameters) or (
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        )
+
+    def after_forward(self, outputs: Iterable[Tensor]) -> None:
+        """Look at what a forward returned, and whether it drew random numbers."""
+        if self._draws is None and self._generator is not None:  # after the first forward
+            self._draws = not torch.equal(self._generator, self._generator_state())
+        self._nan_outputs += _nans(outputs)
+
+    def on_gradient(self, index: int, gradient: Tensor | None) -> None:
+        """Look at this rank's own gradient of a parameter."""
+        if gradient is not None and not self._scaled:
+            for nan in _nans([gradient]):
+                self._nan_gradients.setdefault(index, nan)
+
+    def compare(self) -> bool:
+        """At the end of a backward: gather what all ranks saw, and warn. False when the last step has been seen.
+
+        Collective: one all_gather of a few numbers, and one of 8 bytes per parameter when parameters differ.
+        """
+        parameters = digests(self._parameters, self._device)
+        mine = torch.tensor(self._observe(parameters).row(), device=self._device)
+        gathered = self._gather(mine)
+        self._steps.append([Observation(*row) for row in gathered])
+        differing: list[int] = []
+        if len({one.parameters for one in self._steps[-1]}) > 1:
+            differing = find_differences(self._gather(parameters))
+        mistakes = decide_warnings(self._steps, self._names, differing)
+        if self._group.rank() == 0:
+            for mistake in mistakes:
+                if mistake.kind not in self._said:
+                    _logger.warning("DistributedDataParallel: %s. (check=False watches nothing.)", mistake.text)
+        self._said |= {mistake.kind for mistake in mistakes}
+        self._begin_step()
+        if len(self._steps) < NUM_STEPS:
+            return True
+        self._optimizers.close()
+        return False
+
+    def _observe(self, parameters: Tensor) -> Observation:
+        nan_gradients = [index for index, nan in self._nan_gradients.items() if nan.item()]
+        return Observation(
+            has_inputs=int(self._inputs is not None),
+            inputs=0 if self._inputs is None else int(self._inputs),
+            draws=int(bool(self._draws)),
+            generator=0 if self._generator is None else int(digest(self._generator)),
+            parameters=int(digest(parameters)),
+            nan_output=int(any(nan.item() for nan in self._nan_outputs)),
+            nan_gradient=nan_gradients[0] + 1 if nan_gradients else 0,
+            stale_optimizer=int(self._optimizers.stale),
+        )
+
+    def _gather(self, mine: Tensor) -> list[list[int]]:
+        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [one.tolist() for one in everyone]
+
+    def _generator_state(self) -> Tensor:
+        if self._device.type == "cuda":
+            return torch.cuda.get_rng_state(self._device)
+        return torch.get_rng_state()
+
+
+def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """For each tensor that can hold a NaN, whether its sum is one: faster than to look at each element.
+
+    Infinities of both signs in one tensor count as well.
+    """
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            yield tensor.detach().sum().isnan()

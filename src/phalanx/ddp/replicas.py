@@ -1,0 +1,102 @@
+"""Whether all ranks hold the same model, and where it is that they do not."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from phalanx.ddp.digest import digests, find_differences
+from phalanx.ddp.module import DistributedDataParallel
+from phalanx.ddp.structure import describe, verify_same
+from phalanx.errors import MismatchError
+
+_SHOWN = 8  # ranks in a message
+
+
+def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, buffers: bool | None = None) -> None:
+    """Return on every rank if all hold the same parameters and buffers, bit by bit; else raise on every rank.
+
+    Collective: all ranks of `group` call it, at any time between two steps. A model wrapped in
+    DistributedDataParallel is compared over the wrapper's group, without the tensors that the wrapper ignores.
+
+    Arguments:
+        group: None is the wrapper's group, or all ranks.
+        buffers: whether buffers are compared. None compares them unless a wrapper is going to overwrite them with rank
+            0's at the next forward, which makes it normal that they differ.
+
+    Cost: reads every tensor once, at the speed of memory, and gathers 8 bytes per tensor; a tensor travels only when
+    replicas differ. Without a process group, or alone in it, nothing is done.
+
+    Raises:
+        MismatchError: tensors differ. The message names the first, which ranks have other values than rank 0, and by
+            how much; or models differ in names, shapes or dtypes.
+    """
+    ignored: frozenset[str] = frozenset()
+    if isinstance(model, (DistributedDataParallel, TorchDistributedDataParallel)):
+        group = group or model.process_group
+        if buffers is None:
+            buffers = not model.broadcast_buffers
+        model = model.module
+        ignored = frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    if group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None or group.size() == 1:
+        return
+    named: list[tuple[str, str, Tensor]] = [("parameter", name, tensor) for name, tensor in model.named_parameters()]
+    if buffers is not False:
+        named += [("buffer", name, tensor) for name, tensor in model.named_buffers()]
+    named = [entry for entry in named if entry[1] not in ignored]
+    device = named[0][2].device if named else torch.device("cpu")
+    verify_same(describe(model, ignored), {"buffers": buffers}, group, device, caller="check_replicas")
+    mine = digests((tensor for _, _, tensor in named), device)
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    differing = find_differences([row.tolist() for row in gathered])
+    if differing:
+        kind, name, tensor = named[differing[0]]
+        raise _mismatch(f"{kind} {name!r} ({_form(tensor)})", tensor, len(differing), len(named), group)
+
+
+def _mismatch(
+    what: str, tensor: Tensor, num_differing: int, num_tensors: int, group: dist.ProcessGroup
+) -> MismatchError:
+    """Compare the first differing tensor with rank 0's: one broadcast of it, and 16 bytes from each rank."""
+    mine = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    mine = mine.resolve_conj().resolve_neg().contiguous()
+    reference = mine.clone()
+    dist.broadcast(reference.reshape(-1).view(torch.uint8), group=group, group_src=0)
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    distance = (mine.to(wide) - reference.to(wide)).abs().max()
+    same_bytes = torch.equal(mine.reshape(-1).view(torch.uint8), reference.reshape(-1).view(torch.uint8))
+    verdict = torch.stack([torch.full_like(distance, float(same_bytes)), distance])
+    verdicts = [torch.empty_like(verdict) for _ in range(group.size())]
+    dist.all_gather(verdicts, verdict, group=group)
+    found = {}
+    for rank, (same, distance_of_rank) in enumerate(one.tolist() for one in verdicts):
+        if not same:
+            found[rank] = _say(distance_of_rank)
+    shown = [f"rank {rank} {text}" for rank, text in list(found.items())[:_SHOWN]]
+    if len(found) > _SHOWN:
+        shown.append(f"and {len(found) - _SHOWN} more ranks")
+    return MismatchError(
+        f"check_replicas: {num_differing} of {num_tensors} tensors differ between the {group.size()} ranks. The first "
+        f"is {what}: {', '.join(shown)}.\nRanks that are not named have rank 0's values. Change the model in the same "
+        "way on every rank: load before wrapping, step every optimizer everywhere, seed alike what initializes layers.",
+        calls=found,
+    )
+
+
+def _say(distance: float) -> str:
+    if math.isnan(distance):
+        return "differs from rank 0, and one of the two has a NaN"
+    if distance == 0:
+        return "differs from rank 0 in bits only, as 0.0 and -0.0 do"
+    return f"differs from rank 0 by up to {distance:.3g}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"

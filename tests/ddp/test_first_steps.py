@@ -1,0 +1,288 @@
+"""The first steps of real ranks: each mistake is one line in the log of rank 0, and nothing else is said."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx import DistributedDataParallel
+from phalanx.testing import run_ranks
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _lines(fn):
+    """What the function logged, in this rank."""
+    handler = _Lines()
+    logger = logging.getLogger("phalanx")
+    logger.addHandler(handler)
+    try:
+        fn()
+    finally:
+        logger.removeHandler(handler)
+    return handler.lines
+
+
+def _train(ddp, rank, *, num_steps=5, batch=None, optimizer=None, before_step=None):
+    """Some steps, on batches of the rank's own unless told otherwise."""
+    generator = torch.Generator().manual_seed(rank)
+    optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(num_steps):
+        if before_step is not None:
+            before_step(step)
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 3, generator=generator) if batch is None else batch
+        ddp(inputs).sum().backward()
+        optimizer.step()
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def test_training_as_it_should_be_says_nothing(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        assert ddp._reducer.watch is not None
+        lines = _lines(lambda: _train(ddp, rank))
+        return lines, ddp._reducer.watch
+
+    assert run_ranks(fn, 3, backend=backend) == [([], None)] * 3
+
+
+def test_the_same_batch_on_all_ranks(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        return _lines(lambda: _train(ddp, rank, batch=torch.ones(2, 3)))
+
+    (line,), *others = run_ranks(fn, 3, backend=backend)
+    assert line.startswith(
+        "DistributedDataParallel: all 3 ranks were given the same batch in each of the first 3 steps"
+    )
+    assert line.endswith("(check=False watches nothing.)")
+    assert others == [[], []]
+
+
+def test_two_steps_are_too_few_to_speak_of_batches():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        return _lines(lambda: _train(ddp, rank, num_steps=2, batch=torch.ones(2, 3)))
+
+    assert run_ranks(fn, 2) == [[], []]
+
+
+def test_dropout_that_is_the_same_on_all_ranks():
+    def fn(rank, world_size, offset):
+        ddp = DistributedDataParallel(nn.Sequential(_model(), nn.Dropout(0.5)))
+        torch.manual_seed(1 + offset * rank)
+        lines = _lines(lambda: _train(ddp, rank))
+        ddp.eval()
+        return lines
+
+    (line,), nothing = run_ranks(fn, 2, 0)
+    assert "all 2 ranks draw the same random numbers in forward" in line
+    assert nothing == []
+    assert run_ranks(fn, 2, 1) == [[], []]
+
+
+def test_the_same_seed_does_not_matter_where_nothing_is_drawn():
+    def fn(rank, world_size):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Sequential(_model(), nn.Dropout(0.0)))
+        return _lines(lambda: _train(ddp, rank))
+
+    assert run_ranks(fn, 2) == [[], []]
+
+
+def test_parameters_that_drift_apart_are_named_once():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+
+        def break_it(step):
+            if step == 1 and rank == 1:
+                with torch.no_grad():
+                    ddp.module[1].bias.add_(1e-6)
+
+        return _lines(lambda: _train(ddp, rank, before_step=break_it))
+
+    (line,), *_ = run_ranks(fn, 3)
+    assert "in step 2 parameter '1.bias' had other values on rank 1 than on rank 0" in line
+
+
+def test_parameters_that_were_never_the_same():
+    def fn(rank, world_size):
+        model = _model()
+        with torch.no_grad():
+            model[0].weight.add_(rank)
+        ddp = DistributedDataParallel(model, init_sync=False)
+        return _lines(lambda: _train(ddp, rank))
+
+    (line,), _ = run_ranks(fn, 2)
+    assert "in step 1 parameter '0.weight' had other values on rank 1" in line
+
+
+def test_a_nan_in_the_output_of_one_rank():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        batch = torch.full((2, 3), float("nan") if rank == 1 else 1.0)
+        return _lines(lambda: _train(ddp, rank, num_steps=1, batch=batch))
+
+    (line,), *_ = run_ranks(fn, 3)
+    assert "in step 1 the output of forward was NaN on rank 1 only" in line
+
+
+def test_a_nan_in_the_gradient_of_one_rank(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+
+        def step():
+            y = ddp(torch.full((2, 1), rank + 1.0))
+            y.backward(torch.full_like(y, float("nan") if rank == 1 else 1.0))
+
+        return _lines(step)
+
+    (line,), _ = run_ranks(fn, 2, backend=backend)
+    assert "in step 1 the gradient of 'weight' was NaN on rank 1 only" in line
+
+
+def test_gradients_of_half_precision_may_overflow_while_the_scale_is_sought():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False).half())
+
+        def step():
+            y = ddp(torch.full((2, 1), float(rank + 1)).half())
+            y.backward(torch.full_like(y, float("nan") if rank == 1 else 1.0))
+
+        return _lines(step)
+
+    assert run_ranks(fn, 2) == [[], []]
+
+
+def test_an_optimizer_of_another_copy_of_the_model(backend):
+    def fn(rank, world_size):
+        model = _model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        ddp = DistributedDataParallel(copy.deepcopy(model))
+        return _lines(lambda: _train(ddp, rank, optimizer=optimizer))
+
+    (line,), nothing = run_ranks(fn, 2, backend=backend)
+    assert "the optimizer of ranks 0 and 1 holds tensors like the model's parameters that get no gradient" in line
+    assert nothing == []
+
+
+def test_a_second_model_with_an_optimizer_of_its_own_is_no_mistake():
+    def fn(rank, world_size):
+        ddp, other = DistributedDataParallel(_model()), _model()
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+        def train_other(_step):
+            other(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+        return _lines(lambda: _train(ddp, rank, before_step=train_other))
+
+    assert run_ranks(fn, 2) == [[], []]
+
+
+def test_the_hook_on_optimizers_goes_with_the_last_step_or_the_wrapper():
+    def fn(rank, world_size):
+        from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+        before = len(hooks)
+        ddp = DistributedDataParallel(_model())
+        during = len(hooks)
+        _train(ddp, rank)
+        after = len(hooks)
+        other = DistributedDataParallel(_model())
+        del other
+        return during - before, after - before, len(hooks) - before
+
+    assert run_ranks(fn, 2) == [(1, 0, 0)] * 2
+
+
+def test_check_false_watches_nothing():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model(), check=False)
+        assert ddp._reducer.watch is None
+        return _lines(lambda: _train(ddp, rank, batch=torch.ones(2, 3)))
+
+    assert run_ranks(fn, 2) == [[], []]
+
+
+def test_a_job_of_one_rank_is_not_watched():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        return _lines(lambda: _train(ddp, rank)), ddp._reducer.watch
+
+    assert run_ranks(fn, 1) == [([], None)]
+
+
+def test_ranks_that_disagree_about_watching_are_told_at_construction():
+    def fn(rank, world_size):
+        with pytest.raises(dist.DistBackendError, match="rank 1 passes check=False, rank 0 check=True"):
+            DistributedDataParallel(_model(), check=rank == 0)
+
+    run_ranks(fn, 2)
+
+
+def test_different_numbers_of_forwards_and_of_local_backwards_keep_ranks_in_step(backend):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model(), broadcast_buffers=False)
+        generator = torch.Generator().manual_seed(rank)
+
+        def step():
+            for _ in range(rank):  # looks at samples that it does not train on
+                ddp(torch.randn(1, 3, generator=generator))
+            with ddp.no_sync():
+                for _ in range(rank):
+                    ddp(torch.randn(2, 3, generator=generator)).sum().backward()
+            ddp(torch.randn(2, 3, generator=generator)).sum().backward()
+
+        return _lines(lambda: [step() for _ in range(5)])
+
+    assert run_ranks(fn, 3, backend=backend) == [[], [], []]
+
+
+def test_gradients_are_the_same_with_and_without_watching():
+    def fn(rank, world_size):
+        states = []
+        for check in (True, False):
+            ddp = DistributedDataParallel(_model(), check=check)
+            _train(ddp, rank)
+            states.append(ddp.state_dict())
+        return all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+    assert run_ranks(fn, 2) == [True, True]
+
+
+def test_every_kind_of_gradient_can_be_looked_at():
+    def fn(rank, world_size):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding = nn.Embedding(5, 3, sparse=True)
+                self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+                self.head = nn.Linear(3, 2, dtype=torch.bfloat16)
+
+            def forward(self, index):
+                return self.head((self.embedding(index) * self.turn).real.bfloat16())
+
+        ddp = DistributedDataParallel(Model())
+
+        def step():
+            ddp(torch.tensor([rank, 4])).sum().backward()
+
+        return _lines(lambda: [step() for _ in range(4)])
+
+    assert run_ranks(fn, 2) == [[], []]

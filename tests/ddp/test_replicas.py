@@ -1,0 +1,137 @@
+"""Replicas compared: silence where they are equal, and the first difference where they are not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from phalanx import DistributedDataParallel, MismatchError, check_replicas
+from phalanx.testing import run_ranks
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, dtype=torch.bfloat16))
+
+
+def _message(fn):
+    with pytest.raises(MismatchError) as caught:
+        fn()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equal_replicas_pass(backend, world_size):
+    run_ranks(lambda rank, world_size: check_replicas(_model()), world_size, backend=backend)
+
+
+def test_the_first_difference_is_named_on_every_rank(backend):
+    def fn(rank, world_size):
+        model = _model()
+        if rank == 2:
+            with torch.no_grad():
+                model[0].bias[1] += 0.25
+                model[2].weight.add_(1)
+        return _message(lambda: check_replicas(model))
+
+    messages = run_ranks(fn, 3, backend=backend)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(
+        "check_replicas: 2 of 9 tensors differ between the 3 ranks. The first is parameter '0.bias' (shape (4,), "
+        "float32): rank 2 differs from rank 0 by up to 0.25."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda tensor, rank: tensor.fill_(float("nan") if rank else 1.0), "one of the two has a NaN"),
+        (lambda tensor, rank: tensor.fill_(-0.0 if rank else 0.0), "differs from rank 0 in bits only"),
+        (lambda tensor, rank: tensor.fill_(100.0 * rank), "rank 1 differs from rank 0 by up to 100"),
+    ],
+    ids=["nan", "signs of zero", "values"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_how_much_they_differ(change, expected, dtype):
+    def fn(rank, world_size):
+        model = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=dtype))])
+        with torch.no_grad():
+            change(model[0], rank)
+        return _message(lambda: check_replicas(model))
+
+    for message in run_ranks(fn, 2):
+        assert expected in message
+
+
+def test_many_ranks_are_named_up_to_a_point():
+    def fn(rank, world_size):
+        layer = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(layer.weight, rank)
+        return _message(lambda: check_replicas(layer))
+
+    message = run_ranks(fn, 4)[0]
+    assert "rank 1 differs from rank 0 by up to 1, rank 2 differs from rank 0 by up to 2, rank 3" in message
+
+
+def test_buffers_count_unless_told_otherwise():
+    def fn(rank, world_size):
+        model = _model()
+        model[1].num_batches_tracked += rank
+        check_replicas(model, buffers=False)
+        return _message(lambda: check_replicas(model))
+
+    assert (
+        "buffer '1.num_batches_tracked' (shape (), int64): rank 1 differs from rank 0 by up to 1" in run_ranks(fn, 2)[0]
+    )
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, TorchDDP], ids=["ours", "torch"])
+def test_a_wrapped_model_after_a_step(backend, wrapper):
+    def fn(rank, world_size):
+        ddp = wrapper(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+        ddp(torch.randn(5, 3) + rank).sum().backward()
+        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+        check_replicas(ddp)  # running statistics differ, and rank 0's are everybody's at the next forward
+        return _message(lambda: check_replicas(ddp, buffers=True)), _message(lambda: check_replicas(ddp.module))
+
+    for messages in run_ranks(fn, 2, backend=backend):
+        assert all("buffer '1.running_mean'" in message for message in messages)
+
+
+def test_tensors_that_the_wrapper_ignores_are_ignored():
+    def fn(rank, world_size):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
+        ddp = DistributedDataParallel(model)
+        nn.init.constant_(model[1].bias, rank)
+        check_replicas(ddp)
+        return _message(lambda: check_replicas(model))
+
+    assert "'1.bias'" in run_ranks(fn, 2)[0]
+
+
+def test_models_of_other_shapes_are_told_apart_by_structure():
+    def fn(rank, world_size):
+        return _message(lambda: check_replicas(nn.Linear(1 + rank, 1)))
+
+    message = run_ranks(fn, 2)[0]
+    assert message.startswith("check_replicas: the ranks' models differ.")
+    assert "rank 1 has parameter 'weight' with shape (1, 2)" in message
+
+
+def test_a_group_of_some_ranks():
+    def fn(rank, world_size):
+        group = dist.new_group([0, 1])
+        layer = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(layer.weight, 5.0 if rank == 2 else 1.0)
+        if rank < 2:
+            check_replicas(layer, group)
+        return _message(lambda: check_replicas(layer))
+
+    assert "rank 2 differs" in run_ranks(fn, 3)[0]
+
+
+def test_without_tensors_or_a_process_group_there_is_nothing_to_compare():
+    check_replicas(_model())
+    run_ranks(lambda rank, world_size: check_replicas(nn.ReLU()), 2)
