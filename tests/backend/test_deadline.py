@@ -141,7 +141,6 @@ def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path
 
 def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(meeting, "NOTICE_S", 0.0)
-    monkeypatch.setattr(meeting, "_SLICE", timedelta(seconds=0.05))
     seat = meeting.Seat(meeting.host_identity(), "here", "", ProcessId.of_self(), frozenset({0}), 1)
     with pytest.raises(DeadlineError, match=r"ranks 1, 2 of 3 never came within 0\.4 s"):
         meeting.meet(dist.HashStore(), 0, 3, seat, "dp", Deadline.after(0.4))

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 from phalanx.arena.watch import ProcessId
@@ -21,7 +22,7 @@ from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
-_SLICE = timedelta(seconds=1)
+_LONGEST_PAUSE_S = 0.02
 NOTICE_S = 5.0
 
 
@@ -38,9 +39,6 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys are there."""
         ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Block until all keys are there."""
 
 
 @dataclass(frozen=True)
@@ -135,28 +133,27 @@ def _await_all(store: Store, keys: list[str], group: str, deadline: Deadline) ->
     return missing()
 
 
-def _await(store: Store, keys: list[str], deadline: Deadline, notice: Any) -> bool:
-    """Wait for `keys` in slices, so that Ctrl-C works; `notice` is called once, after five seconds."""
+def _await(store: Store, keys: list[str], deadline: Deadline, notice: Callable[[], None]) -> bool:
+    """Ask for `keys` until they are there; `notice` is called once, after five seconds.
+
+    Asking, because a store's own `wait` cannot be interrupted by Ctrl-C, counts in whole seconds where the store is a
+    file, and has TCPStore print a warning whenever it ends without the key.
+    """
     said = Deadline.after(NOTICE_S, deadline.clock)
-    spoken = False
+    spoken, pause_s = False, 0.0005
     while True:
-        slice_ = min(_SLICE, timedelta(seconds=max(deadline.left_s, 0.01)))
         try:
-            store.wait(keys, slice_)
-            return True
-        except RuntimeError as error:  # DistStoreError; a broken connection is one, too, and ends the wait
-            if store_is_gone(error):
-                raise PhalanxError(f"init_process_group: the store of the job is gone: {error}") from None
+            if store.check(keys):
+                return True
+        except RuntimeError as error:  # DistNetworkError: whoever keeps the store has ended
+            raise PhalanxError(f"init_process_group: the store of the job is gone: {error}") from None
         if deadline.passed:
             return False
         if said.passed and not spoken:
             spoken = True
             notice()
-
-
-def store_is_gone(error: RuntimeError) -> bool:
-    """Whether a store failed for another reason than time: torch raises DistNetworkError for those."""
-    return type(error).__name__ == "DistNetworkError"
+        time.sleep(min(pause_s, deadline.left_s))
+        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
 def _waiting(group: str, missing: list[int], deadline: Deadline, patience: Deadline) -> str:
