@@ -9,7 +9,7 @@ from tests.backend.inputs import assert_same, tensor_of
 
 import phalanx
 from phalanx.errors import PhalanxError
-from phalanx.testing import run_ranks
+from phalanx.testing import RankFailed, run_ranks
 
 
 def total_of(world_size, size, dtype=torch.float32):
@@ -163,3 +163,40 @@ def test_empty_and_foreign_ones_are_plain_tensors_and_negative_sizes_are_refused
         assert phalanx.shared_empty(4, group=gloo).shape == (4,)
 
     run_ranks(check, 2)
+
+
+def test_with_an_owner_it_is_one_memory_for_all_ranks_that_outlives_the_owner():
+    def write_and_read(rank, world_size):
+        tensor = phalanx.shared_empty(3, 1001, owner=world_size - 1)
+        tensor.view(-1)[rank::world_size] = rank
+        dist.barrier()
+        seen = torch.equal(tensor.view(-1), (torch.arange(3003) % world_size).float())
+        dist.barrier()
+        if rank == world_size - 1:
+            return seen  # it leaves, the others still hold the memory
+        dist.destroy_process_group()
+        return seen and tensor.sum().item() == float((torch.arange(3003) % world_size).sum())
+
+    for world_size in (1, 2, 3):
+        assert run_ranks(write_and_read, world_size) == [True] * world_size
+
+
+def test_an_owner_who_is_no_rank_or_shares_no_memory_is_refused():
+    def refused(rank, world_size):
+        with pytest.raises(ValueError, match="owner=2 is not a rank of the group, which has 2"):
+            phalanx.shared_empty(3, owner=2)
+
+    def refused_on_gloo(rank, world_size):
+        with pytest.raises(ValueError, match="owner=0 needs a group of backend 'phalanx' whose ranks are on one host"):
+            phalanx.shared_empty(3, owner=0)
+
+    run_ranks(refused, 2)
+    run_ranks(refused_on_gloo, 1, backend="gloo")
+
+
+def test_ranks_that_disagree_on_the_owner_are_told():
+    def disagree(rank, world_size):
+        phalanx.shared_empty(3, owner=rank)
+
+    with pytest.raises(RankFailed, match="the ranks called different things"):
+        run_ranks(disagree, 2)

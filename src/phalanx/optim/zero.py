@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from phalanx.backend.sharing import shares_memory
@@ -75,6 +74,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         """An instance of this class where ranks share memory; of PyTorch's where they don't."""
         if shares_memory(decide_group(process_group)):
             return super().__new__(cls)
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
+
         return TorchZeroRedundancyOptimizer(
             params, optimizer_class, process_group, parameters_as_bucket_view, overlap_with_ddp, **defaults
         )
@@ -129,6 +130,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         local_group = {**_options(group), "params": [piece.tensor for piece in pieces]}
         if self._local is None:
             self._local = self._optimizer_class([local_group], **self.defaults)
+            self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
         else:
             self._local.add_param_group(local_group)
         self._show_options()

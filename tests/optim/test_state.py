@@ -1,0 +1,152 @@
+"""State in shards and whole: into another number of ranks, and into the plain optimizer."""
+
+import pytest
+import torch
+from tests.optim.models import Uneven, batch, same, train, values, wrapped
+from torch import nn, optim
+
+from phalanx import ZeroRedundancyOptimizer
+from phalanx.optim import merge_state_dicts
+from phalanx.testing import run_ranks
+
+CLASSES = [(optim.SGD, {"lr": 0.1, "momentum": 0.9}), (optim.AdamW, {"fused": True}), (optim.Adafactor, {})]
+
+
+def _same_state(one, other):
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    for number in one["state"]:
+        assert one["state"][number].keys() == other["state"][number].keys()
+        for key, value in one["state"][number].items():
+            theirs = other["state"][number][key]
+            assert torch.equal(value, theirs) if isinstance(value, torch.Tensor) else value == theirs
+            assert not isinstance(value, torch.Tensor) or value.stride() == theirs.stride()
+
+
+def _one_batch(ddp, optimizer, step):
+    """All ranks see the same batch, so that the number of ranks makes no difference."""
+    optimizer.zero_grad()
+    ddp(batch(0, step)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
+@pytest.mark.parametrize("to", [0, 2])
+def test_the_consolidated_state_is_the_plain_optimizers(optimizer_class, options, to):
+    def consolidated(rank, world_size):
+        plain, sharded = wrapped(), wrapped()
+        reference = optimizer_class(plain.parameters(), **options)
+        optimizer = ZeroRedundancyOptimizer(sharded.parameters(), optimizer_class, **options)
+        train(plain, reference, rank, 3)
+        train(sharded, optimizer, rank, 3)
+        optimizer.consolidate_state_dict(to)
+        if rank == to:
+            _same_state(optimizer.state_dict(), reference.state_dict())
+
+    run_ranks(consolidated, 3)
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), CLASSES[1:])
+def test_training_goes_on_bitwise_in_another_number_of_ranks_and_in_the_plain_optimizer(
+    optimizer_class, options, tmp_path
+):
+    def sharded(params):
+        return ZeroRedundancyOptimizer(params, optimizer_class, **options)
+
+    def plain(params):
+        return optimizer_class(params, **options)
+
+    def begin(rank, world_size):
+        ddp = wrapped()
+        optimizer = sharded(ddp.parameters())
+        for step in range(2):
+            _one_batch(ddp, optimizer, step)
+        torch.save(optimizer.shard_state_dict(), tmp_path / f"shard{rank}.pt")
+        optimizer.consolidate_state_dict()
+        if rank == 0:
+            torch.save({"model": ddp.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "whole.pt")
+
+    def go_on(rank, world_size, make, state):
+        saved = torch.load(tmp_path / "whole.pt")
+        ddp = wrapped(seed=7)
+        ddp.load_state_dict(saved["model"])
+        optimizer = make(ddp.parameters())
+        optimizer.load_state_dict(saved["optimizer"] if state is None else state)
+        for step in range(2, 4):
+            _one_batch(ddp, optimizer, step)
+        return values(ddp)
+
+    run_ranks(begin, 4)
+    merged = merge_state_dicts([torch.load(tmp_path / f"shard{rank}.pt") for rank in (3, 1, 0, 2)])
+    _same_state(merged, torch.load(tmp_path / "whole.pt")["optimizer"])
+    (expected,) = run_ranks(go_on, 1, plain, None)
+    for world_size, make, state in [(1, sharded, None), (2, sharded, merged), (2, plain, merged)]:
+        for got in run_ranks(go_on, world_size, make, state):
+            assert same(got, expected)
+
+
+def test_a_plain_optimizers_state_loads_into_shards():
+    def loaded(rank, world_size):
+        plain, sharded = wrapped(), wrapped()
+        reference = optim.Adam(plain.parameters(), lr=0.01)
+        train(plain, reference, rank, 2)
+        optimizer = ZeroRedundancyOptimizer(sharded.parameters(), optim.Adam)
+        sharded.load_state_dict(plain.state_dict())
+        optimizer.load_state_dict(reference.state_dict())
+        state = reference.state_dict()
+        return (
+            same(train(sharded, optimizer, rank, 2, first=2), train(plain, reference, rank, 2, first=2)),
+            optimizer.param_groups[0]["lr"],
+            state["state"][0]["step"].item(),
+        )
+
+    assert run_ranks(loaded, 3) == [(True, 0.01, 4.0)] * 3
+
+
+def test_a_state_of_other_groups_is_refused():
+    def refused(rank, world_size):
+        optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
+        with pytest.raises(ValueError, match="loaded state dict contains a parameter group that doesn't match"):
+            optimizer.load_state_dict(optim.Adam([nn.Parameter(torch.zeros(3))]).state_dict())
+
+    run_ranks(refused, 2)
+
+
+def test_state_dict_says_which_call_is_missing_and_is_not_given_stale():
+    def stale(rank, world_size):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.Adam)
+        train(ddp, optimizer, rank, 1)
+        optimizer.consolidate_state_dict(to=1)
+        if rank == 1:
+            assert optimizer.state_dict()["state"]
+        else:
+            with pytest.raises(RuntimeError, match=r"Call consolidate_state_dict\(to=0\) on all ranks"):
+                optimizer.state_dict()
+        train(ddp, optimizer, rank, 1, first=1)
+        with pytest.raises(RuntimeError, match=r"each rank has the state of its own slices"):
+            optimizer.state_dict()
+        with pytest.raises(ValueError, match="to=2 is not a rank of the group, which has 2"):
+            optimizer.consolidate_state_dict(to=2)
+
+    run_ranks(stale, 2)
+
+
+def _shards():
+    def shard(rank, world_size):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.Adam)
+        train(ddp, optimizer, rank, 1)
+        return optimizer.shard_state_dict()
+
+    return run_ranks(shard, 2)
+
+
+def test_shards_that_do_not_make_a_whole_are_refused():
+    shards = _shards()
+    with pytest.raises(ValueError, match="needs the shard of every rank, got none"):
+        merge_state_dicts([])
+    with pytest.raises(ValueError, match=r"of parameter 4 with 10332 elements there is state for 0 to \d+. Pass the"):
+        merge_state_dicts(shards[:1])
+    with pytest.raises(ValueError, match="of different models"):
+        merge_state_dicts([shards[0], {**shards[1], "layout": {}}])

@@ -1,0 +1,139 @@
+"""Ranks that die inside an update: the others hold the old step or the new one, whole."""
+
+import os
+import random
+import signal
+
+import pytest
+import torch
+from tests.optim.models import backward, same, values, wrapped
+from torch import optim
+
+from phalanx import PeerLostError, ZeroRedundancyOptimizer
+from phalanx.optim import undo
+from phalanx.testing import run_ranks
+
+VICTIM = 1
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_after_saying(phase):
+    """Die when the phase has just been written."""
+    say = undo.Undo._say
+
+    def said(self, spoken):
+        say(self, spoken)
+        if spoken == phase and self._number == 2:
+            _die()
+
+    undo.Undo._say = said
+
+
+def _die_before_saying(phase):
+    say = undo.Undo._say
+
+    def silent(self, spoken):
+        if spoken == phase and self._number == 2:
+            _die()
+        say(self, spoken)
+
+    undo.Undo._say = silent
+
+
+def _die_while_saving():
+    def save(self, rank):
+        start, stop = self.ranges[rank][0]
+        half = (start + stop) // 2
+        self.aside[start:half].copy_(self.memory[start:half])
+        _die()
+
+    undo._Region.save = save
+
+
+class HalfWay(optim.SGD):
+    """Updates its first piece, writes nonsense into a half of its second, and dies."""
+
+    def step(self, closure=None):
+        pieces = self.param_groups[0]["params"]
+        if torch.distributed.get_rank() == VICTIM and len(self.state) and pieces[0].grad is not None:
+            with torch.no_grad():
+                pieces[0].add_(1.0)
+                pieces[-1].view(-1)[: pieces[-1].numel() // 2] = float("nan")
+            _die()
+        super().step()
+
+
+WINDOWS = {
+    "before it arrives": (lambda: _die_before_saying(undo._ARRIVED), "old"),
+    "before the first gate": (lambda: _die_after_saying(undo._ARRIVED), "old"),
+    "while it saves": (_die_while_saving, "old"),
+    "before it says that it has saved": (lambda: _die_before_saying(undo._SAVED), "old"),
+    "after it has saved": (lambda: _die_after_saying(undo._SAVED), "old"),
+    "half way": (lambda: None, "old"),
+    "after the update": (lambda: _die_before_saying(undo._DONE), "old"),
+    "before the second gate": (lambda: _die_after_saying(undo._DONE), "new"),
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_rank_killed_in_the_update_leaves_one_whole_step(window):
+    arm, outcome = WINDOWS[window]
+
+    def updated(rank, world_size):
+        torch.manual_seed(0)
+        ddp, plain = wrapped(), wrapped()
+        optimizer_class = HalfWay if window == "half way" else optim.SGD
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, lr=0.1, momentum=0.9)
+        reference = optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        for step in range(2):
+            if step == 1 and rank == VICTIM:
+                arm()
+            backward(ddp, rank, step)
+            old = values(plain)
+            for mine, shared in zip(plain.parameters(), ddp.parameters(), strict=True):
+                mine.grad = None if shared.grad is None else shared.grad.clone()
+            reference.step()
+            if step == 0:
+                optimizer.step()
+                assert same(values(ddp), values(plain))
+        with pytest.raises(PeerLostError) as lost:
+            optimizer.step()
+        assert "rank 1" in str(lost.value)
+        got = values(ddp)
+        return "old" if same(got, old) else "new" if same(got, values(plain)) else "torn"
+
+    assert run_ranks(updated, 3, lost=(VICTIM,)) == [outcome, None, outcome]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_killed_at_any_moment_leaves_one_whole_step(seed):
+    delay = random.Random(seed).uniform(0.001, 0.05)
+    found = run_ranks(train_until_killed, 3, delay, lost=(VICTIM,))
+    assert found[0] == found[2] != "torn"
+
+
+def train_until_killed(rank, world_size, delay):
+    ddp, plain = wrapped(), wrapped()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, fused=True)
+    reference = optim.AdamW(plain.parameters(), fused=True)
+    step, old, new = 0, None, values(plain)
+    try:
+        while True:
+            optimizer.zero_grad()
+            backward(ddp, rank, step)
+            for mine, shared in zip(plain.parameters(), ddp.parameters(), strict=True):
+                mine.grad = None if shared.grad is None else shared.grad.clone()
+            old = new
+            reference.step()
+            new = values(plain)
+            optimizer.step()
+            step += 1
+            if step == 1 and rank == VICTIM:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+                signal.setitimer(signal.ITIMER_REAL, delay)
+    except PeerLostError:
+        got = values(ddp)
+        return step if same(got, old) else step + 1 if same(got, new) else "torn"

@@ -1,0 +1,414 @@
+"""The sharded optimizer's weights are bit for bit those of the plain one, and exist once."""
+
+import contextlib
+import copy
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.optim.models import Uneven, backward, same, train, values, wrapped
+from torch import nn, optim
+
+import phalanx
+from phalanx import ZeroRedundancyOptimizer
+from phalanx.testing import RankFailed, run_ranks
+
+STEPS = 4
+
+USUAL = [
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),  # cut off a line's boundary, it rounds differently
+    (optim.Adam, {}),
+    (optim.AdamW, {"fused": True}),
+    (optim.AdamW, {"fused": False}),
+    (optim.AdamW, {"foreach": True}),
+]
+EVERY_CLASS = [
+    *USUAL,
+    (optim.SGD, {"lr": 0.1}),
+    (optim.Adam, {"amsgrad": True, "maximize": True, "lr": torch.tensor(0.001)}),
+    (optim.NAdam, {}),
+    (optim.RAdam, {}),
+    (optim.Adamax, {}),
+    (optim.Adagrad, {}),
+    (optim.Adagrad, {"fused": True}),
+    (optim.Adadelta, {}),
+    (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (optim.Rprop, {}),
+    (optim.ASGD, {}),
+    (optim.Adafactor, {}),
+]
+
+
+def _compare(make_plain, make_sharded, rank, **training):
+    plain, sharded = wrapped(), wrapped()
+    expected = train(plain, make_plain(plain.parameters()), rank, STEPS, **training)
+    got = train(sharded, make_sharded(sharded.parameters()), rank, STEPS, **training)
+    return same(got, expected) and not same(got, values(Uneven()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_weights_are_bitwise_those_of_ddp_with_the_plain_optimizer(world_size):
+    chosen = EVERY_CLASS if world_size == 3 else USUAL
+
+    def every_class(rank, world_size):
+        return [
+            (made.__name__, options)
+            for made, options in chosen
+            if not _compare(
+                lambda params, made=made, options=options: made(params, **options),
+                lambda params, made=made, options=options: ZeroRedundancyOptimizer(params, made, **options),
+                rank,
+            )
+        ]
+
+    assert run_ranks(every_class, world_size) == [[]] * world_size
+
+
+def test_half_double_and_complex_parameters_are_updated_like_the_plain_optimizers():
+    def mixed(rank, world_size):
+        def parameters():
+            torch.manual_seed(0)
+            return [
+                nn.Parameter(torch.randn(333).to(dtype))
+                for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+            ]
+
+        plain, sharded = parameters(), parameters()
+        optimizers = [optim.Adam(plain), ZeroRedundancyOptimizer(sharded, optim.Adam)]
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            for one, other in zip(plain, sharded, strict=True):
+                one.grad = torch.randn_like(one)
+                other.grad = one.grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        return same(sharded, plain)
+
+    assert run_ranks(mixed, 3) == [True] * 3
+
+
+def test_whole_parameters_are_given_to_a_class_that_is_not_known():
+    class NormSGD(optim.SGD):
+        """Not element-wise: each parameter's step has the length lr."""
+
+        def step(self, closure=None):
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.sub_(p.grad / p.grad.norm().clamp_min(1e-8), alpha=group["lr"])
+
+    def normed(rank, world_size):
+        def sharded(params):
+            return ZeroRedundancyOptimizer(params, NormSGD, lr=0.1)
+
+        return _compare(lambda params: NormSGD(params, lr=0.1), sharded, rank)
+
+    assert run_ranks(normed, 3) == [True] * 3
+
+
+def test_gradient_clipping_by_global_norm_needs_nothing_special():
+    def clipped(rank, world_size):
+        norms = []
+
+        def clip(ddp):
+            norms.append(nn.utils.clip_grad_norm_(ddp.parameters(), 0.05))
+
+        done = _compare(
+            lambda params: optim.AdamW(params, fused=True),
+            lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, fused=True),
+            rank,
+            before_step=clip,
+        )
+        return done and bool(torch.stack(norms).gt(0.05).any())
+
+    assert run_ranks(clipped, 3) == [True] * 3
+
+
+def test_groups_have_their_own_options_and_can_be_added():
+    def grouped(rank, world_size):
+        results = []
+        for make in (
+            lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9),
+            lambda groups: ZeroRedundancyOptimizer(groups, optim.SGD, lr=0.1, momentum=0.9),
+        ):
+            ddp = wrapped()
+            model = ddp.module
+            optimizer = make(
+                [
+                    {"params": model.conv.parameters()},
+                    {"params": model.hidden.parameters(), "lr": 0.01, "nesterov": True},
+                ]
+            )
+            train(ddp, optimizer, rank, 2)
+            optimizer.add_param_group({"params": [model.scale, *model.head.parameters()], "momentum": 0.0})
+            results.append((train(ddp, optimizer, rank, 2, first=2), [g["momentum"] for g in optimizer.param_groups]))
+        return same(results[0][0], results[1][0]) and results[0][1] == results[1][1] == [0.9, 0.9, 0.0]
+
+    assert run_ranks(grouped, 3) == [True] * 3
+
+
+def test_schedulers_change_the_rate_of_every_ranks_slices():
+    def scheduled(rank, world_size):
+        results = []
+        for make in (
+            lambda params: optim.AdamW(params, lr=0.1),
+            lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, lr=0.1),
+        ):
+            ddp = wrapped()
+            optimizer = make(ddp.parameters())
+            scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)  # changes lr and betas
+            for step in range(5):
+                train(ddp, optimizer, rank, 1, first=step)
+                scheduler.step()
+            results.append((values(ddp), scheduler.get_last_lr(), optimizer.param_groups[0]["betas"]))
+        return same(results[0][0], results[1][0]) and results[0][1:] == results[1][1:]
+
+    assert run_ranks(scheduled, 2) == [True] * 2
+
+
+def test_a_closure_is_called_once_and_its_loss_returned():
+    def closed(rank, world_size):
+        model = Uneven()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+        before = values(model)
+        losses = []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3, 8, 8)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        loss = optimizer.step(closure)
+        return losses == [loss.item()] and not same(before, values(model))
+
+    assert run_ranks(closed, 2) == [True] * 2
+
+
+def test_zero_grad_frees_the_gradients():
+    def freed(rank, world_size):
+        model = Uneven()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+        model(torch.ones(2, 3, 8, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pieces = [p for group in optimizer.optim.param_groups for p in group["params"]]
+        return all(p.grad is None for p in [*model.parameters(), *pieces])
+
+    assert run_ranks(freed, 2) == [True] * 2
+
+
+def test_parameters_without_a_gradient_stay_as_they_are():
+    def skipped(rank, world_size):
+        model = Uneven()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, weight_decay=0.1)
+        before = model.hidden.weight.detach().clone(), model.head.bias.detach().clone()
+        model.head.bias.grad = torch.ones_like(model.head.bias)
+        optimizer.step()
+        return torch.equal(model.hidden.weight, before[0]) and not torch.equal(model.head.bias, before[1])
+
+    assert run_ranks(skipped, 2) == [True] * 2
+
+
+def test_what_one_rank_writes_into_a_parameter_all_ranks_see():
+    def written(rank, world_size):
+        model = Uneven(seed=rank)  # rank 0's values become everybody's
+        ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+        as_rank_0 = same(values(model), values(Uneven(seed=0)))
+        dist.barrier()
+        with torch.no_grad():
+            if rank == 1:
+                model.hidden.weight[3, 5] = 42.0
+        dist.barrier()
+        return (
+            as_rank_0,
+            model.hidden.weight[3, 5].item(),
+            model.conv.weight.is_contiguous(memory_format=torch.channels_last),
+        )
+
+    assert run_ranks(written, 3) == [(True, 42.0, True)] * 3
+
+
+def test_each_rank_keeps_the_state_of_its_own_slices_only():
+    def sizes(rank, world_size):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.Adam)
+        train(ddp, optimizer, rank, 1)
+        return sum(t.numel() for s in optimizer.optim.state.values() for k, t in s.items() if k == "exp_avg")
+
+    held = run_ranks(sizes, 4)
+    trained = sum(p.numel() for p in Uneven().parameters() if p.requires_grad)
+    assert sum(held) == trained
+    assert max(held) - min(held) <= 4 * 32  # the ends of four parameters share a line with nothing
+
+
+def test_parameters_outlive_the_optimizer_and_the_group():
+    def outlived(rank, world_size):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+        expected = train(ddp, optimizer, rank, 1)
+        model = ddp.module
+        del ddp, optimizer
+        dist.destroy_process_group()
+        return same(values(model), expected) and same(values(copy.deepcopy(model)), expected)
+
+    assert run_ranks(outlived, 2) == [True] * 2
+
+
+def test_saving_one_parameter_does_not_save_them_all(tmp_path):
+    def saved(rank, world_size):
+        model = Uneven()
+        ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+        torch.save(model.head.bias, tmp_path / f"{rank}.pt")
+        return os.path.getsize(tmp_path / f"{rank}.pt")
+
+    assert max(run_ranks(saved, 2)) < 4000
+
+
+def test_a_subgroup_shares_among_its_own_ranks():
+    def halves(rank, world_size):
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = groups[rank // 2]
+        model = Uneven(seed=rank)
+        ddp = phalanx.DistributedDataParallel(model, process_group=group)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, process_group=group, lr=0.1)
+        plain = phalanx.DistributedDataParallel(Uneven(seed=rank), process_group=group)
+        expected = train(plain, optim.SGD(plain.parameters(), lr=0.1), rank, 2)
+        return same(train(ddp, optimizer, rank, 2), expected)
+
+    assert run_ranks(halves, 4) == [True] * 4
+
+
+def test_on_gloo_it_is_pytorchs_own():
+    def delegated(rank, world_size):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's own, about its own
+            made = []
+
+            def make(params):
+                made.append(ZeroRedundancyOptimizer(params, optim.AdamW, parameters_as_bucket_view=True, fused=True))
+                return made[0]
+
+            done = _compare(lambda params: optim.AdamW(params, fused=True), make, rank)
+        return done, type(made[0]) is torch.distributed.optim.ZeroRedundancyOptimizer
+
+    assert run_ranks(delegated, 2, backend="gloo") == [(True, True)] * 2
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"optimizer_class": optim.LBFGS}, ValueError, "does not support LBFGS: its direction and its line search"),
+        ({"optimizer_class": "Adam"}, TypeError, "must be a subclass of torch.optim.Optimizer, got 'Adam'"),
+        ({"overlap_with_ddp": True}, ValueError, "overlap_with_ddp=True on backend 'phalanx': it hides the time"),
+        ({"differentiable": True}, ValueError, "differentiable=True: the update happens in other processes"),
+        ({"lr": -1.0}, ValueError, "Invalid learning rate"),
+    ],
+)
+def test_arguments_are_refused_with_the_reason(arguments, error, message):
+    def refused(rank, world_size):
+        with pytest.raises(error, match=message):
+            ZeroRedundancyOptimizer(Uneven().parameters(), **{"optimizer_class": optim.Adam, **arguments})
+
+    run_ranks(refused, 2)
+
+
+def test_without_a_group_it_says_what_to_call():
+    with pytest.raises(RuntimeError, match=r"needs a process group: call phalanx.init\(\)"):
+        ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
+
+
+def test_ranks_with_different_parameters_are_told_the_first_difference():
+    def different(rank, world_size):
+        ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3 + rank))], optim.Adam)
+
+    with pytest.raises(RankFailed, match=r"Parameter 1 of the group is \(\(4,\), 'float32'\) on rank 1") as failed:
+        run_ranks(different, 2)
+    assert "MismatchError" in str(failed.value)
+
+
+def test_a_parameter_that_left_the_shared_memory_is_named():
+    def moved(rank, world_size):
+        model = Uneven()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
+        model.double()
+        with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 \(shape \(\)\) was moved out of the memory"):
+            optimizer.step()
+
+    run_ranks(moved, 2)
+
+
+def test_a_sparse_gradient_that_would_have_to_be_cut_is_refused():
+    def sparse(rank, world_size):
+        table = nn.Embedding(50, 16, sparse=True)
+        optimizer = ZeroRedundancyOptimizer(table.parameters(), optim.SGD, lr=0.1)
+        table(torch.tensor([3, 4])).sum().backward()
+        with pytest.raises(RuntimeError, match=r"shape \(50, 16\) has a sparse gradient, but is cut"):
+            optimizer.step()
+
+    run_ranks(sparse, 2)
+
+
+def test_sparse_adam_updates_whole_tables():
+    def tables(rank, world_size):
+        results = []
+        for make in (
+            lambda params: optim.SparseAdam(params),
+            lambda params: ZeroRedundancyOptimizer(params, optim.SparseAdam),
+        ):
+            torch.manual_seed(0)
+            table = nn.Embedding(50, 16, sparse=True)
+            optimizer = make(list(table.parameters()))
+            for step in range(3):
+                optimizer.zero_grad()
+                table(torch.tensor([step, 2 * step, 7])).square().sum().backward()
+                optimizer.step()
+            results.append(table.weight)
+        return torch.equal(*results)
+
+    assert run_ranks(tables, 2) == [True] * 2
+
+
+def test_it_is_not_copied_or_pickled():
+    def copied(rank, world_size):
+        optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
+        with pytest.raises(TypeError, match="can't be pickled or copied"):
+            copy.deepcopy(optimizer)
+
+    run_ranks(copied, 1)
+
+
+def test_a_rank_whose_optimizer_fails_ends_the_step_for_all():
+    class Fussy(optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            if dist.get_rank() == 1:
+                raise ArithmeticError("not today")
+
+    def fussy(rank, world_size):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), Fussy, lr=0.1)
+        before = values(ddp)
+        backward(ddp, rank, 0)
+        if rank == 1:
+            with pytest.raises(ArithmeticError, match="not today"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="step 1 failed here, so the ranks are out of step"):
+                optimizer.step()
+            with contextlib.suppress(phalanx.PeerLostError):  # rank 0 may have seen it at the first gate, and be gone
+                dist.barrier()  # the script goes on, into a call that rank 0 takes for the end of the step
+            return None  # what it sees of rank 0's slices depends on how far that one is with putting them back
+        else:
+            with pytest.raises(phalanx.PeerLostError, match="rank 1 failed in it, and all parameters are those of"):
+                optimizer.step()
+        return same(values(ddp), before)
+
+    assert run_ranks(fussy, 2) == [True, None]
