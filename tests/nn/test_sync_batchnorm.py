@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from phalanx import DistributedDataParallel, SyncBatchNorm
 from phalanx.testing import RankFailed, run_ranks
@@ -407,3 +408,52 @@ def test_a_rank_that_leaves_is_named():
 
     with pytest.raises(RankFailed, match="rank 1"):
         run_ranks(fn, 2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it, and silences it its own way
+def test_a_compiled_model_trains_alike():
+    x = torch.randn(2, 6, 3)
+
+    def fn(rank, world_size):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.ReLU())
+        compiled = torch.compile(copy.deepcopy(model), backend="eager")
+        model(x[rank]).sum().backward()
+        compiled(x[rank]).sum().backward()
+        return all(
+            torch.equal(one.grad, other.grad)
+            for one, other in zip(model.parameters(), compiled.parameters(), strict=True)
+        ) and torch.equal(model[1].running_var, compiled._orig_mod[1].running_var)
+
+    assert run_ranks(fn, 2) == [True, True]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_runs_its_collectives_again(use_reentrant):
+    x = torch.randn(2, 6, 3)
+
+    def fn(rank, world_size):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.ReLU())
+        gradients = []
+        for run in (model, lambda inputs: checkpoint(model, inputs, use_reentrant=use_reentrant)):
+            model.zero_grad()
+            run(x[rank].clone().requires_grad_()).square().sum().backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        return all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+    assert run_ranks(fn, 2) == [True, True]
+
+
+def test_autocast_hands_it_half_types():
+    def fn(rank, world_size):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        ddp = DistributedDataParallel(model, sync_batchnorm=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = ddp(torch.randn(4, 3) + rank)
+        y.float().square().sum().backward()
+        return y.dtype, ddp.module[1].running_var
+
+    (first, mine), (second, other) = run_ranks(fn, 2)
+    assert first == second == torch.bfloat16
+    assert torch.equal(mine, other)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase  # there is no public name for "any BatchNorm"
 
 from phalanx.log import get_logger
@@ -71,6 +72,11 @@ class SyncBatchNorm(_BatchNorm):
         group = self._group() if self.training else None
         if group is None or group.size() == 1:
             return super().forward(input)
+        return self._span(input, group)
+
+    @_disable_dynamo  # collectives with results that decide what follows: torch.compile leaves them as they are
+    def _span(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Normalize by the statistics of all ranks' inputs."""
         self._check_input_dim(input)
         with torch.no_grad():
             statistics = gather_statistics(input, group)
