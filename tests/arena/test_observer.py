@@ -75,6 +75,17 @@ def test_memory_that_is_something_else_is_refused():
         Observer(Card("dp", 1, (0,), (1,)), fd)
 
 
+@pytest.mark.parametrize("offset", [12, 16, 24, 32, 40, 48, 56, 64])
+def test_a_description_that_a_rank_has_written_over_is_refused(seen, offset):
+    _, looker = seen
+    before = os.pread(looker.control, 8, offset)
+    os.pwrite(looker.control, b"\xff\x7f\xff\x7f", offset)
+    with pytest.raises(ValueError, match="not written by this version"):
+        looker.read()
+    os.pwrite(looker.control, before, offset)
+    assert looker.read().ranks[0].came
+
+
 def test_showing_hands_over_the_descriptor_and_the_card():
     name = f"phalanx-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, memory("control", 4096) as fd:

@@ -95,7 +95,8 @@ OPTIONS = (
            "or auto (gpu if there are GPUs, else cpu; the default).", "N|auto|cpu|gpu", _read_nproc),
     Option("module", "kind:module", "Run a module, as `python -m` does.", short="m"),
     Option("no-python", "kind:program", "Run a program directly instead of a Python script."),
-    Option("log-dir", "log_dir", "Also keep each rank's lines in a file: DIR/rank_0.log, …", "DIR"),
+    Option("log-dir", "log_dir", "Also keep each rank's lines in a file, DIR/rank_0.log, …, and what the ranks' "
+           "flight recorders hold: DIR/flight.json, DIR/flight.trace.json.", "DIR"),
     Option("grace", "grace_s", "Seconds that ranks get to end after Ctrl-C, SIGTERM or another rank's failure, before "
            "SIGKILL (default 10).", "SECONDS", _read_seconds),
     Option("max-restarts", "max_restarts", "After a failure start all ranks again, up to N times (default 0).", "N",
