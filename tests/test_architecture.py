@@ -36,6 +36,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 TORCH_FREE = {
     "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
     "coordination": "it is used by the agent",
+    "arena": "the agent reads the memory of groups",
     "cli": "`phalanx run` must not pay for torch",
     "errors": "the agent raises them",
     "deadline": "the agent waits with them",

@@ -8,7 +8,7 @@ import pytest
 from phalanx.arena import observer
 from phalanx.arena.arena import Member, open_as_leader
 from phalanx.arena.handover import Counter, memory, new_token
-from phalanx.arena.observer import Card, Observer, is_over, show
+from phalanx.arena.observer import Card, Observer, show
 from phalanx.arena.watch import ProcessId
 from phalanx.deadline import Deadline
 
@@ -45,11 +45,11 @@ def test_what_a_rank_did_is_read_from_outside_also_after_it_left(seen):
     rank = looker.read().ranks[0]
     assert (rank.rank, rank.came, rank.left) == (3, True, False)
     assert rank.records[-1].place == "barrier #1 (train.py:88)"
-    assert not is_over(looker.read())
+    assert not looker.is_over()
     arena.core.set_note("done")
     arena.close()
     after = looker.read()
-    assert is_over(after)
+    assert looker.is_over()
     assert (after.ranks[0].note, after.ranks[0].records) == ("done", rank.records)
 
 

@@ -122,7 +122,7 @@ def check_trace(trace: dict[str, Any]) -> None:
 
 
 EDGES = """
-import os, signal, threading
+import ctypes, os, signal, threading
 event = threading.Event()
 rank = int(os.environ["RANK"])
 if rank == 1:
@@ -134,6 +134,10 @@ def background():
 threading.Thread(target=background, daemon=True).start()
 if rank == 3:
     os.kill(os.getpid(), signal.SIGSTOP)
+if rank == 0:  # hangs in native code, and holds the interpreter's lock: no other thread of it can run
+    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 event.wait()
 """
 
@@ -142,13 +146,13 @@ def test_a_rank_that_cannot_answer_is_reported_with_the_reason_and_nobody_is_dis
     script = write_script(tmp_path, EDGES)
     with start("run", "--no-preload", "--nproc-per-node", "4", "--grace", "0", script) as running:
         pid = str(running.process.pid)
-        shown, expected = "", ("in background", "a handler of its own", "nothing handles SIGURG", "is stopped")
+        shown, expected = "", ("line 17 in <module>", "a handler of its own", "nothing handles SIGURG", "is stopped")
         while not all(words in shown for words in expected):  # at first some are still starting
             assert running.process.poll() is None
             shown = stacks(pid).stdout
         ranks = re.split(r"^rank \d.*\n", shown, flags=re.MULTILINE)[1:]
         assert "in background" in ranks[0]
-        assert 'script.py", line 14 in <module>' in ranks[0]
+        assert 'script.py", line 17 in <module>' in ranks[0]
         assert "the script has put a handler of its own on SIGURG" in ranks[1]
         assert "nothing handles SIGURG in it" in ranks[2]
         assert "is stopped (SIGSTOP, Ctrl-Z or a debugger)" in ranks[3]

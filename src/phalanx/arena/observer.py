@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -91,15 +93,25 @@ class Observer:
 
     def read(self) -> GroupLog:
         """Everything that the ranks have recorded, as it is now."""
+        card = self.card
+        with self._mapped() as core:
+            return GroupLog(card.name, card.world_size, tuple(self._log(core, i) for i in range(len(card.ranks))))
+
+    def is_over(self) -> bool:
+        """Whether every rank has left: nothing will be added."""
+        with self._mapped() as core:
+            return all(core.state(i)[0] == _LEFT for i in range(len(self.card.ranks)))
+
+    @contextmanager
+    def _mapped(self) -> Iterator[_core.Group]:
         from phalanx import _core  # here, because the agent starts before it needs this
 
-        card = self.card
         nbytes = os.fstat(self.control).st_size
         address = _core.map(self.control, nbytes)
         try:
-            core = _core.Group(address, nbytes, 0, 0, 0, (-1,) * len(card.ranks), None)
+            core = _core.Group(address, nbytes, 0, 0, 0, (-1,) * len(self.card.ranks), None)
             try:
-                return GroupLog(card.name, card.world_size, tuple(self._log(core, i) for i in range(len(card.ranks))))
+                yield core
             finally:
                 core.abandon()  # not `close`: that would say that rank 0 has left
         finally:
@@ -123,8 +135,3 @@ class Observer:
     def close(self) -> None:
         """Let go of the memory."""
         os.close(self.control)
-
-
-def is_over(log: GroupLog) -> bool:
-    """Whether every rank has left: nothing will be added."""
-    return all(rank.left for rank in log.ranks)

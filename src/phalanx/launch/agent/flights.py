@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.arena.observer import Card, GroupLog, Observer, is_over
+from phalanx.arena.observer import Card, GroupLog, Observer
 
 MAX_OBSERVED = 64  # memory that the agent keeps alive
 _MAX_ENDED = 64  # logs of groups whose memory it has let go
@@ -62,14 +62,22 @@ class Flights:
         """Make room for one more."""
         kept = []
         for index, observer in enumerate(self._observed):
-            log = _read(observer)
-            if log is None or is_over(log) or index <= len(self._observed) - MAX_OBSERVED:
-                if log is not None:
-                    self._ended.append(log)
-                observer.close()
-            else:
+            if index > len(self._observed) - MAX_OBSERVED and not _is_over(observer):
                 kept.append(observer)
+                continue
+            log = _read(observer)
+            if log is not None:
+                self._ended.append(log)
+            observer.close()
         self._observed = kept
+
+
+def _is_over(observer: Observer) -> bool:
+    """Whether nothing will be added to it, or can't be read."""
+    try:
+        return observer.is_over()
+    except (ValueError, OSError):
+        return True
 
 
 def _read(observer: Observer) -> GroupLog | None:
