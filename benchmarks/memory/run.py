@@ -1,0 +1,56 @@
+"""How much memory does training take on four ranks? PyTorch's DDP and ZeRO, and ours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from contestants import CONTESTANTS, WIDTHS  # noqa: E402 - the line above says where they are
+from fleet import MOMENTS, measure  # noqa: E402
+from harness import describe_machine, format_ratio, print_table, write_results  # noqa: E402
+
+PEER = "pytorch"
+SHARDED_PEER = "pytorch-zero"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--millions", nargs="+", choices=WIDTHS, default=list(WIDTHS), help="of parameters")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3, help="buckets are rebuilt after the first backward")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / f"{date.today()}.json")
+    arguments = parser.parse_args()
+
+    machine = describe_machine()
+    names = [name for name in CONTESTANTS if name in {PEER, SHARDED_PEER, *arguments.contestants}]
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for millions in arguments.millions:
+        with tempfile.TemporaryDirectory() as folder:
+            found = {
+                name: measure(name, WIDTHS[millions], arguments.ranks, arguments.steps, Path(folder)) for name in names
+            }
+        results[millions] = found
+        highest = {name: max(found[name].values()) for name in names}
+        rows = [
+            [
+                name,
+                *(f"{found[name][moment]:,.0f} MB" for moment in MOMENTS),
+                format_ratio(highest[name] / highest[PEER]),
+                format_ratio(highest[name] / highest[SHARDED_PEER]),
+            ]
+            for name in names
+        ]
+        header = ["", *MOMENTS, f"highest, of {PEER}", f"of {SHARDED_PEER}"]
+        print_table(header, rows, title=f"{millions} million parameters, {arguments.ranks} ranks")
+    write_results(arguments.output, {"ranks": arguments.ranks, "megabytes": results}, machine=machine)
+
+
+if __name__ == "__main__":
+    main()
