@@ -48,7 +48,7 @@ void plx_futex_wake_all(_Atomic uint32_t *word) {
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 static size_t rank_stride(size_t stage_bytes) {
-  return round_up(sizeof(struct plx_rank), PLX_PAGE) + 2 * round_up(stage_bytes, PLX_PAGE);
+  return round_up(sizeof(struct plx_rank), PLX_PAGE) + 3 * round_up(stage_bytes, PLX_PAGE);
 }
 
 static size_t channel_stride(size_t channel_bytes) { return round_up(sizeof(struct plx_channel) + channel_bytes, PLX_PAGE); }
@@ -94,7 +94,8 @@ struct plx_rank *plx_rank_of(const struct plx_group *g, uint32_t rank) {
 }
 
 unsigned char *plx_stage_of(const struct plx_group *g, uint32_t rank, uint64_t turn) {
-  return (unsigned char *)plx_rank_of(g, rank) + round_up(sizeof(struct plx_rank), PLX_PAGE) + (turn & 1) * g->stage_bytes;
+  size_t stage = g->over && rank == g->rank ? 2 : turn & 1;
+  return (unsigned char *)plx_rank_of(g, rank) + round_up(sizeof(struct plx_rank), PLX_PAGE) + stage * g->stage_bytes;
 }
 
 struct plx_channel *plx_channel_of(const struct plx_group *g, uint32_t src, uint32_t dst) {

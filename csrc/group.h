@@ -20,6 +20,7 @@ struct plx_group {
   uint64_t seq;  /* collectives that this rank has begun */
   uint64_t spin_ns;
   int crowded;
+  int over; /* this rank has begun a collective after the group's end */
   int *pidfds;             /* world entries; -1 where the process cannot be watched */
   unsigned char **heaps;   /* world entries: where each rank's heap is mapped here; NULL without an arena */
   uint64_t heap_bytes;     /* of each heap */

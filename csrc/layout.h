@@ -3,6 +3,7 @@
  *   0        header                 written once by the leader; then only `poison` and the gate
  *   rank 0   control block          written by rank 0 only (but for the sleeper counts)
  *            stage[0], stage[1]     two turns of outgoing bytes
+ *            stage[2]               what the rank writes once it knows that the group is over; nobody reads it
  *   rank 1   ...
  *   channel (src, dst) for all pairs: a ring of bytes, head written by src, tail by dst
  *

@@ -9,6 +9,9 @@
 /* Fill the fields that must agree. */
 static inline struct plx_call plx_new_call(struct plx_group *g, int kind, size_t count, int dtype, int redop, int root) {
   struct plx_call c = {0};
+  /* A rank whose gate failed must not write into a stage of a turn that others may have passed and be reading. Whoever
+   * begins after the end fails at its first gate, so nothing that it would read back is lost. */
+  g->over = atomic_load_explicit(&g->header->poison, memory_order_acquire) != 0;
   c.seq = ++g->seq;
   c.count = count;
   c.heap = PLX_NO_HEAP;

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include "board.h"
 #include "collectives.h"
@@ -38,7 +39,7 @@
 #define BUCKETS (640u << 10)
 #define NUM_BUCKETS 5u
 
-enum ending { FINISH, NEVER_COME, POISON, LEAVE, CALL_ANOTHER, POISON_ROUND, LEAVE_ROUND, NUM_ENDINGS };
+enum ending { FINISH, NEVER_COME, POISON, LEAVE, CALL_ANOTHER, POISON_ROUND, LEAVE_ROUND, ANY_TIME, NUM_ENDINGS };
 
 struct thread {
   struct plx_group g;
@@ -306,6 +307,24 @@ static void leave(struct plx_group *g) {
   plx_futex_wake_all(plx_low_half(&me->step));
 }
 
+/* Somebody ends the group at any time. Whoever got its result got the right one, though others may know already that it
+ * is over, and call on with other values. */
+static void go_on(struct thread *t) {
+  struct plx_group *g = &t->g;
+  int code = PLX_OK;
+  for (t->operation = 1; code == PLX_OK; t->operation++) {
+    size_t n = t->operation % 3 == 0 ? MOST : 1500;
+    fill(t, t->in, g->rank, 0, n);
+    code = plx_all_reduce(g, &t->wait, &here, t->in, t->out, n, PLX_I32, PLX_SUM, -1);
+    CHECK(code != PLX_OK || holds_sum(t, t->out, 0, n));
+  }
+  memset(t->in, 0xff, MOST * 4);
+  for (int again = 0; again < 3; again++) {
+    CHECK(code == PLX_INTERRUPTED);
+    code = plx_all_reduce(g, &t->wait, &here, t->in, t->out, again == 0 ? MOST : 1500, PLX_I32, PLX_SUM, -1);
+  }
+}
+
 /* What everybody but `odd` learns when the group ends, and that nothing was written. */
 static void end(struct thread *t) {
   struct plx_group *g = &t->g;
@@ -337,7 +356,7 @@ static void end(struct thread *t) {
   else
     code = plx_all_reduce(g, &t->wait, &here, t->in, t->in, n, PLX_I32, PLX_SUM, -1);
   static const int expected[NUM_ENDINGS] = {PLX_OK,       PLX_DEADLINE,    PLX_INTERRUPTED, PLX_PEER_LOST,
-                                            PLX_MISMATCH, PLX_INTERRUPTED, PLX_PEER_LOST};
+                                            PLX_MISMATCH, PLX_INTERRUPTED, PLX_PEER_LOST, PLX_INTERRUPTED};
   CHECK(code == expected[t->ending]);
   CHECK(holds(t, t->in, g->rank, 0, n));
   CHECK(plx_barrier(g, &t->wait, &here) == expected[t->ending]); /* it stays over */
@@ -355,7 +374,10 @@ static void *run(void *argument) {
                                                         gradients,  gradients,  exchange};
   for (t->operation = 1; t->operation <= t->operations; t->operation++)
     operations[draw(t, sizeof operations / sizeof *operations)](t);
-  if (t->ending != FINISH) end(t);
+  if (t->ending == ANY_TIME)
+    go_on(t);
+  else if (t->ending != FINISH)
+    end(t);
   return NULL;
 }
 
@@ -437,6 +459,12 @@ static void stress(uint32_t world, int crowded, enum ending ending, uint32_t ope
     perror("stress: no thread");
     exit(1);
   }
+  if (ending == ANY_TIME) {
+    struct plx_group outside = {.base = base, .header = base, .world = world};
+    struct timespec moment = {0, (long)(5000000 + seed % 7 * 1300000)};
+    nanosleep(&moment, NULL);
+    plx_poison(&outside, PLX_INTERRUPTED, 0);
+  }
   for (uint32_t r = 0; r < world; r++) pthread_join(threads[r].id, NULL);
   for (uint32_t r = 0; r < world; r++) {
     atomic_store(&threads[r].over, 1);
@@ -481,7 +509,7 @@ int main(int argc, char **argv) {
     for (int crowded = 0; crowded <= 1; crowded++) {
       stress(world, crowded, FINISH, operations, seed + world);
       for (int ending = NEVER_COME; ending < NUM_ENDINGS; ending++)
-        for (uint32_t again = 0; again < 3; again++) stress(world, crowded, (enum ending)ending, 3, seed + again);
+        for (uint32_t again = 0; again < 3; again++) stress(world, crowded, (enum ending)ending, ending == ANY_TIME ? 0 : 3, seed + again);
     }
   printf("stress: %u operations in each of 8 groups, and %d groups that ended, as they should.\n", operations,
          (NUM_ENDINGS - 1) * 3 * 8);
