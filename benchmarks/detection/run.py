@@ -121,7 +121,7 @@ def row(name: str, outcomes: list[Outcome]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=216)
+    parser.add_argument("--trials", type=int, default=243)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="run this trial alone and print it")
     parser.add_argument("--rounds", type=int, default=1, help="go through that many times the trials, each drawn anew")
