@@ -61,10 +61,11 @@ def _run_attempts(plan: JobPlan, host: Host) -> int:
         attempt = Attempt(plan, host, restart_count)
         try:
             attempt.run()
-            flight = Flight(attempt.flights.logs(), attempt.ended_ns)
+            state = attempt.state
+            asked_for = plan.settings.log_dir is not None or state.failures or state.interrupted is not None
+            flight = Flight(attempt.flights.logs() if asked_for else [], attempt.ended_ns)
         finally:
             attempt.close()
-        state = attempt.state
         left = plan.settings.max_restarts - restart_count
         again = bool(state.interrupted is None and state.failures and left and not attempt.zygote_lost)
         _keep_flight(plan, host, flight, restart_count if again else None)
