@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.models import Uneven, backward, same, train, values, wrapped
+from tests.optim.models import Uneven, backward, batch, same, train, values, wrapped
 from torch import nn, optim
 
 import phalanx
@@ -298,6 +298,49 @@ def test_on_gloo_it_is_pytorchs_own():
         return done, type(made[0]) is torch.distributed.optim.ZeroRedundancyOptimizer
 
     assert run_ranks(delegated, 2, backend="gloo") == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("way", ["PyTorch's DDP", "wrapped afterwards", "named parameters", "gradients apart"])
+def test_it_does_not_matter_how_it_is_put_together(way):
+    def put_together(rank, world_size):
+        model = Uneven(seed=rank if way == "wrapped afterwards" else 0)
+        if way == "PyTorch's DDP":
+            ddp, plain = (nn.parallel.DistributedDataParallel(one) for one in (model, Uneven()))
+        else:
+            plain = wrapped()
+        if way == "wrapped afterwards":
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
+            ddp = phalanx.DistributedDataParallel(model)
+        elif way == "gradients apart":
+            ddp = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=False)
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW)
+        elif way == "named parameters":
+            ddp = phalanx.DistributedDataParallel(model)
+            optimizer = ZeroRedundancyOptimizer(ddp.named_parameters(), optim.AdamW)
+        else:
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW)
+        return same(train(ddp, optimizer, rank, 3), train(plain, optim.AdamW(plain.parameters()), rank, 3))
+
+    assert run_ranks(put_together, 2) == [True] * 2
+
+
+def test_a_gradient_scaler_works_as_with_the_plain_optimizer():
+    def scaled(rank, world_size):
+        results = []
+        for make in (optim.SGD, lambda params, lr: ZeroRedundancyOptimizer(params, optim.SGD, lr=lr)):
+            ddp = wrapped()
+            optimizer = make(ddp.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+            for step in range(3):
+                optimizer.zero_grad()
+                scale = float("inf") if step == 1 and rank == 0 else 1.0  # a step that all must skip
+                scaler.scale(ddp(batch(rank, step)).square().mean() * scale).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            results.append((values(ddp), scaler.get_scale()))
+        return same(results[0][0], results[1][0]) and results[0][1] == results[1][1] == 8.0
+
+    assert run_ranks(scaled, 2) == [True] * 2
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
