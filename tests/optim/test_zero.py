@@ -420,6 +420,16 @@ def test_sparse_adam_updates_whole_tables():
     assert run_ranks(tables, 2) == [True] * 2
 
 
+def test_a_step_after_the_group_was_destroyed_is_refused():
+    def late(rank, world_size):
+        optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
+        dist.destroy_process_group()
+        with pytest.raises(phalanx.ClosedError, match=r"step: group '0' was destroyed, or this process is a fork"):
+            optimizer.step()
+
+    run_ranks(late, 2)
+
+
 def test_it_is_not_copied_or_pickled():
     def copied(rank, world_size):
         optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.deadline import Deadline
-from phalanx.errors import PeerLostError
+from phalanx.errors import ClosedError, PeerLostError
 from phalanx.optim.home import Home
 from phalanx.optim.plan import Plan
 
@@ -97,7 +97,13 @@ class Undo:
 
         Raises:
             PhalanxError: a rank died, left or is late; all parameters are those of one step, the old or the new.
+            ClosedError: this process left the group, or is a fork of a rank.
         """
+        if self._group.arena.closed:  # a fork must not write into its parent's word
+            raise ClosedError(
+                f"ZeroRedundancyOptimizer.step: group {self._group.group_name!r} was destroyed, or this process is a "
+                "fork of a rank. Build the optimizer anew in a group of its own."
+            )
         if self._failed_at:
             raise RuntimeError(
                 f"ZeroRedundancyOptimizer.step on rank {self._rank}: step {self._failed_at} failed here, so the ranks "
