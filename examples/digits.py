@@ -32,6 +32,7 @@ test_loader = DataLoader(test, batch_size=32, sampler=phalanx.DistributedSampler
 convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
 network = nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.5), nn.Linear(1024, 10))
 model = phalanx.DistributedDataParallel(network)
+torch.manual_seed(job.rank)  # each process has a dropout of its own
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 parts = {"model": model, "optimizer": optimizer, "sampler": sampler}
 if args.resume:
