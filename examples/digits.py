@@ -19,7 +19,6 @@ parser.add_argument("--epochs", type=int, default=12)
 parser.add_argument("--checkpoint", default="digits.pt")
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
 args = parser.parse_args()
-
 job = phalanx.init()
 torch.manual_seed(0)
 digits = load_digits()
