@@ -49,7 +49,7 @@ def _import_torch() -> None:
     try:
         import torch  # noqa: F401
 
-        from phalanx.backend import create_process_group  # noqa: F401
+        from phalanx.backend import PhalanxProcessGroup, create_process_group  # noqa: F401
     except Exception:
         pass  # a script without torch runs all the same; one with it fails in its own import, which says why
     finally:
