@@ -14,7 +14,7 @@ from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchEr
 # enum plx_status
 OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED = range(8)
 _LEFT = 2  # enum plx_life
-SEND, RECV = 10, 11  # enum plx_kind
+SEND, RECV, GRADIENTS = 10, 11, 12  # enum plx_kind
 
 _OVER = "The group can no longer be used."
 
@@ -60,7 +60,11 @@ def _forgotten(kind: int, peer: int) -> str:
 def _same_turn(records: list[Record], mine: Record) -> Record | None:
     """What a rank called when we called `mine`: not simply its latest, for it may have caught the error and gone on."""
     collectives = [r for r in reversed(records) if r.is_collective]
-    return next((r for r in collectives if r.seq == mine.seq), collectives[0] if collectives else None)
+    for r in collectives:  # rounds of gradients are counted apart
+        if r.seq == mine.seq and (r.kind == GRADIENTS) == (mine.kind == GRADIENTS):
+            return r
+    stopped = (r for r in collectives if r.status == MISMATCH or r.leave_ns == 0)
+    return next(stopped, collectives[0] if collectives else None)
 
 
 def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
@@ -81,8 +85,11 @@ def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
         if sent is not None:
             calls[mine.peer] = sent.call()
     lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
+    # A round of gradients has no gate at its beginning: buckets that all ranks had are averaged already.
+    in_round = any(call.startswith("gradients") for call in calls.values())
+    changed = "some gradients may be averaged already" if in_round else "no tensor was changed"
     return MismatchError(
-        f"{here}: the ranks called different things; no tensor was changed.\n{lines}\n"
+        f"{here}: the ranks called different things; {changed}.\n{lines}\n"
         f"Make every rank call the same operation with the same dtype, size and options, in the same order. {_OVER}",
         calls=calls,
     )
