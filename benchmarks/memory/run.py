@@ -7,6 +7,7 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="buckets are rebuilt after the first backward")
+    parser.add_argument("--rounds", type=int, default=1, help="whole jobs of each; the figure is the median")
     parser.add_argument("--output", type=Path, default=HERE / "results" / f"{date.today()}.json")
     arguments = parser.parse_args()
 
@@ -33,9 +35,11 @@ def main() -> None:
     results: dict[str, dict[str, dict[str, float]]] = {}
     for millions in arguments.millions:
         with tempfile.TemporaryDirectory() as folder:
-            found = {
-                name: measure(name, WIDTHS[millions], arguments.ranks, arguments.steps, Path(folder)) for name in names
-            }
+            jobs = [
+                {name: _job(name, millions, arguments, Path(folder) / str(job)) for name in names}
+                for job in range(arguments.rounds)
+            ]
+            found = {name: {moment: median(job[name][moment] for job in jobs) for moment in MOMENTS} for name in names}
         results[millions] = found
         highest = {name: max(found[name].values()) for name in names}
         rows = [
@@ -50,6 +54,11 @@ def main() -> None:
         header = ["", *MOMENTS, f"highest, of {PEER}", f"of {SHARDED_PEER}"]
         print_table(header, rows, title=f"{millions} million parameters, {arguments.ranks} ranks")
     write_results(arguments.output, {"ranks": arguments.ranks, "megabytes": results}, machine=machine)
+
+
+def _job(name: str, millions: str, arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+    folder.mkdir(exist_ok=True)
+    return measure(name, WIDTHS[millions], arguments.ranks, arguments.steps, folder)
 
 
 if __name__ == "__main__":
