@@ -4,7 +4,6 @@
 #endif
 #include "group.h"
 
-#include <errno.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>

@@ -103,11 +103,6 @@ class Arena:
         _arenas.add(self)
 
     @property
-    def members(self) -> tuple[Member, ...]:
-        """Who sits around this memory, by rank."""
-        return self._members
-
-    @property
     def closed(self) -> bool:
         """Whether this rank has left."""
         return self._closed
@@ -138,8 +133,8 @@ class Arena:
             _BLOCK.pack_into(
                 message, 0, *((block.index, block.offset) if block is not None else (-1, 0)), nbytes, piece
             )
-        timeout_ns = _timeout_ns(deadline)
-        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, timeout_ns, site, (nbytes,)))
+        span_ns = timeout_ns(deadline.left_s)
+        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, span_ns, site, (nbytes,)))
         index, offset, *leaders = _BLOCK.unpack(message.raw)
         if index < 0:
             raise PhalanxError(
@@ -150,7 +145,7 @@ class Arena:
             self.core.set_poison(_MISMATCH, self.rank)  # the next gate tells everybody
         self.core.claim(index)
         # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
-        check(self.core.barrier(timeout_ns, site, (nbytes,)))
+        check(self.core.barrier(span_ns, site, (nbytes,)))
         assert self._heap is not None
         whose = self.rank if owner is None else owner
         buffer = (ctypes.c_char * nbytes).from_address(self._heap + whose * self._heap_bytes + offset)
@@ -232,8 +227,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _timeout_ns(deadline: Deadline) -> int:
-    return min(int(deadline.left_s * 1e9), (1 << 63) - 1) if deadline.left_s != float("inf") else (1 << 63) - 1
+def timeout_ns(timeout_s: float) -> int:
+    """Seconds as the core counts them; "for ever" is 292 years."""
+    return int(timeout_s * 1e9) if timeout_s < 9e9 else (1 << 63) - 1
 
 
 @contextlib.contextmanager

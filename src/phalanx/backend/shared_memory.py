@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.arena.arena import Arena
+from phalanx.arena.arena import Arena, timeout_ns
 from phalanx.arena.recorder import read, story
 from phalanx.backend import failures
 from phalanx.backend.meeting import NOTICE_S, ranks
@@ -19,11 +19,6 @@ from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
 _MAX_SITES = 256
-
-
-def timeout_ns(timeout_s: float) -> int:
-    """Seconds as the core counts them; "for ever" is 292 years."""
-    return int(timeout_s * 1e9) if timeout_s < 9e9 else (1 << 63) - 1
 
 
 class Span:
@@ -43,7 +38,7 @@ class SharedMemory:
     One collective at a time: `lock` is held while the core runs one. Point to point needs no lock across channels.
     """
 
-    def __init__(self, group: str, idle_name: str = "") -> None:
+    def __init__(self, group: str) -> None:
         self.group = group
         self.lock = threading.Lock()
         self.arena: Arena = None  # type: ignore[assignment]  # set by `attach`, once: the arena needs our `idle`

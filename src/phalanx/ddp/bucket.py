@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.sharing import shares_memory
+from phalanx.backend.strides import is_dense
 from phalanx.ddp.plan import Bucket, Slot
 
 
@@ -41,7 +42,7 @@ class DenseBucket:
 
     def _view(self, position: int) -> Tensor:
         slot, parameter = self.plan.slots[position], self.parameters[position]
-        if _is_dense(parameter):  # autograd keeps a gradient in place only when its strides are the parameter's
+        if is_dense(parameter):  # autograd keeps a gradient in place only when its strides are the parameter's
             return self.buffer.as_strided(parameter.shape, parameter.stride(), slot.offset)
         return self.buffer[slot.offset : slot.offset + slot.numel].view(parameter.shape)
 
@@ -142,17 +143,6 @@ class SparseBucket:
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
         """Nothing: there is no memory to move to."""
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the strides visit each element of one block exactly once, in some order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _form(tensor: Tensor) -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.strides import is_dense
 from phalanx.optim.plan import Extent, Slice, plan_offsets
 
 
@@ -61,14 +62,3 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     if is_dense(like):
         return flat.as_strided(like.shape, like.stride())
     return flat.view(like.shape)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the strides visit each element of one block exactly once, in some order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

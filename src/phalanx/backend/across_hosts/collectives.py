@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.arena.arena import timeout_ns
 from phalanx.backend.across_hosts.call import Call
 from phalanx.backend.across_hosts.rails import TAG, Message, plan, talking_to
 from phalanx.backend.across_hosts.session import Disagreement, Session
-from phalanx.backend.shared_memory import Span, dense, nbytes, scaled, timeout_ns, write_back
+from phalanx.backend.shared_memory import Span, dense, nbytes, scaled, write_back
 from phalanx.collectives.schedule import chunk_bounds
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx.arena.arena import Arena
+from phalanx.arena.arena import Arena, timeout_ns
 from phalanx.backend import failures
 from phalanx.backend.across_hosts.attendant import Attendant
 from phalanx.backend.across_hosts.bulletin import Bulletin, Position, Story
@@ -28,7 +28,7 @@ from phalanx.backend.across_hosts.rails import ConnectionBroken, Rail
 from phalanx.backend.across_hosts.wire import Wire
 from phalanx.backend.meeting import NOTICE_S, ranks
 from phalanx.backend.options import Options
-from phalanx.backend.shared_memory import SharedMemory, Span, timeout_ns
+from phalanx.backend.shared_memory import SharedMemory, Span
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo import GlooEngine
 from phalanx.log import get_logger

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import _core
+from phalanx.arena.arena import timeout_ns
 from phalanx.backend import failures
-from phalanx.backend.shared_memory import SharedMemory, Span, dense, nbytes, timeout_ns, write_back
+from phalanx.backend.shared_memory import SharedMemory, Span, dense, nbytes, write_back
 from phalanx.backend.work import DoneWork, PhalanxWork
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
