@@ -17,6 +17,7 @@ _HOME = {
     "ZeroRedundancyOptimizer": "phalanx.optim",
     "DistributedSampler": "phalanx.data",
     "SyncBatchNorm": "phalanx.nn",
+    "DataParallel": "phalanx.nn",
     "check_replicas": "phalanx.ddp",
     "init": "phalanx.backend",
     "shared_empty": "phalanx.backend",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from phalanx.errors import MismatchError as MismatchError
     from phalanx.errors import PeerLostError as PeerLostError
     from phalanx.errors import PhalanxError as PhalanxError
+    from phalanx.nn import DataParallel as DataParallel
     from phalanx.nn import SyncBatchNorm as SyncBatchNorm
     from phalanx.optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from phalanx.trainer import progress as progress
