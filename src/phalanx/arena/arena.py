@@ -107,6 +107,14 @@ class Arena:
         """Whether this rank has left."""
         return self._closed
 
+    def process_of(self, rank: int) -> ProcessId:
+        """Whose seat it is."""
+        return self._members[rank].process
+
+    def rank_of(self, process: ProcessId) -> int | None:
+        """The seat of a process, if it has one."""
+        return next((rank for rank, member in enumerate(self._members) if member.process == process), None)
+
     def allocate(
         self, nbytes: int, deadline: Deadline, site: int, check: Callable[[int], None], *, owner: int | None = None
     ) -> Buffer:

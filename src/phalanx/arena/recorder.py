@@ -33,7 +33,7 @@ DTYPES = (
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 STATUSES = ("ok", "mismatch", "peer lost", "deadline", "interrupted", "invalid", "no memory", "closed")
 
-_SEND, _RECV = 10, 11
+_BARRIER, _SEND, _RECV, _GRADIENTS = 1, 10, 11, 12
 _REDUCES = (3, 4, 8)
 _ROOTED = (2, 4, 6, 7)
 
@@ -85,6 +85,11 @@ class Record:
         return self.kind not in (_SEND, _RECV)
 
     @property
+    def is_numbered_call(self) -> bool:
+        """Whether it is a collective that every rank counts alike; rounds of gradients are counted apart."""
+        return self.is_collective and self.kind != _GRADIENTS
+
+    @property
     def label(self) -> str:
         """'all_reduce #42', or 'send to rank 1'."""
         if self.kind == _SEND:
@@ -106,7 +111,7 @@ class Record:
         if self.kind in _ROOTED:
             options.append(f"{'src' if self.kind in (2, 7) else 'dst'}={self.root}")
         text = self.name + (f"({', '.join(options)})" if options else "")
-        if self.kind != 1:
+        if self.kind not in (_BARRIER, _GRADIENTS):
             text += f" of {self.dtype_name} {tuple(self.shape)}"
         return f"{text} at {self.site}" if self.site else text
 

@@ -252,9 +252,10 @@ def _leave_at_exit() -> None:
     if _exit_watched:
         return
     _exit_watched = True
+    from phalanx.backend.failures import QUIET_END
     from phalanx.backend.process_group.identity import leave_all
 
-    note = ["it ended without destroy_process_group"]
+    note = [QUIET_END]
     previous = sys.excepthook
 
     def remember(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:

@@ -8,15 +8,19 @@ from phalanx import _core
 from phalanx.arena.arena import Arena
 from phalanx.arena.recorder import Record, read, story
 from phalanx.arena.watch import wait_status
+from phalanx.backend.elsewhere import whereabouts
 from phalanx.backend.meeting import ranks
+from phalanx.backend.unreached import ADVICE, tell_earlier_parting, tell_left_alone, tell_parting
 from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
 
 # enum plx_status
 OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED = range(8)
 _LEFT = 2  # enum plx_life
-SEND, RECV, GRADIENTS = 10, 11, 12  # enum plx_kind
+SEND, RECV = 10, 11  # enum plx_kind
 
 _OVER = "The group can no longer be used."
+QUIET_END = "it ended without destroy_process_group"
+"""The last words of a process that ended by itself, well or with an exit code of its own choice."""
 
 
 def failure(status: int, arena: Arena, group: str, timeout_s: float, *, kind: int = 0, peer: int = -1) -> PhalanxError:
@@ -31,7 +35,7 @@ def failure(status: int, arena: Arena, group: str, timeout_s: float, *, kind: in
     if status == MISMATCH:
         return _mismatch(arena, here, mine)
     if status == PEER_LOST:
-        return _peer_lost(arena, here, core.poison()[1])
+        return _peer_lost(arena, here, core.poison()[1], mine)
     if status == DEADLINE:
         return _deadline(arena, here, timeout_s, core.poison()[1], mine)
     if status == INTERRUPTED:
@@ -61,7 +65,7 @@ def _same_turn(records: list[Record], mine: Record) -> Record | None:
     """What a rank called when we called `mine`: not simply its latest, for it may have caught the error and gone on."""
     collectives = [r for r in reversed(records) if r.is_collective]
     for r in collectives:  # rounds of gradients are counted apart
-        if r.seq == mine.seq and (r.kind == GRADIENTS) == (mine.kind == GRADIENTS):
+        if r.seq == mine.seq and r.is_numbered_call == mine.is_numbered_call:
             return r
     stopped = (r for r in collectives if r.status == MISMATCH or r.leave_ns == 0)
     return next(stopped, collectives[0] if collectives else None)
@@ -72,12 +76,15 @@ def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
     # A call on a group that is over repeats what ended it.
     mine = next((r for r in records[arena.rank] if r.status == MISMATCH), mine)
     calls: dict[int, str] = {}
+    parting = ""
     if mine is None:
         pass
     elif mine.is_collective:
-        for r, theirs in enumerate(records):
-            call = _same_turn(theirs, mine)
-            calls[r] = call.call() if call is not None else "nothing yet"
+        made = {r: _same_turn(theirs, mine) for r, theirs in enumerate(records)}
+        calls = {r: call.call() if call is not None else "nothing yet" for r, call in made.items()}
+        parting = tell_parting(made)
+        if parting and (earlier := tell_earlier_parting(records, mine.seq)):
+            parting = f"{parting}\n{earlier}"
     else:
         peer = records[mine.peer] if mine.peer >= 0 else []
         sent = next((r for r in reversed(peer) if r.kind == SEND and r.peer == arena.rank), None)
@@ -88,21 +95,35 @@ def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
     # A round of gradients has no gate at its beginning: buckets that all ranks had are averaged already.
     in_round = any(call.startswith("gradients") for call in calls.values())
     changed = "some gradients may be averaged already" if in_round else "no tensor was changed"
-    return MismatchError(
-        f"{here}: the ranks called different things; {changed}.\n{lines}\n"
-        f"Make every rank call the same operation with the same dtype, size and options, in the same order. {_OVER}",
-        calls=calls,
-    )
+    advice = "Make every rank call the same operation with the same dtype, size and options, in the same order."
+    told = (f"{here}: the ranks called different things; {changed}.", lines, parting, advice, ADVICE if parting else "")
+    return MismatchError("\n".join(filter(None, told)) + f" {_OVER}", calls=calls)
 
 
-def _peer_lost(arena: Arena, here: str, who: int) -> PeerLostError:
+def _peer_lost(arena: Arena, here: str, who: int, mine: Record | None) -> PeerLostError:
     core = arena.core
     life, pid, _, _, _, note = core.state(who)
+    alone = ""
+    if mine is not None and mine.is_collective and _ended_well(core, who):
+        missing = late(core, arena.rank, arena.world_size)
+        if who in missing:  # else it came to this operation, and left in the middle of it
+            gone = [r for r in missing if _ended_well(core, r)]
+            behind = {r: whereabouts(arena, r) for r in missing if r not in gone}
+            came = [r for r in range(arena.world_size) if r not in missing]
+            alone = f"\n{tell_left_alone(mine, came, gone, behind)}\n{ADVICE}"
     return PeerLostError(
         f"{here}: rank {who} (pid {pid}) is gone: {how_it_ended(life, pid, note)}.\nIt {story(core, who)}. "
-        f"Read its log first. {_OVER}",
+        f"Read its log first.{alone} {_OVER}",
         ranks=(who,),
     )
+
+
+def _ended_well(core: _core.Group, rank: int) -> bool:
+    """Whether a rank has left, or its process has ended, because its program was over."""
+    life, pid, _, _, _, note = core.state(rank)
+    if note or life == _LEFT:
+        return note in ("", QUIET_END)
+    return not core.alive(rank) and wait_status(pid) == 0
 
 
 def how_it_ended(life: int, pid: int, note: str) -> str:
@@ -131,11 +152,11 @@ def _deadline(arena: Arena, here: str, timeout_s: float, who: int, mine: Record 
         missing = late(core, arena.rank, arena.world_size)
     span = f" within {timeout_s:.1f} s" if who == arena.rank else f"; rank {who} gave up waiting"
     said = f"no answer from {ranks(missing)}{span}" if missing else f"time ran out{span}"
-    lines = "\n".join(f"Rank {r} {story(core, r)}." for r in missing)
+    lines = "\n".join(f"Rank {r} {whereabouts(arena, r)}." for r in missing)
     advice = "Read the log of the missing rank first; if it is only slow, raise the timeout of the group."
-    return DeadlineError(
-        "\n".join(filter(None, (f"{here}: {said}.", lines, f"{advice} {_OVER}"))), missing=tuple(missing)
-    )
+    unreached = ADVICE if missing and mine and mine.is_collective else ""
+    told = (f"{here}: {said}.", lines, advice, unreached)
+    return DeadlineError("\n".join(filter(None, told)) + f" {_OVER}", missing=tuple(missing))
 
 
 def late(core: _core.Group, rank: int, world_size: int) -> list[int]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from phalanx.arena.arena import Arena, timeout_ns
-from phalanx.arena.recorder import read, story
+from phalanx.arena.recorder import read
 from phalanx.backend import failures
+from phalanx.backend.elsewhere import remember, whereabouts
 from phalanx.backend.meeting import NOTICE_S, ranks
 from phalanx.backend.sites import short
 from phalanx.dtypes import dtype_of
@@ -50,6 +51,7 @@ class SharedMemory:
         """Take the seat; before the first operation."""
         self.arena = arena
         self.core = arena.core
+        remember(self)
 
     @property
     def closed(self) -> bool:
@@ -112,7 +114,7 @@ class SharedMemory:
         missing = failures.late(self.core, self.arena.rank, self.arena.world_size) if last.is_collective else []
         if not last.is_collective and last.peer >= 0:
             missing = [last.peer]
-        stories = "; ".join(f"rank {r} {story(self.core, r)}" for r in missing[:8])
+        stories = "; ".join(f"rank {r} {whereabouts(self.arena, r)}" for r in missing[:8])
         _logger.warning(
             "%s in group %r on rank %d: waiting for %s for %.0f s%s",
             last.label,
