@@ -1,8 +1,24 @@
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # this package still uses torch.jit.script
+    from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+    from torch.distributed.algorithms.ddp_comm_hooks import (
+        ddp_zero_hook,
+        debugging_hooks,
+        default_hooks,
+        mixed_precision_hooks,
+        optimizer_overlap_hooks,
+        post_localSGD_hook,
+        powerSGD_hook,
+        quantization_hooks,
+    )
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
 from phalanx import DistributedDataParallel
 from phalanx.testing import run_ranks
@@ -57,6 +73,57 @@ def test_power_sgd_gives_what_it_gives_under_pytorchs_own(backend):
             torch.testing.assert_close(mine, reference)
 
     run_ranks(fn, 2, backend=backend)
+
+
+class _Convolutional(nn.Module):
+    """In channels_last, so that the order of memory is not that of indices; in several buckets, so order matters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(8 * 16, 12)
+
+    def forward(self, images):
+        return self.head(torch.tanh(self.conv(images)).flatten(1))
+
+
+def _power(**options):
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, **options)
+
+
+def _post_local(**options):
+    return post_localSGD_hook.PostLocalSGDState(None, dist.new_subgroups(group_size=1)[0], 2, **options)
+
+
+PYTORCHS = {
+    "power": lambda: (_power(), powerSGD_hook.powerSGD_hook),
+    "power, same shapes": lambda: (_power(batch_tensors_with_same_shape=True), powerSGD_hook.powerSGD_hook),
+    "power, no feedback": lambda: (_power(use_error_feedback=False), powerSGD_hook.powerSGD_hook),
+    "power in fp16": lambda: (_power(), default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
+    "post-local": lambda: (_post_local(), post_localSGD_hook.post_localSGD_hook),
+    "local": lambda: (_post_local(post_local_gradient_allreduce=False), post_localSGD_hook.post_localSGD_hook),
+    "noop": lambda: (None, debugging_hooks.noop_hook),
+}
+
+
+def test_pytorchs_stateful_hooks_give_what_they_give_under_pytorchs_own():
+    def fn(rank, world_size):
+        def gradients(wrap, made):
+            ddp = wrap(_Convolutional(), bucket_cap_mb=0.003)
+            ddp.register_comm_hook(*made)
+            for step in range(4):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                ddp.zero_grad()
+                ddp(torch.randn(4, 3, 6, 6, generator=generator)).square().mean().backward()
+            return [parameter.grad.clone() for parameter in ddp.parameters()]
+
+        for name, make in PYTORCHS.items():
+            theirs = gradients(nn.parallel.DistributedDataParallel, make())
+            for mine, reference in zip(gradients(DistributedDataParallel, make()), theirs, strict=True):
+                torch.testing.assert_close(mine, reference, msg=lambda text, name=name: f"{name}: {text}")
+
+    run_ranks(fn, 2)  # over Gloo PyTorch's PowerSGD aborts the process when there are several buckets
 
 
 def test_a_hook_sees_the_bucket_as_pytorchs_interface_describes_it():
@@ -114,6 +181,99 @@ def test_a_hook_that_breaks_the_contract_is_told_what_it_returned(hook, error, m
         ddp.register_comm_hook(None, hook)
         with pytest.raises(error, match=message):
             _backward(ddp, rank)
+
+    run_ranks(fn, 1, backend="gloo")
+
+
+class _Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, inputs):
+        return (self.weight * inputs * self.scale).abs()
+
+
+def test_complex_gradients_go_through_a_hook_as_real_numbers(backend):
+    def fn(rank, world_size):
+        inputs = torch.complex(torch.tensor(1.0 + rank), torch.tensor(2.0))
+        hooked, plain = DistributedDataParallel(_Complex()), DistributedDataParallel(_Complex())
+        hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        for ddp in (hooked, plain):
+            (ddp(inputs) * torch.arange(1.0, 7.0).view(3, 2)).sum().backward()
+        for mine, reference in zip(hooked.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-3, atol=1e-3)
+
+    run_ranks(fn, 2, backend=backend)
+
+
+@pytest.mark.parametrize("kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
+def test_pytorchs_built_in_hooks_leave_the_mean(backend, kind):
+    def fn(rank, world_size):
+        hooked, plain = DistributedDataParallel(_model()), DistributedDataParallel(_model())
+        hooked._register_builtin_comm_hook(kind)
+        for ddp in (hooked, plain):
+            _backward(ddp, rank)
+        for mine, reference in zip(hooked.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-3, atol=1e-3)
+
+    run_ranks(fn, 2, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("hook", [default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook])
+def test_compression_takes_gradients_of_any_real_dtype_and_shows_what_is_not_finite(backend, dtype, hook):
+    def fn(rank, world_size):
+        model = nn.Linear(4, 3).to(dtype)
+        model.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float32))  # a bucket without an element
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        ddp.register_comm_hook(None, hook)
+        ddp(torch.full((2, 4), float(rank + 1), dtype=dtype)).sum().backward()
+        assert torch.equal(model.weight.grad, torch.full_like(model.weight, 3.0))
+        model.zero_grad()
+        inputs = torch.ones(2, 4, dtype=dtype)
+        inputs[0, 1] = float("nan") if rank else float("inf")
+        ddp(inputs).sum().backward()
+        assert model.weight.grad[:, 1].isnan().all()
+        assert model.weight.grad[:, 0].isfinite().all()
+
+    run_ranks(fn, 2, backend=backend)
+
+
+def test_hooks_that_cannot_work_are_refused_with_what_to_use_instead():
+    def fn(rank, world_size):
+        fused = _as_overlapped_optim(torch.optim.SGD, None, lr=0.1)._opt_hook_state
+        refused = [
+            (mixed_precision_hooks._reducer_allreduce_and_upcast_hook, r"mixed_precision.*Use torch\.autocast"),
+            (
+                optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, fused),
+                r"step\(\) after",
+            ),
+            (optimizer_overlap_hooks._apply_optim_in_backward_hook(True), r"step\(\) after"),
+            (ddp_zero_hook._hook_with_zero_step_setup, "Use phalanx.ZeroRedundancyOptimizer without it"),
+            (
+                quantization_hooks.quantization_pertensor_hook,
+                "as NCCL lays it out.*ddp.hooks.quantize_hook",
+            ),
+            (quantization_hooks.quantization_perchannel_hook, "as NCCL lays it out.*Use phalanx.ddp.hooks.quantize"),
+            (powerSGD_hook.batched_powerSGD_hook, "it resizes the bucket.*Use phalanx.ddp.hooks.powerSGD_hook"),
+        ]
+        ddp = DistributedDataParallel(_model())
+        for hook, message in refused:
+            with pytest.raises(ValueError, match=message):
+                ddp.register_comm_hook(None, hook)
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)  # none of them has left anything behind
+
+    run_ranks(fn, 1, backend="gloo")
+
+
+def test_an_optimizer_that_steps_inside_backward_is_refused():
+    def fn(rank, world_size):
+        model = _model()
+        _apply_optimizer_in_backward(torch.optim.SGD, model[2].parameters(), {"lr": 0.1}, register_hook=False)
+        with pytest.raises(RuntimeError, match=r"'2\.weight' has an optimizer that steps inside backward"):
+            DistributedDataParallel(model)
 
     run_ranks(fn, 1, backend="gloo")
 

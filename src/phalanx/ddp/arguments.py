@@ -1,8 +1,9 @@
-"""PyTorch's constructor arguments: which mean something here, and why the others are refused."""
+"""PyTorch's arguments: which mean something here, and why the others are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,44 @@ _REFUSED = {
     "mixed_precision": "use torch.autocast around forward, and the hook bf16_compress_hook to send fewer bytes",
     "skip_all_reduce_unused_params": "whole buckets travel; parameters that are never used are better frozen",
 }
+
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+# Of the hooks that PyTorch brings, by their module, those that can't work here, or that nobody can use on this backend.
+_REFUSED_HOOKS = {
+    _HOOKS + "mixed_precision_hooks": "it is a part of PyTorch's own DistributedDataParallel(mixed_precision=...). "
+    "Use torch.autocast around forward, and bf16_compress_hook to send fewer bytes",
+    _HOOKS + "ddp_zero_hook": "it looks into PyTorch's own reducer, to hide the time of a broadcast. Use "
+    "phalanx.ZeroRedundancyOptimizer without it: on one host it broadcasts nothing",
+    _HOOKS + "optimizer_overlap_hooks": "it steps optimizers inside backward, through PyTorch's own reducer. Call the "
+    "optimizer's step() after backward",
+}
+_NEEDS_NCCL = {
+    _HOOKS + "quantization_hooks": "it takes all_gather's future apart as NCCL lays it out, and fails on every other "
+    "backend, with PyTorch's DistributedDataParallel too. Use phalanx.ddp.hooks.quantize_hook",
+}
+_RESIZES = {
+    "batched_powerSGD_hook": "it resizes the bucket, whose memory can't grow. Use phalanx.ddp.hooks.powerSGD_hook",
+}
+
+
+def refuse_hook(hook: Callable[..., Any], backend: str) -> None:
+    """Refuse those of PyTorch's communication hooks that can't work here, before a backward fails in them.
+
+    Raises:
+        TypeError: it is no function.
+        ValueError: it is one of those; the message says what to use.
+    """
+    if not callable(hook):
+        raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}")
+    plain = getattr(hook, "func", hook)  # PyTorch hands out one of them as a functools.partial
+    module, name = getattr(plain, "__module__", "") or "", getattr(plain, "__name__", repr(plain))
+    reason = _REFUSED_HOOKS.get(module)
+    if reason is None and backend != "nccl":
+        reason = _NEEDS_NCCL.get(module)
+    if reason is None and module == _HOOKS + "powerSGD_hook":
+        reason = _RESIZES.get(name)
+    if reason is not None:
+        raise ValueError(f"DistributedDataParallel does not support the communication hook {name}: {reason}")
 
 
 def refuse(**given: object) -> None:

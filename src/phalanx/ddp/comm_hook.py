@@ -14,12 +14,13 @@ from phalanx.ddp.bucket import DenseBucket
 class GradBucket:
     """A bucket as a hook sees it: the methods of `torch.distributed.GradBucket`, which Python can't construct.
 
-    Unlike PyTorch's, the buffer may have gaps of up to 63 bytes between gradients; they hold zeros.
+    Unlike PyTorch's, the buffer may have gaps of up to 63 bytes between gradients; they hold zeros. Complex gradients
+    are seen as real numbers, with one more dimension of 2 at the end.
     """
 
     def __init__(self, bucket: DenseBucket, *, is_last: bool) -> None:
         self._bucket = bucket
-        self._buffer = bucket.buffer
+        self._buffer = _real(bucket.buffer)
         self._is_last = is_last
 
     def index(self) -> int:
@@ -31,12 +32,21 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace what `buffer()` returns; the gradients are taken from the hook's future in any case."""
+        """Replace what `buffer()` returns, and `gradients()` are views of, by one of another dtype, say."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """The gradients, as views of the bucket's memory."""
-        return list(self._bucket.views)
+        """The gradients, as views of the buffer, each with its parameter's shape.
+
+        As in PyTorch, elements are in the order of memory: those of a channels_last parameter are not in the order of
+        its indices. So a gradient can be viewed as a matrix, which is what PowerSGD does.
+        """
+        parts = 2 if self._bucket.buffer.is_complex() else 1
+        gradients = []
+        for slot, parameter in zip(self._bucket.plan.slots, self._bucket.parameters, strict=True):
+            flat = self._buffer[slot.offset * parts : (slot.offset + slot.numel) * parts]
+            gradients.append(flat.view((*parameter.shape, 2) if parts == 2 else tuple(parameter.shape)))
+        return gradients
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of `gradients()`."""
@@ -45,6 +55,10 @@ class GradBucket:
     def is_last(self) -> bool:
         """Whether no bucket follows in this backward."""
         return self._is_last
+
+
+def _real(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 # The state is the user's own. PyTorch's hooks are annotated with its class of bucket, which Python can't construct.
@@ -68,7 +82,7 @@ class HookPending:
         value: object = self._future.wait()
         if isinstance(value, (list, tuple)) and len(value) == 1:  # a work's future holds a list of its tensors
             value = value[0]
-        index, buffer = self._bucket.plan.index, self._bucket.buffer
+        index, buffer = self._bucket.plan.index, _real(self._bucket.buffer)
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"The communication hook's future of bucket {index} holds {type(value).__name__}, not a tensor"

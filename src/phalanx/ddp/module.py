@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
-from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse
+from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
 from phalanx.ddp.first_steps import FirstSteps
@@ -114,6 +115,7 @@ class DistributedDataParallel(nn.Module):
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(name, p) for name, p in module.named_parameters() if name not in self._ignored]
         _refuse_uninitialized(named)
+        _refuse_in_backward(named)
         device = named[0][1].device if named else torch.device("cpu")
         if init_sync:
             settings = {
@@ -228,15 +230,16 @@ class DistributedDataParallel(nn.Module):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` combine each bucket in the place of all_reduce; it returns a future of a tensor.
 
-        PyTorch's interface: the hooks of torch.distributed.algorithms.ddp_comm_hooks work. Gradients are not divided by
-        the number of ranks before the hook sees them. Once per module, before the first backward.
+        PyTorch's interface: most hooks of torch.distributed.algorithms.ddp_comm_hooks work, and ours are in
+        `phalanx.ddp.hooks`. Gradients are not divided by the number of ranks before the hook sees them. Once per
+        module, before the first backward.
 
         Raises:
             TypeError: `hook` can't be called.
+            ValueError: it is one of PyTorch's that can't work here; docs/data-parallel.md lists them.
             RuntimeError: a hook is already registered, or a parameter has sparse gradients.
         """
-        if not callable(hook):
-            raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}")
+        refuse_hook(hook, dist.get_backend(self.process_group))
         if self._has_comm_hook:
             raise RuntimeError("register_comm_hook can only be called once per module")
         sparse = [bucket.slots[0].name for bucket in self.plan.buckets if bucket.sparse]
@@ -244,6 +247,14 @@ class DistributedDataParallel(nn.Module):
             raise RuntimeError(f"register_comm_hook: {sparse[0]!r} has sparse gradients, which hooks are not given")
         self._has_comm_hook = True
         self._reducer.use_exchange(HookExchange(state, hook, lambda: len(self.plan.buckets)))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """PyTorch's hooks in C++, by their names: here they are the same hooks in Python."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        fp16 = comm_hook_type == BuiltinCommHookType.FP16_COMPRESS
+        hook = default_hooks.fp16_compress_hook if fp16 else default_hooks.allreduce_hook
+        self.register_comm_hook(self.process_group, hook)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state, under its own keys: it loads into the bare module."""
@@ -284,6 +295,15 @@ def _specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> 
             )
         )
     return specs
+
+
+def _refuse_in_backward(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    stepped = [name for name, parameter in named if hasattr(parameter, "_in_backward_optimizers")]
+    if stepped:  # they would step with this rank's gradient, or not at all
+        raise RuntimeError(
+            f"Parameter {stepped[0]!r} has an optimizer that steps inside backward (_apply_optimizer_in_backward), "
+            "before its gradient is averaged. Step an ordinary optimizer after backward"
+        )
 
 
 def _refuse_uninitialized(named: Sequence[tuple[str, nn.Parameter]]) -> None:
