@@ -49,11 +49,13 @@ def execute(
 ) -> None:
     """Play `rank`'s part of `schedule` on `buffer`, in place; the other ranks must play theirs.
 
-    `send(dst, view)` and `recv(src, view)` start and return a handle, or finish and return None. A send must not wait
-    for its receive: in each step all sends are started first, then the receives, then all are waited for. Messages
-    between two ranks arrive in the order they were sent. `combine(mine, theirs)` stores the combination in `mine`;
-    `scratch(n)` gives an uninitialised buffer of n elements, at most S once per call for the schedules of this package.
-    `bounds` are the chunks' bounds where they are not even (num_chunks + 1 numbers from 0 to the length).
+    `send(dst, view)` and `recv(src, view)` start and return a handle, or None if there is nothing to wait for. Neither
+    may wait for what the peer does: in each step all receives are started first, then all sends, then all are waited
+    for. (An engine that asks the receiver before it sends, as Gloo does, would otherwise put a rank's consent behind
+    what that rank itself sends, and a link would carry one direction at a time.) Messages between two ranks arrive in
+    the order they were sent. `combine(mine, theirs)` stores the combination in `mine`; `scratch(n)` gives an
+    uninitialised buffer of n elements, at most S once per call for the schedules of this package. `bounds` are the
+    chunks' bounds where they are not even (num_chunks + 1 numbers from 0 to the length).
 
     Empty chunks are not sent. Memory: what arrives to be combined is staged, what arrives to be copied is not.
     Numerics: see `Schedule.order`; bitwise equal on all ranks if `combine` commutes, bit by bit.
@@ -107,10 +109,6 @@ def _play(
 ) -> Iterator[None]:
     handles: list[Handle | None] = []
     arrived: list[tuple[B, B]] = []
-    for t in step.sends:
-        begin, end = bounds[t.start], bounds[t.stop]
-        if end > begin:
-            handles.append(send(t.dst, buffer[begin:end]))
     used = 0
     for t in step.recvs:
         begin, end = bounds[t.start], bounds[t.stop]
@@ -123,6 +121,10 @@ def _play(
             arrived.append((view, theirs))
             view = theirs
         handles.append(recv(t.src, view))
+    for t in step.sends:
+        begin, end = bounds[t.start], bounds[t.stop]
+        if end > begin:
+            handles.append(send(t.dst, buffer[begin:end]))
     yield
     for handle in handles:
         if handle is not None:

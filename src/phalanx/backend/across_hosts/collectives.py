@@ -354,7 +354,8 @@ class Collectives(Session):
     def _swap(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], deadline: Deadline) -> None:
         """Send sends[r] to and receive receives[r] from each other rank r, all at once; None is skipped."""
         messages = []
-        for start, tensors in ((self._engine.send, sends), (self._engine.recv, receives)):
+        # Receives first: see `phalanx.collectives.execute`.
+        for start, tensors in ((self._engine.recv, receives), (self._engine.send, sends)):
             for r, tensor in enumerate(tensors):
                 if r != self.rank and tensor is not None and tensor.numel():
                     with talking_to(r):
