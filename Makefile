@@ -18,8 +18,8 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # The core's compiler is the one that `make` uses.
 export CC
 CORE := $(sort $(wildcard csrc/*.c csrc/*.h))
-# module.c alone knows Python; all other sources can be linked into a plain C program.
-PLAIN_CORE := $(filter-out csrc/module.c,$(filter %.c,$(CORE)))
+# The module's files alone know Python; all other sources can be linked into a plain C program.
+PLAIN_CORE := $(filter-out csrc/module%.c,$(filter %.c,$(CORE)))
 STRESS := $(sort $(wildcard tests/csrc/*.c))
 BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
 

@@ -26,9 +26,13 @@ void plx_board_begin(struct plx_board *b) {
   for (uint32_t i = 0; i < b->num_buckets; i++) b->buckets[i].reduced = 0;
 }
 
-int plx_board_ready(struct plx_board *b, uint32_t bucket) {
+int plx_board_ready(struct plx_board *b, uint32_t bucket, uint64_t offset) {
   if (bucket >= b->num_buckets) return PLX_INVALID;
-  atomic_store_explicit(&flags_of(b, b->g->rank, bucket)->ready, b->round, memory_order_release);
+  const struct plx_bucket *k = &b->buckets[bucket];
+  if (offset > b->g->heap_bytes || k->count * k->width > b->g->heap_bytes - offset) return PLX_INVALID;
+  struct plx_flags *flags = flags_of(b, b->g->rank, bucket);
+  flags->offset = offset;
+  atomic_store_explicit(&flags->ready, b->round, memory_order_release);
   ring(b);
   return PLX_OK;
 }
@@ -50,17 +54,20 @@ static uint64_t slice_start(const struct plx_bucket *k, uint32_t rank, uint32_t 
   return at < bytes ? at : bytes;
 }
 
-static void reduce_slice(struct plx_board *b, struct plx_bucket *k) {
+static void reduce_slice(struct plx_board *b, uint32_t bucket) {
   struct plx_group *g = b->g;
+  const struct plx_bucket *k = &b->buckets[bucket];
   const void *src[PLX_MAX_WORLD];
+  unsigned char *home[PLX_MAX_WORLD];
+  for (uint32_t r = 0; r < g->world; r++) home[r] = g->heaps[r] + flags_of(b, r, bucket)->offset;
   uint64_t end = slice_start(k, g->rank + 1, g->world);
   size_t block = 16384 / k->width * k->width; /* the result stays in the first-level cache while it is handed out */
   for (uint64_t at = slice_start(k, g->rank, g->world); at < end; at += block) {
     size_t n = end - at < block ? end - at : block;
-    for (uint32_t r = 0; r < g->world; r++) src[r] = g->heaps[r] + k->offset + at;
-    unsigned char *mine = g->heaps[g->rank] + k->offset + at;
+    for (uint32_t r = 0; r < g->world; r++) src[r] = home[r] + at;
+    unsigned char *mine = home[g->rank] + at;
     k->kernel(mine, src, g->world, n / k->width);
-    for (uint32_t i = 1; i < g->world; i++) memcpy(g->heaps[(g->rank + i) % g->world] + k->offset + at, mine, n);
+    for (uint32_t i = 1; i < g->world; i++) memcpy(home[(g->rank + i) % g->world] + at, mine, n);
   }
 }
 
@@ -68,7 +75,7 @@ uint32_t plx_board_poll(struct plx_board *b) {
   for (uint32_t i = 0; i < b->num_buckets && b->left != 0; i++) {
     struct plx_bucket *k = &b->buckets[i];
     if (k->reduced || !all_ready(b, i)) continue;
-    reduce_slice(b, k);
+    reduce_slice(b, i);
     k->reduced = 1;
     b->left--;
     atomic_store_explicit(&flags_of(b, b->g->rank, i)->done, b->round, memory_order_release);

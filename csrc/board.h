@@ -3,7 +3,7 @@
  *
  *             rank 0's heap          rank 1's heap
  *   flags     ready[b] done[b]       ready[b] done[b]      one line per bucket; written by the owner only
- *   bucket b  [ slice 0 | slice 1 ]  [ slice 0 | slice 1 ]
+ *   bucket b  [ slice 0 | slice 1 ]  [ slice 0 | slice 1 ]   at an offset of its own in each heap, said with the flag
  *
  *   rank r, bucket b:  ready[b] = round                         "my gradients of b are complete"
  *   whenever rank r looks (poll): if ready[b] == round on every rank, r reads slice r of all heaps, adds them up in
@@ -22,11 +22,11 @@
 struct plx_flags { /* in the heap, one per bucket and rank */
   _Alignas(PLX_LINE) _Atomic uint32_t ready;
   _Atomic uint32_t done;
+  uint64_t offset; /* where in its heap this rank has the bucket in this round; written before `ready` */
 };
 
 struct plx_bucket {
-  uint64_t offset; /* in the heap */
-  uint64_t count;  /* elements */
+  uint64_t count; /* elements */
   size_t width;    /* bytes per element */
   plx_reduce_fn kernel;
   int reduced; /* our slice, in this round */
@@ -45,8 +45,8 @@ size_t plx_board_bytes(uint32_t num_buckets);
 
 /* Begin a round: all buckets are ours to fill. Only after the last round has finished. */
 void plx_board_begin(struct plx_board *b);
-/* Our part of the bucket is complete. */
-int plx_board_ready(struct plx_board *b, uint32_t bucket);
+/* Our part of the bucket is complete, and lies at `offset` of our heap, until the round has finished. */
+int plx_board_ready(struct plx_board *b, uint32_t bucket, uint64_t offset);
 /* Reduce our slice of every bucket that all ranks have. Never waits. Returns how many slices we still owe. */
 uint32_t plx_board_poll(struct plx_board *b);
 /* Wait until all slices of all buckets are done by everybody. All buckets must be ready here. */

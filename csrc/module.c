@@ -1,9 +1,8 @@
-/* The one file that knows Python: addresses and sizes in, a status out, the GIL released in between. */
+/* The core for Python, but for the pools (module_pool.c): addresses and sizes in, a status out, the GIL released in between. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "module.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -683,12 +682,13 @@ static PyObject *board_begin(Board *self, PyObject *const *a, Py_ssize_t n) {
   Py_RETURN_NONE;
 }
 
-/* Mark a bucket complete, then reduce whatever is complete everywhere. Returns how many slices this rank still owes. */
+/* Mark a bucket complete, at an offset of this rank's heap, then reduce whatever is complete everywhere. Returns how many slices this rank still owes. */
 static PyObject *board_ready(Board *self, PyObject *const *a, Py_ssize_t n) {
   int bucket;
-  if (want(n, 1, "ready") != 0 || to_int(a[0], &bucket) != 0 || !board_open(self)) return NULL;
-  if (plx_board_ready(&self->b, (uint32_t)bucket) != PLX_OK) {
-    PyErr_Format(PyExc_ValueError, "no bucket %d", bucket);
+  uint64_t offset;
+  if (want(n, 2, "ready") != 0 || to_int(a[0], &bucket) != 0 || to_u64(a[1], &offset) != 0 || !board_open(self)) return NULL;
+  if (plx_board_ready(&self->b, (uint32_t)bucket, offset) != PLX_OK) {
+    PyErr_Format(PyExc_ValueError, "no bucket %d, or it lies outside the heap", bucket);
     return NULL;
   }
   uint32_t left;
@@ -709,7 +709,7 @@ static PyObject *board_finish(Board *self, PyObject *const *a, Py_ssize_t n) {
   END(self->group, code)
 }
 
-/* Board(group, offset of the flags, ((offset, count, dtype, redop), ...)): all offsets in the heap, the same everywhere. */
+/* Board(group, offset of the flags in the heap, ((count, dtype, redop), ...)): the same on every rank. */
 static int board_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   Board *self = (Board *)object;
   PyObject *group, *buckets;
@@ -734,16 +734,16 @@ static int board_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   Py_INCREF(group);
   self->group = (Group *)group;
   for (uint32_t i = 0; i < b->num_buckets; i++) {
-    unsigned long long offset, count;
+    unsigned long long count;
     int dtype, redop;
     PyObject *item = PyTuple_GetItem(buckets, i);
-    if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKii", &offset, &count, &dtype, &redop)) {
-      if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a bucket is (offset, count, dtype, redop)");
+    if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "Kii", &count, &dtype, &redop)) {
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a bucket is (count, dtype, redop)");
       return -1;
     }
-    struct plx_bucket k = {offset, count, plx_dtype_size(dtype), plx_reduce_kernel(dtype, redop), 0};
-    if (k.kernel == NULL || offset + count * k.width > b->g->heap_bytes) {
-      PyErr_Format(PyExc_ValueError, "bucket %u: no such reduction, or it lies outside the heap", i);
+    struct plx_bucket k = {count, plx_dtype_size(dtype), plx_reduce_kernel(dtype, redop), 0};
+    if (k.kernel == NULL || count * k.width > b->g->heap_bytes) {
+      PyErr_Format(PyExc_ValueError, "bucket %u: no such reduction, or it is larger than the heap", i);
       return -1;
     }
     b->buckets[i] = k;
@@ -879,6 +879,7 @@ static int core_exec(PyObject *module) {
   if (type == NULL || PyModule_AddObject(module, "Board", type) != 0) return -1;
   type = PyType_FromSpec(&receive_spec);
   if (type == NULL || PyModule_AddObject(module, "Receive", type) != 0) return -1;
+  if (plx_add_pool(module) != 0) return -1;
   static const struct {
     const char *name;
     long value;

@@ -52,6 +52,7 @@ struct thread {
   int32_t *in, *out;
   struct plx_board board;
   struct plx_bucket buckets[NUM_BUCKETS];
+  uint64_t offsets[NUM_BUCKETS]; /* of the buckets, in this rank's heap */
 };
 
 static const struct plx_origin here = {0, 0, NULL};
@@ -285,20 +286,20 @@ static void barrier(struct thread *t) { CHECK(plx_barrier(&t->g, &t->wait, &here
 static void give(struct thread *t, uint32_t buckets) {
   for (uint32_t i = 0; i < buckets; i++) {
     uint32_t b = (NUM_BUCKETS - 1 - i + (t->g.rank % 2) * 2) % NUM_BUCKETS;
-    fill(t, (int32_t *)(t->g.heaps[t->g.rank] + t->buckets[b].offset), t->g.rank, b, t->buckets[b].count);
-    CHECK(plx_board_ready(&t->board, b) == PLX_OK);
+    fill(t, (int32_t *)(t->g.heaps[t->g.rank] + t->offsets[b]), t->g.rank, b, t->buckets[b].count);
+    CHECK(plx_board_ready(&t->board, b, t->offsets[b]) == PLX_OK);
     plx_board_poll(&t->board);
   }
 }
 
 /* A round of the board. */
 static void gradients(struct thread *t) {
-  CHECK(plx_board_ready(&t->board, NUM_BUCKETS) == PLX_INVALID);
+  CHECK(plx_board_ready(&t->board, NUM_BUCKETS, 0) == PLX_INVALID);
   plx_board_begin(&t->board);
   give(t, NUM_BUCKETS);
   CHECK(plx_board_finish(&t->board, &t->wait) == PLX_OK);
   for (uint32_t b = 0; b < NUM_BUCKETS; b++)
-    CHECK(holds_sum(t, (int32_t *)(t->g.heaps[t->g.rank] + t->buckets[b].offset), b, t->buckets[b].count));
+    CHECK(holds_sum(t, (int32_t *)(t->g.heaps[t->g.rank] + t->offsets[b]), b, t->buckets[b].count));
 }
 
 static void leave(struct plx_group *g) {
@@ -444,8 +445,8 @@ static void stress(uint32_t world, int crowded, enum ending ending, uint32_t ope
     t->in = malloc(MOST * 4 * world);
     t->out = malloc(MOST * 4 * world);
     static const uint64_t counts[NUM_BUCKETS] = {1, 17, 1000, 4097, 9999};
-    for (uint64_t b = 0, at = BUCKETS; b < NUM_BUCKETS; at += (4 * counts[b] + 63) / 64 * 64, b++)
-      t->buckets[b] = (struct plx_bucket){at, counts[b], 4, plx_reduce_kernel(PLX_I32, PLX_SUM), 0};
+    for (uint64_t b = 0, at = BUCKETS + 128 * r; b < NUM_BUCKETS; at += (4 * counts[b] + 63) / 64 * 64, b++)
+      t->buckets[b] = (struct plx_bucket){counts[b], 4, plx_reduce_kernel(PLX_I32, PLX_SUM), 0}, t->offsets[b] = at;
     t->board = (struct plx_board){.g = &t->g, .flags = FLAGS, .num_buckets = NUM_BUCKETS, .buckets = t->buckets};
   }
   struct reader reader = {.threads = threads};

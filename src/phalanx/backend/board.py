@@ -21,7 +21,8 @@ class SharedBoard:
     """Rounds of reductions of the same tensors, in place. Collective: all ranks build theirs with the same tensors.
 
     A round: `begin`, then `ready(i)` once for each tensor, in any order and with anything in between, then `finish`.
-    From `ready(i)` to the end of `finish` tensor i belongs to the board.
+    From `ready(i)` to the end of `finish` tensor i belongs to the board. Another tensor of the group's heap, of the
+    same size and dtype, may stand in for tensor i in a round, on any rank, wherever it lies there.
     """
 
     def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
@@ -36,8 +37,7 @@ class SharedBoard:
             self._memory.core,
             self._offset(self._flags),
             tuple(
-                (self._offset(t), t.numel(), dtype_of(t.dtype).code, reduction_of(op, t.dtype, "gradients")[0])
-                for t in tensors
+                (t.numel(), dtype_of(t.dtype).code, reduction_of(op, t.dtype, "gradients")[0]) for t in tensors
             ),
         )
 
@@ -54,11 +54,14 @@ class SharedBoard:
             raise closed(self._memory.group)
         self._board.begin()
 
-    def ready(self, number: int) -> None:
-        """This rank's tensor is complete. Also reduces, without waiting, every tensor that all ranks have."""
+    def ready(self, number: int, instead: Tensor | None = None) -> None:
+        """This rank's tensor, or the one `instead` of it, is complete.
+
+        Also reduces, without waiting, every tensor that all ranks have.
+        """
         if self._memory.arena.closed:
             raise closed(self._memory.group)
-        self._board.ready(number)
+        self._board.ready(number, self._offset(self._tensors[number] if instead is None else instead))
 
     def finish(self) -> None:
         """Return when every tensor holds the reduction on every rank."""

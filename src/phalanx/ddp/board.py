@@ -29,7 +29,7 @@ class BoardExchange:
     def __init__(self, group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> None:
         filled = [bucket for bucket in buckets if bucket.plan.numel]  # an empty tensor lies nowhere
         self._numbers = {id(bucket): number for number, bucket in enumerate(filled)}
-        self._board = SharedBoard(group, [_real(bucket.buffer) for bucket in filled], dist.ReduceOp.AVG)
+        self._board = SharedBoard(group, [_real(_content(bucket)) for bucket in filled], dist.ReduceOp.AVG)
         self._open = False
 
     def launch(self, bucket: DenseBucket) -> BoardExchange:
@@ -39,7 +39,7 @@ class BoardExchange:
             self._board.begin()
         number = self._numbers.get(id(bucket))
         if number is not None:
-            self._board.ready(number)
+            self._board.ready(number, None if bucket.in_place is None else _real(bucket.in_place))
         return self
 
     def wait(self) -> None:
@@ -47,6 +47,12 @@ class BoardExchange:
         if self._open:
             self._open = False
             self._board.finish()
+
+
+def _content(bucket: DenseBucket) -> Tensor:
+    """The bucket's memory; of a single gradient only that, since one that lies elsewhere has nothing behind it."""
+    (first, *others) = bucket.plan.slots
+    return bucket.buffer if others else bucket.buffer[: first.numel]
 
 
 def _real(buffer: Tensor) -> Tensor:

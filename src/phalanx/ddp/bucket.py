@@ -2,19 +2,27 @@
 
 buffer   |<- grad of w4 ->|gap|<- grad of b4 ->|gap|        one allocation; on backend `phalanx` in the arena
 views     parameter.grad       parameter.grad               same memory, the parameter's shape and strides
+
+A large gradient has a bucket to itself, and where ranks share memory autograd writes it there in the first place, into
+a block of a pool. Then nothing is moved, and the bucket's own memory, reserved for what autograd wrote elsewhere, is
+never touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.sharing import shares_memory
-from phalanx.backend.strides import is_dense
+from phalanx.backend.strides import is_dense, same_order
 from phalanx.ddp.plan import Bucket, Slot
+
+if TYPE_CHECKING:  # needs the C core, which may not be there
+    from phalanx.backend.pool import SharedPool
 
 
 def allocate(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
@@ -23,7 +31,8 @@ def allocate(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
         from phalanx.backend import shared_empty  # needs the C core, which a group that shares memory has
 
         memory: Tensor = shared_empty(bucket.numel, dtype=bucket.dtype, group=group)
-        return memory.zero_()
+        # A single gradient leaves no gaps, and may never come here at all; what is not touched costs no memory.
+        return memory.zero_() if len(bucket.slots) > 1 else memory
     return torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
 
 
@@ -31,13 +40,24 @@ class DenseBucket:
     """A planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
 
     With `as_view` a parameter's `.grad` becomes the view in the bucket; without it, gradients are copied in and out.
+    `pool` is where autograd may have written the gradient of a bucket that has but one; with `as_view` only.
     """
 
-    def __init__(self, plan: Bucket, parameters: Sequence[Tensor], buffer: Tensor, *, as_view: bool) -> None:
+    def __init__(
+        self,
+        plan: Bucket,
+        parameters: Sequence[Tensor],
+        buffer: Tensor,
+        *,
+        as_view: bool,
+        pool: SharedPool | None = None,
+    ) -> None:
         self.plan = plan
         self.parameters = list(parameters)
         self.buffer = buffer
         self._as_view = as_view
+        self._pool = pool if as_view and len(plan.slots) == 1 else None
+        self.in_place: Tensor | None = None  # this round's gradient, if the pool holds it
         self.views = [self._view(position) for position in range(len(plan.slots))]
 
     def _view(self, position: int) -> Tensor:
@@ -73,6 +93,9 @@ class DenseBucket:
                 "because the mean over ranks can't be differentiated. Use torch.autograd.grad(..., create_graph=True), "
                 "or call `ddp.module` in place of `ddp` for this step."
             )
+        if self._lies_in_pool(grad, parameter):
+            self.in_place = grad
+            return
         moved = view.data_ptr() != self._address(slot)  # module.to(...) swaps the memory under a gradient
         if grad is view and not moved:
             if scale != 1.0:
@@ -98,9 +121,23 @@ class DenseBucket:
         if self._as_view and written:  # now, not at the end: the memory of autograd's tensor goes back
             parameter.grad = view
 
+    def _lies_in_pool(self, grad: Tensor, parameter: Tensor) -> bool:
+        """Whether all ranks can reach the gradient, and find the same element at the same place of it."""
+        return (
+            self._pool is not None
+            and self._pool.holds(grad)
+            and grad.dtype == self.plan.dtype
+            and grad.shape == parameter.shape
+            and is_dense(grad)
+            and same_order(grad, parameter)
+            and not (grad.is_conj() or grad.is_neg())
+        )
+
     def publish(self, position: int) -> None:
         """Make the slot's content the parameter's gradient."""
         parameter, view = self.parameters[position], self.views[position]
+        if self.in_place is not None:
+            view, self.in_place = self.in_place, None
         if self._as_view:
             if parameter.grad is not view:
                 parameter.grad = view
@@ -111,7 +148,7 @@ class DenseBucket:
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
         """Take over a gradient that lay in another bucket, when buckets are planned anew."""
-        if grad is not None and self._as_view:
+        if grad is not None and self._as_view and not self._lies_in_pool(grad, self.parameters[position]):
             self.views[position].copy_(grad)
             self.parameters[position].grad = self.views[position]
 

@@ -81,14 +81,17 @@ class BucketPlan:
 
 
 def plan_buckets(
-    parameters: Sequence[ParameterSpec], caps_mb: Sequence[float], order: Sequence[int] | None = None
+    parameters: Sequence[ParameterSpec],
+    caps_mb: Sequence[float],
+    order: Sequence[int] | None = None,
+    alone_bytes: int | None = None,
 ) -> BucketPlan:
     """Lay out the gradients of `parameters` in buckets, in the `order` in which they become ready.
 
     `order` lists positions in `parameters`; without it, the reverse of registration, which is how backward usually
     goes. A bucket is closed by the parameter that reaches its cap; the k-th bucket of a dtype and device has the k-th
-    of `caps_mb` (MiB), and the last cap serves all that follow. Buckets are numbered by when their last gradient
-    becomes ready.
+    of `caps_mb` (MiB), and the last cap serves all that follow. A gradient of `alone_bytes` or more has a bucket to
+    itself. Buckets are numbered by when their last gradient becomes ready.
 
     Raises:
         ValueError: a cap is not a positive number, or `order` is not a permutation of the parameters.
@@ -107,7 +110,7 @@ def plan_buckets(
     num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
     for moment, index in enumerate(order):
         spec = parameters[index]
-        if spec.sparse:
+        if spec.sparse or (alone_bytes is not None and spec.numel * spec.dtype.itemsize >= alone_bytes):
             finished.append((moment, [index]))
             continue
         key = (spec.dtype, spec.device)

@@ -15,7 +15,9 @@ Everything here runs in the thread that runs autograd for the module's one devic
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,13 @@ from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
 
+if TYPE_CHECKING:  # needs the C core, which may not be there
+    from phalanx.backend.pool import SharedPool
+
 _SHOWN = 8  # parameter names in a message
+# Gradients of this size are written where all ranks can read them; for smaller ones a copy, in the cache, costs less
+# than a bucket each.
+_ALONE_BYTES = 256 * 1024
 
 
 class Reducer:
@@ -63,6 +71,8 @@ class Reducer:
         self._watch = watch
         self._exchange: Exchange
         self._custom_exchange: Exchange | None = None
+        self._pool = _share_memory_for(self._specs, group) if as_view else None
+        self._alone_bytes = None if self._pool is None else _ALONE_BYTES
 
         self._forward_syncs = False  # what the latest forward decided
         self._backward_syncs: bool | None = None  # what the backward in progress does; None before it is known
@@ -78,7 +88,7 @@ class Reducer:
         self._num_launched: int
         self._pending: list[Pending]
         self._order: dict[int, None]
-        self._adopt(plan_buckets(self._specs, self._caps_mb))
+        self._adopt(self._plan_buckets())
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _when_accumulated(weakref.ref(self), index)
@@ -86,10 +96,19 @@ class Reducer:
             for index, parameter in enumerate(self._parameters)
         ]
         weakref.finalize(self, _remove, self._hooks)
+        if self._pool is not None:
+            weakref.finalize(self, self._pool.close).atexit = False  # tensors may outlive the exit hooks
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Let `exchange` combine the buckets, of this plan and the next."""
+        """Let `exchange` combine the buckets, of this plan and the next. Collective, and before the first backward.
+
+        It gets PyTorch's buckets: each one piece of memory, with as many gradients as the caps let in.
+        """
         self._exchange = self._custom_exchange = exchange
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = self._alone_bytes = None
+            self._adopt(self._plan_buckets())
 
     # Before and after the module's forward
 
@@ -105,7 +124,7 @@ class Reducer:
             RuntimeError: some parameters got no gradient, or backward was interrupted by an exception.
         """
         if self.in_backward:  # its last callback never ran
-            self.in_backward, self._backward_syncs = False, None
+            self._end_backward()
             if self._num_launched:
                 raise RuntimeError(
                     f"{self._here()}: the backward before this forward was interrupted after {self._num_launched} of "
@@ -171,6 +190,8 @@ class Reducer:
     def _enter(self) -> None:
         if not self.in_backward:
             self.in_backward = True
+            if self._pool is not None:
+                self._pool.enter()
             torch.autograd.Variable._execution_engine.queue_callback(self._leave)
 
     def _skip_unused(self) -> None:
@@ -204,7 +225,7 @@ class Reducer:
 
     def _leave(self) -> None:
         """Runs when autograd has nothing left to do in this backward."""
-        self.in_backward, self._backward_syncs = False, None
+        self._end_backward()
         if not self._started:  # torch.autograd.grad, or a backward that only accumulates
             return
         if self._learning or self._find_unused:
@@ -217,6 +238,11 @@ class Reducer:
             self._finish()
         elif self._is_hopeless():
             raise self._missing_gradients()
+
+    def _end_backward(self) -> None:
+        self.in_backward, self._backward_syncs = False, None
+        if self._pool is not None:
+            self._pool.leave()
 
     def _is_hopeless(self) -> bool:
         """Whether no further backward could bring the missing gradients, as far as anyone has looked."""
@@ -266,9 +292,12 @@ class Reducer:
         """
         shared = torch.tensor(order, dtype=torch.int64, device=self._parameters[0].device)
         dist.broadcast(shared, group=self._group, group_src=0)
-        plan = plan_buckets(self._specs, self._caps_mb, shared.tolist())
+        plan = self._plan_buckets(shared.tolist())
         if plan != self.plan:
             self._adopt(plan)
+
+    def _plan_buckets(self, order: Sequence[int] | None = None) -> BucketPlan:
+        return plan_buckets(self._specs, self._caps_mb, order, self._alone_bytes)
 
     def _adopt(self, plan: BucketPlan) -> None:
         grads = [parameter.grad for parameter in self._parameters] if self._num_rounds else None
@@ -280,7 +309,7 @@ class Reducer:
                 self._buckets.append(SparseBucket(bucket, members[0]))
             else:
                 memory = allocate(bucket, self._group)
-                self._buckets.append(DenseBucket(bucket, members, memory, as_view=self._as_view))
+                self._buckets.append(DenseBucket(bucket, members, memory, as_view=self._as_view, pool=self._pool))
         self._places = {
             slot.parameter: (bucket.index, position)
             for bucket in plan.buckets
@@ -323,6 +352,21 @@ class Reducer:
             f"{shown}{more}. {len(self._buckets) - self._num_launched} of {len(self._buckets)} buckets could not be "
             f"sent, so the gradients of this step are not averaged. {advice}"
         )
+
+
+def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) -> SharedPool | None:
+    """Memory in which autograd can write large gradients for all ranks to read; None where nothing can be shared."""
+    sizes = Counter(
+        nbytes
+        for spec in specs
+        if not spec.sparse and spec.device.type == "cpu"
+        if (nbytes := spec.numel * spec.dtype.itemsize) >= _ALONE_BYTES
+    )
+    if not sizes or not shares_memory(group):
+        return None
+    from phalanx.backend.pool import SharedPool  # needs the C core, which a group that shares memory has
+
+    return SharedPool(group, sizes)
 
 
 def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:

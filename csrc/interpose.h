@@ -1,0 +1,22 @@
+/* Function interposition: calls that one loaded library makes to an imported function go to ours instead.
+ *
+ * The library's global offset table has a slot for each function that it imports; the slot is what we write. Memory
+ * profilers do the same. Nothing else in the process changes: other libraries have tables of their own.
+ */
+#ifndef PLX_INTERPOSE_H
+#define PLX_INTERPOSE_H
+
+#include <stddef.h>
+
+/* Where a library keeps the addresses of one imported function: one slot for calls, one for its address taken. */
+struct plx_slots {
+  void **at[4];
+  size_t count;
+};
+
+/* Find the slots of `symbol` in the first loaded library whose file name is `library`. Slots may be none. */
+void plx_find_slots(const char *library, const char *symbol, struct plx_slots *slots);
+/* Write `function` into all slots. Returns 0, or -1 with errno where the system does not let us. */
+int plx_fill_slots(const struct plx_slots *slots, void *function);
+
+#endif

@@ -1,0 +1,210 @@
+"""Large gradients are written by autograd where all ranks read them, and are ordinary tensors all the same."""
+
+import errno
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx import DistributedDataParallel, _core
+from phalanx.testing import run_ranks
+
+_WIDTH = 300  # 300 x 300 floats: above the size from which a gradient is written in place
+
+
+def _build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, 3))
+
+
+def _batch(rank, step=0):
+    return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _mean(world_size, step=0):
+    """The gradients of the mean loss over all ranks' batches, made by one process."""
+    model = _build()
+    (sum(model(_batch(rank, step)).square().mean() for rank in range(world_size)) / world_size).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def _in_place(ddp):
+    """Positions of the parameters whose gradients lie in the pool."""
+    pool = ddp._reducer._pool
+    return [i for i, p in enumerate(ddp.parameters()) if p.grad is not None and pool.holds(p.grad)]
+
+
+def _step(ddp, rank, step=0, **zero):
+    ddp.zero_grad(**zero)
+    ddp(_batch(rank, step)).square().mean().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_large_gradients_are_averaged_where_autograd_wrote_them(world_size, set_to_none):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        for step in range(3):
+            _step(ddp, rank, step, set_to_none=set_to_none)
+            assert _in_place(ddp) == [0, 2]
+            torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, step))
+        return [p.grad.clone() for p in ddp.parameters()]
+
+    first, *others = run_ranks(fn, world_size)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_freed_gradients_make_room_for_the_next_step():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        for step in range(10):
+            _step(ddp, rank, step)
+        assert ddp._reducer._pool._pool.used() == 2
+        ddp.zero_grad()
+        assert ddp._reducer._pool._pool.used() == 0
+
+    run_ranks(fn, 2)
+
+
+def test_a_gradient_that_the_user_keeps_is_not_written_again():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        _step(ddp, rank)
+        kept = [p.grad for p in ddp.parameters()][0]
+        before = kept.clone()
+        for step in range(1, 6):  # more than the pool has spare blocks for
+            _step(ddp, rank, step)
+        assert torch.equal(kept, before)
+
+    run_ranks(fn, 2)
+
+
+def test_gradients_that_are_all_kept_leave_the_pool_empty_and_are_copied():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        kept = []
+        for step in range(5):
+            _step(ddp, rank, step)
+            kept.append([p.grad for p in ddp.parameters()])
+            torch.testing.assert_close(kept[-1], _mean(world_size, step))
+        assert _in_place(ddp) == []
+        torch.testing.assert_close(kept[0][0], _mean(world_size, 0)[0])
+
+    run_ranks(fn, 2)
+
+
+def test_gradients_outlive_the_module_and_the_group():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        _step(ddp, rank)
+        grads = [p.grad for p in ddp.parameters()]
+        del ddp
+        dist.destroy_process_group()
+        torch.testing.assert_close(grads, _mean(world_size))
+        grads.clear()
+
+    run_ranks(fn, 2)
+
+
+def test_only_tensors_of_a_backward_come_from_the_pool():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        _step(ddp, rank)
+        ddp.zero_grad()
+        pool = ddp._reducer._pool
+        assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
+        with pytest.raises(ZeroDivisionError):
+            output = ddp(_batch(rank))
+            output.register_hook(lambda grad: 1 / 0)
+            output.sum().backward()
+        _step(ddp, rank, 1)  # the forward closes the one that was interrupted
+        assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
+        torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, 1))
+
+    run_ranks(fn, 2)
+
+
+def test_gradients_of_other_layouts_come_out_right():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(64, 128, 3).to(memory_format=torch.channels_last)
+            self.spectrum = nn.Parameter(torch.randn(200, 200, dtype=torch.complex64))
+            self.column = nn.Parameter(torch.randn(300, 300).t())
+
+        def forward(self, x):
+            return self.conv(x).mean() + (self.spectrum * 2j).abs().mean() + (self.column @ self.column).mean()
+
+    def batch(rank):
+        return torch.randn(2, 64, 5, 5, generator=torch.Generator().manual_seed(rank))
+
+    def fn(rank, world_size):
+        torch.manual_seed(1)
+        model = Net()
+        ddp = DistributedDataParallel(model)
+        expected = {}
+        for r in range(world_size):
+            model.zero_grad()
+            model(batch(r)).backward()
+            for name, parameter in model.named_parameters():
+                expected[name] = expected.get(name, 0) + parameter.grad / world_size
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(batch(rank)).backward()
+            torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, expected)
+
+    run_ranks(fn, 2)
+
+
+def test_a_forked_child_that_frees_gradients_leaves_its_parent_alone():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        _step(ddp, rank)
+        child = os.fork()
+        if child == 0:
+            ddp.zero_grad()
+            _build()(_batch(0)).sum().backward()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size))
+        _step(ddp, rank, 1)
+        torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, 1))
+
+    run_ranks(fn, 2)
+
+
+def test_a_hook_gets_buckets_of_many_gradients_as_in_pytorch():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        assert len(ddp.plan.buckets) == 3
+        sizes = []
+
+        def hook(state, bucket):
+            sizes.append(len(bucket.gradients()))
+            work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])
+
+        ddp.register_comm_hook(None, hook)
+        _step(ddp, rank)
+        assert sizes == [6]
+        torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size))
+
+    run_ranks(fn, 2)
+
+
+def test_gradients_are_copied_where_the_allocator_cannot_be_reached(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(_core, "Pool", refuse)
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        for step in range(2):
+            _step(ddp, rank, step)
+            assert _in_place(ddp) == []
+            torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, step))
+
+    run_ranks(fn, 2)
