@@ -795,6 +795,17 @@ static PyObject *core_map(PyObject *module, PyObject *args) {
   return PyLong_FromVoidPtr(at);
 }
 
+/* Map more of the file of which `at` maps the beginning: the mapping stands for a descriptor that need not stay open. */
+static PyObject *core_map_again(PyObject *module, PyObject *args) {
+  unsigned long long at, bytes;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KK", &at, &bytes)) return NULL;
+  /* mremap(2): an old size of zero makes a second mapping of the same shared pages. */
+  void *whole = mremap((void *)(uintptr_t)at, 0, (size_t)bytes, MREMAP_MAYMOVE);
+  if (whole == MAP_FAILED) return PyErr_SetFromErrno(PyExc_OSError);
+  return PyLong_FromVoidPtr(whole);
+}
+
 static PyObject *core_unmap(PyObject *module, PyObject *args) {
   unsigned long long at, bytes;
   (void)module;
@@ -863,6 +874,7 @@ static PyObject *core_reduce(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef core_methods[] = {{"map", core_map, METH_VARARGS, NULL},
+                                     {"map_again", core_map_again, METH_VARARGS, NULL},
                                      {"unmap", core_unmap, METH_VARARGS, NULL},
                                      {"discard", core_discard, METH_VARARGS, NULL},
                                      {"group_bytes", core_group_bytes, METH_VARARGS, NULL},

@@ -82,18 +82,16 @@ class Arena:
         self.world_size = len(members)
         self._members = tuple(members)
         self._lock = threading.Lock()
-        self._heap_fd = -1
         self._heap: int | None = None
         self._blocks_in_use = 0
         self._closed = False
         self._placement: Placement | None = None
-        control, self._heap_fd = os.dup(fds[0]), os.dup(fds[1])
-        try:
-            self._control_bytes = os.fstat(control).st_size
-            self._heap_bytes = os.fstat(self._heap_fd).st_size // self.world_size
-            self._control = _core.map(control, self._control_bytes)
-        finally:
-            os.close(control)
+        control, heap = fds
+        self._control_bytes = os.fstat(control).st_size
+        self._heap_bytes = os.fstat(heap).st_size // self.world_size
+        self._control = _core.map(control, self._control_bytes)
+        # One page of the heap keeps it alive until somebody wants it: a thousand idle groups hold no descriptor.
+        self._heap_page: int | None = _core.map(heap, _core.PAGE)
         self._pidfds = tuple(watch.acquire(m.process) if i != rank else -1 for i, m in enumerate(members))
         self.core = _core.Group(
             self._control, self._control_bytes, rank, SPIN_NS, _background_spin_ns(members), self._pidfds, idle
@@ -190,15 +188,20 @@ class Arena:
     def _map_heap(self) -> None:
         if self._heap is not None:
             return
-        self._heap = _core.map(self._heap_fd, self._heap_bytes * self.world_size)
-        os.close(self._heap_fd)
-        self._heap_fd = -1
+        assert self._heap_page is not None
+        self._heap = _core.map_again(self._heap_page, self._heap_bytes * self.world_size)
+        self._let_go_of_page()
         self.core.set_heaps(tuple(self._heap + r * self._heap_bytes for r in range(self.world_size)), self._heap_bytes)
 
     def _unmap_heap(self) -> None:
         if self._heap is not None:
             _core.unmap(self._heap, self._heap_bytes * self.world_size)
             self._heap = None
+
+    def _let_go_of_page(self) -> None:
+        if self._heap_page is not None:
+            _core.unmap(self._heap_page, _core.PAGE)
+            self._heap_page = None
 
     def close(self) -> None:
         """Leave. Peers that wait for this rank hear it at once. Shared tensors stay valid as long as they are held."""
@@ -211,9 +214,7 @@ class Arena:
         for member, fd in zip(self._members, self._pidfds, strict=True):
             if fd >= 0:
                 watch.release(member.process)
-        if self._heap_fd >= 0:
-            os.close(self._heap_fd)
-            self._heap_fd = -1
+        self._let_go_of_page()
         with self._lock:
             if self._blocks_in_use == 0:
                 self._unmap_heap()

@@ -74,7 +74,6 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
             group = _share(counter, seats, options, deadline)
         else:
             group = _connect(counter, seats, options, settings, deadline)
-    _forget_meeting(store, rank, size)
     _leave_at_exit()
     return group
 
@@ -131,6 +130,7 @@ def _share(counter: Counter, seats: Sequence[Seat], options: Any, deadline: Dead
     arena = _open_arena(counter, seats, range(len(seats)), options, deadline, memory.idle)
     memory.attach(arena)
     try:
+        _forget_meeting(options.store, options.group_rank, options.group_size)
         memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
         arena.close()
@@ -214,6 +214,7 @@ def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Op
         raise
     memory.attach(arena, engine, Bulletin(options.store.clone(), meeting, rank, size))
     try:
+        _forget_meeting(options.store, rank, size)
         memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
         memory.close()
@@ -236,7 +237,10 @@ def _unreachable(error: RuntimeError, seats: Sequence[Seat], layout: Layout, nam
 
 
 def _forget_meeting(store: Any, rank: int, size: int) -> None:
-    """All have met: the keys go, so that a later group of the same name can meet under them."""
+    """All have met: the keys go, so that a later group of the same name can meet under them.
+
+    Before the first barrier: whoever has passed that may begin to meet anew.
+    """
     if rank == 0:
         for key in [f"rank/{r}" for r in range(size)] + ["seats"]:
             with contextlib.suppress(Exception):  # a store that cannot delete keeps a few bytes
