@@ -14,12 +14,12 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = [
-    {"errors", "deadline", "dtypes", "log"},
+    {"errors", "deadline", "dtypes", "log", "svg"},
     {"_core", "arena", "engines", "coordination"},
     {"collectives"},
     {"backend"},
     {"ddp", "nn", "optim", "data", "pipeline", "checkpoint", "rpc"},
-    {"strategies", "trainer", "elastic", "launch", "testing", "doctor"},
+    {"strategies", "trainer", "elastic", "launch", "testing", "doctor", "bench"},
     {"cli"},
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -13,10 +13,10 @@ from rich.text import Text
 from phalanx.collectives.algorithms import offering
 from phalanx.collectives.closed_form import predict
 from phalanx.collectives.cost import Cost
-from phalanx.collectives.explanation.svg import FAINT, INK, RULE, Drawing, colour
 from phalanx.collectives.network import Links, Topology
 from phalanx.collectives.schedule import Operation
 from phalanx.collectives.units import format_bytes, format_bytes_per_s, format_seconds
+from phalanx.svg import FAINT, INK, RULE, Drawing, colour
 
 # Up to so many numbers of ranks get a row each; of more, the powers of two and both ends.
 _ROWS = 12

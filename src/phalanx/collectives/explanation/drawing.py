@@ -9,10 +9,10 @@ from __future__ import annotations
 import textwrap
 
 from phalanx.collectives.explanation.story import headline
-from phalanx.collectives.explanation.svg import FAINT, INK, PAPER, RULE, Drawing, colour
 from phalanx.collectives.explanation.symbols import chunk_name
 from phalanx.collectives.schedule import Schedule
 from phalanx.collectives.symbolic import Snapshot, Value, trace
+from phalanx.svg import FAINT, INK, PAPER, RULE, Drawing, colour
 
 MOST_BOXES = 160
 MOST_STEPS = 40

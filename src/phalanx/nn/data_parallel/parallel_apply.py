@@ -128,4 +128,6 @@ def _take_gradient(leaf: Tensor) -> Tensor | None:
 
 def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
-    return functools.reduce(torch.add, present) if present else None
+    # In place where the memory is a replica's own, and nobody else's any more.
+    add = torch.add if any(gradient.is_sparse for gradient in present) else Tensor.add_
+    return functools.reduce(add, present) if present else None

@@ -27,7 +27,7 @@ def replicate(module: nn.Module, num_replicas: int) -> list[nn.Module]:
         TypeError: a submodule is what torch.compile returns.
     """
     for name, child in module.named_modules():
-        if hasattr(child, "_orig_mod"):
+        if "_orig_mod" in child._modules:
             raise TypeError(
                 f"DataParallel can't replicate {name or 'the module'!r}, which torch.compile has returned: it would "
                 "call the original in place of its replica. Pass the module as it was before it was compiled"
@@ -55,7 +55,9 @@ def _replica(module: nn.Module, *, first: bool) -> nn.Module:
         for name, parameter in original._parameters.items():
             if parameter is None:
                 replica._parameters[name] = None
-            else:  # setattr: recurrent layers keep a list of their weights, and update it so
+            elif type(replica).__setattr__ is nn.Module.__setattr__:
+                replica._parameters[name] = parameter_of(parameter)  # type: ignore[assignment]
+            else:  # recurrent layers keep a list of their weights, and update it so
                 setattr(replica, name, parameter_of(parameter))
     return replicas[module]
 

@@ -1,0 +1,106 @@
+"""DataParallel against DistributedDataParallel against one process: the measurement, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx.bench.contestants import CONTESTANTS, DDP, DP, ONE, POOL
+from phalanx.bench.sample import PARTS, Sample, median_of
+from phalanx.bench.workloads import WORKLOADS, Workload
+from phalanx.collectives.units import format_seconds
+
+_NOTABLE = 0.05  # of a time: what is less is not worth a sentence
+_NOTABLE_STOPS = 10  # in one forward; one in a process of its own has one or none
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """samples[contestant] has one entry per round, all of `workload` with `world_size` ranks, replicas or threads."""
+
+    workload: Workload
+    world_size: int
+    samples: dict[str, list[Sample]]
+
+    @property
+    def medians(self) -> dict[str, Sample]:
+        """Of each contestant, over the rounds."""
+        return {name: median_of(samples) for name, samples in self.samples.items()}
+
+    def title_of(self, contestant: str) -> str:
+        """The contestant in words."""
+        return CONTESTANTS[contestant].title.format(self.world_size)
+
+
+def compare(
+    names: Sequence[str], world_size: int, rounds: int, steps: int, say: Callable[[str], None]
+) -> list[Comparison]:
+    """Measure every contestant on the workloads `names`, in turns: a round of each, then the next.
+
+    Each round runs in new processes, and none is left, whatever happens. `say` is told what is being measured.
+
+    Raises:
+        RankFailed: a process failed.
+    """
+    comparisons = [Comparison(WORKLOADS[name], world_size, {one: [] for one in CONTESTANTS}) for name in names]
+    for number in range(1, rounds + 1):
+        for comparison in comparisons:
+            for name, contestant in CONTESTANTS.items():
+                say(f"round {number} of {rounds}: {comparison.workload.name}, {comparison.title_of(name)}")
+                comparison.samples[name].append(contestant.measure(comparison.workload, world_size, steps))
+    return comparisons
+
+
+def explain(comparison: Comparison, usable_cores: int) -> Iterator[str]:
+    """Sentences with where DataParallel's and DistributedDataParallel's time went, from what was measured."""
+    medians, count = comparison.medians, comparison.world_size
+    dp, ddp = medians[DP], medians[DDP]
+    times = {name: format_seconds(sample.step) for name, sample in medians.items()}
+    yield (
+        f"A step of DataParallel takes {times[DP]}: {dp.step / ddp.step:.2f} times that of DistributedDataParallel "
+        f"({times[DDP]}), and {dp.step / medians[ONE].step:.2f} times that of one process with one thread "
+        f"({times[ONE]})."
+    )
+    extra = dp.parts["replicate"] + dp.parts["scatter"] + dp.parts["threads"]
+    yield (
+        f"In every step it makes {count} replicas of the model ({format_seconds(dp.parts['replicate'])}), cuts and "
+        f"joins the batch ({format_seconds(dp.parts['scatter'])}), and starts and ends threads "
+        f"({format_seconds(dp.parts['threads'])}): {extra / dp.step:.0%} of its time. Processes keep "
+        "their replica, and read their own part."
+    )
+    yield f"A replica's forward takes {_forward(dp)} in a thread, and {_forward(ddp)} in a process."
+    took, own = dp.parts["waiting"] + dp.parts["computing"], ddp.parts["waiting"] + ddp.parts["computing"]
+    if took > (1 + _NOTABLE) * own and _stands_still(dp, ddp):
+        yield (
+            f"The threads of one process take turns at the interpreter (GIL): that makes their forward "
+            f"{took / own:.1f} times as long."
+        )
+    else:
+        yield "The threads hardly meet at the interpreter (GIL): these operations are long, and run without it."
+    pieces = {part: dp.parts.get(part, 0.0) - ddp.parts.get(part, 0.0) for part in PARTS}
+    largest = sorted(pieces.items(), key=lambda piece: -abs(piece[1]))[:3]
+    listed = ", ".join(f"{PARTS[part]} {_signed(seconds)}" for part, seconds in largest)
+    yield f"Where the difference of {_signed(dp.step - ddp.step)} lies, the largest parts first: {listed}."
+    best = min(medians, key=lambda name: medians[name].step)
+    yield f"Fastest here: {comparison.title_of(best)}, {times[best]}." + (
+        f" Threads inside each operation alone take {times[POOL]}." if best != POOL else ""
+    )
+    if count > usable_cores:
+        yield f"There are {usable_cores} cores for {count}: some of the waiting is for a core."
+
+
+def _forward(sample: Sample) -> str:
+    stops = "" if sample.stops is None else f", stopping {sample.stops:.0f} times"
+    wall = sample.parts["computing"] + sample.parts["waiting"]
+    return f"{format_seconds(wall)} ({format_seconds(sample.parts['computing'])} of a processor's time{stops})"
+
+
+def _stands_still(thread: Sample, process: Sample) -> bool:
+    """Whether a forward in a thread waits, or is stopped, notably more than in a process of its own."""
+    waited = thread.parts["waiting"] - process.parts["waiting"]
+    stopped = (thread.stops or 0) - (process.stops or 0)
+    return waited > _NOTABLE * thread.parts["computing"] or stopped > _NOTABLE_STOPS
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"

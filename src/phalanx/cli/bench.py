@@ -1,0 +1,111 @@
+"""`phalanx bench`: comparisons on the reader's own machine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from pathlib import Path
+
+import click
+
+_MOST_RANKS = 64
+
+
+class _Benches(click.Group):
+    """A group that suggests the nearest name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if not args[0].startswith("-") and args[0] not in names:
+            near = difflib.get_close_matches(args[0], names, n=1)
+            advice = f"Did you mean {near[0]!r}? " if near else ""
+            ctx.fail(f"nothing called {args[0]!r} to measure. {advice}There are: {', '.join(names)}.")
+        return super().resolve_command(ctx, args)
+
+
+@click.group("bench", cls=_Benches, invoke_without_command=True, short_help="Measure and compare on this machine.")
+@click.pass_context
+def command(ctx: click.Context) -> None:
+    """Measure on this machine, in turns, and explain what was measured."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@command.command("dp-vs-ddp", short_help="DataParallel against DistributedDataParallel and one process.")
+@click.option(
+    "--world-size",
+    type=click.IntRange(2, _MOST_RANKS),
+    help="Threads and processes.  [default: the cores of this machine, 2 to 4]",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    type=click.Choice(["many-small", "few-large"]),
+    help="What is trained; may be given twice.  [default: both]",
+)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="All contestants, in turns.")
+@click.option("--steps", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Measured in each round.")
+@click.option(
+    "--svg", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Also draw it into this file, as SVG."
+)
+@click.option("--json", "in_json", is_flag=True, help="Print every figure as JSON.")
+def _dp_vs_ddp(
+    world_size: int | None, workloads: tuple[str, ...], rounds: int, steps: int, svg: Path | None, in_json: bool
+) -> None:
+    """Train two small models in four ways, and explain the difference from the measured parts of a step.
+
+    DataParallel has a thread per replica, DistributedDataParallel a process; one process with one thread, and with as
+    many threads inside each operation, are measured beside them. All train the same model on the same batch.
+    """
+    if svg is not None and not (svg.absolute().parent.is_dir() and os.access(svg.absolute().parent, os.W_OK)):
+        # Before the first minute, not after it.
+        raise click.UsageError(f"cannot write {svg}: there is no folder {svg.absolute().parent} to write into.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    from phalanx.bench import picture, report
+    from phalanx.bench.comparison import compare
+    from phalanx.bench.workloads import WORKLOADS
+    from phalanx.testing import RankFailed
+
+    try:
+        with _Progress() as progress:
+            size = world_size or min(max(cores, 2), 4)
+            comparisons = compare(workloads or tuple(WORKLOADS), size, rounds, steps, progress.say)
+    except RankFailed as failure:
+        raise click.ClickException(str(failure)) from failure
+    if in_json:
+        click.echo(report.as_json(comparisons, cores))
+    elif sys.stdout.isatty():
+        report.print_tables(comparisons, cores)
+    else:
+        for line in report.as_text(comparisons, cores):
+            click.echo(line)
+    if svg is not None:
+        try:
+            svg.write_text(picture.draw(comparisons), encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"cannot write {svg}: {error.strerror}.") from error
+        click.echo(f"Drawn into {svg}.", err=True)
+
+
+class _Progress:
+    """One line on a terminal that says what is being measured, gone when it is over."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        """Show `text` in the place of what was shown before."""
+        if self._shown:
+            click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            click.echo("\r\x1b[K", nl=False, err=True)

@@ -1,0 +1,108 @@
+"""What is said of measurements: the sentences, the tables, the picture."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from phalanx.bench.comparison import Comparison, explain
+from phalanx.bench.contestants import CONTESTANTS, DDP, DP, ONE, POOL
+from phalanx.bench.picture import draw
+from phalanx.bench.report import as_json, as_text
+from phalanx.bench.sample import PARTS, Sample, median_of, slowest_of
+from phalanx.bench.workloads import WORKLOADS
+
+FORWARD = {"computing": 0.004, "waiting": 0.0, "backward": 0.006, "update": 0.001}
+
+
+def _sample(step, stops=0, **parts):
+    return Sample(step, {**FORWARD, **parts}, 100.0, stops)
+
+
+def _comparison(dp, *, ddp=None, world_size=2):
+    samples = {
+        ONE: [_sample(0.016)],
+        POOL: [_sample(0.014)],
+        DP: [dp],
+        DDP: [ddp or _sample(0.012)],
+    }
+    return Comparison(WORKLOADS["many-small"], world_size, samples)
+
+
+def _meeting():
+    """Replicas that meet at the interpreter."""
+    return _sample(0.040, stops=60, computing=0.008, waiting=0.002, replicate=0.012, scatter=0.001, threads=0.003)
+
+
+def _apart():
+    return _sample(0.013, stops=1, replicate=0.0005, scatter=0.0002, threads=0.0003)
+
+
+def _text(comparison, cores=2):
+    return " ".join(explain(comparison, cores))
+
+
+def test_the_medians_are_of_each_figure_by_itself():
+    samples = [_sample(step, stops=stops, waiting=wait) for step, stops, wait in ((1, 5, 3), (2, 6, 1), (9, 1, 2))]
+    median = median_of(samples)
+    assert (median.step, median.stops, median.parts["waiting"]) == (2, 5, 2)
+    assert "replicate" not in median.parts
+    assert median_of([Sample(1.0, {}, 1.0)]).stops is None
+
+
+def test_the_slowest_rank_is_the_one_that_counts():
+    assert slowest_of([_sample(1), _sample(3), _sample(2)]).step == 3
+
+
+def test_threads_that_meet_at_the_interpreter_are_told_with_the_figures():
+    text = _text(_comparison(_meeting()))
+    assert "A step of DataParallel takes 40 ms: 3.33 times that of DistributedDataParallel (12 ms), and 2.50" in text
+    assert "makes 2 replicas of the model (12 ms), cuts and joins the batch (1 ms), and starts and ends" in text
+    assert ": 40% of its time" in text
+    assert "forward takes 10 ms (8 ms of a processor's time, stopping 60 times) in a thread, and 4 ms" in text
+    assert "take turns at the interpreter (GIL): that makes their forward 2.5 times as long" in text
+    assert "lies, the largest parts first: make replicas +12 ms, forward: computing +4 ms, start" in text
+    assert "Fastest here: DistributedDataParallel, 2 processes, 12 ms. Threads inside each operation" in text
+
+
+def test_threads_that_do_not_meet_are_told_so():
+    text = _text(_comparison(_apart()))
+    assert "hardly meet at the interpreter" in text
+    assert "as long." not in text
+
+
+def test_too_few_cores_are_told():
+    assert "There are 2 cores for 4: some of the waiting is for a core." in _text(_comparison(_apart(), world_size=4))
+    assert "some of the waiting" not in _text(_comparison(_apart()))
+
+
+def test_where_stops_are_not_counted_none_are_told():
+    unknown = Sample(0.013, {**FORWARD, "replicate": 0.0, "scatter": 0.0, "threads": 0.0}, 1.0)
+    assert "stopping" not in _text(_comparison(unknown, ddp=Sample(0.012, FORWARD, 1.0)))
+
+
+def test_the_table_has_a_row_per_contestant_and_a_dash_for_what_it_does_not_have():
+    lines = list(as_text([_comparison(_meeting())], 2))
+    rows = [line for line in lines if line.startswith(("one process", "DataParallel", "DistributedDataParallel"))]
+    assert len(rows) == len(CONTESTANTS)
+    assert rows[0].split()[-7:] == ["-", "-", "-", "4.00", "0.00", "6.00", "1.00"]
+    assert all(name in "".join(lines) for name in PARTS.values())
+
+
+def test_json_has_every_round_and_the_sentences():
+    comparison = _comparison(_meeting())
+    (told,) = json.loads(as_json([comparison], 2))["comparisons"]
+    assert told["rounds"][DP][0]["parts"]["replicate"] == 0.012
+    assert told["medians"][DDP]["step"] == 0.012
+    assert told["explanation"] == list(explain(comparison, 2))
+
+
+def test_the_picture_has_a_bar_per_contestant_as_long_as_its_step():
+    text = draw([_comparison(_meeting()), _comparison(_apart())])
+    root = ET.fromstring(text)
+    rests = [shape for shape in root.iter() if shape.get("fill") == "#c3cad2" and shape.get("height") == "20"]
+    assert len(rests) == 2 * len(CONTESTANTS)
+    widths = [float(shape.get("width")) for shape in rests[: len(CONTESTANTS)]]
+    assert widths[2] == max(widths)
+    assert widths[0] / widths[2] == pytest.approx(0.016 / 0.040, abs=0.01)
+    assert "DistributedDataParallel, 2 processes" in text
