@@ -5,13 +5,23 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from phalanx.collectives import Schedule, Topology, build, execute, halving_doubling, hierarchical, ring
+from phalanx.collectives import (
+    ALGORITHMS,
+    Schedule,
+    Topology,
+    build,
+    execute,
+    halving_doubling,
+    hierarchical,
+    play,
+    ring,
+)
 from phalanx.collectives.schedule import chunk_bounds
 
 from .conftest import UNEQUAL, every_schedule
@@ -46,8 +56,8 @@ def run(schedule: Schedule, buffers: list[Array], *, bounds: Sequence[int] | Non
             asked[rank] = max(asked[rank], length)
             return np.full(length, np.nan, np.float32)
 
-        def combine(mine: Array, theirs: Array) -> None:
-            np.add(mine, theirs, out=mine)
+        def combine(into: Array, first: Array, second: Array) -> None:
+            np.add(first, second, out=into)
 
         try:
             execute(
@@ -133,7 +143,7 @@ def test_a_step_asks_for_what_it_receives_before_it_sends() -> None:
         np.zeros(8, np.float32),
         send=note("send"),
         recv=note("recv"),
-        combine=lambda mine, theirs: None,
+        combine=lambda into, first, second: None,
         scratch=lambda length: np.zeros(length, np.float32),
     )
     assert order == ["recv 2", "send 2", "recv 1", "send 1", "recv 1", "send 1", "recv 2", "send 2"]
@@ -181,6 +191,59 @@ def test_an_error_of_a_send_reaches_the_caller() -> None:
             np.zeros(4, np.float32),
             send=broken,
             recv=nothing,
-            combine=lambda mine, theirs: None,
+            combine=lambda into, first, second: None,
             scratch=lambda length: np.zeros(length, np.float32),
         )
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 1], [1, 1, 1], [2, 2], [1] * 5])
+def test_plays_in_turns_give_what_one_after_the_other_gives_with_all_receives_started_first(sizes: list[int]) -> None:
+    topology = Topology.of_sizes(sizes)
+    for name, algorithm in ALGORITHMS.items():
+        if algorithm.one_host and len(sizes) > 1:
+            continue
+        schedule = build(name, "all_reduce", topology)
+        together = contributions(topology.world_size, 23)
+        apart = [buffer.copy() for buffer in together]
+        run(schedule, apart)
+        _play_in_one_thread(schedule, together)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(together, apart, strict=True)), name
+
+
+def _play_in_one_thread(schedule: Schedule, buffers: list[Array]) -> None:
+    """All ranks take a step each in turn; a receive that is waited for must have its message."""
+    links: dict[tuple[int, int], queue.Queue[Array]] = defaultdict(queue.Queue)
+    posted: list[int] = []
+
+    class Receive:
+        def __init__(self, link: queue.Queue[Array], view: Array) -> None:
+            self._link, self._view = link, view
+
+        def wait(self) -> None:
+            self._view[:] = self._link.get_nowait()
+
+    def start(rank: int) -> Iterator[None]:
+        def recv(src: int, view: Array) -> Receive:
+            posted.append(rank)
+            return Receive(links[src, rank], view)
+
+        return play(
+            schedule,
+            rank,
+            buffers[rank],
+            send=lambda dst, view: links[rank, dst].put(view.copy()),
+            recv=recv,
+            combine=lambda into, first, second: np.add(first, second, out=into),
+            scratch=lambda n: np.full(n, np.nan, np.float32),
+        )
+
+    plays = [start(rank) for rank in range(schedule.world_size)]
+    for one in plays:
+        next(one)
+    count = len(posted)
+    for _ in range(schedule.num_steps):
+        for one in plays:
+            next(one)
+    assert len(posted) == count, "a receive was started after the first pause"
+    for one in plays:
+        assert list(one) == []

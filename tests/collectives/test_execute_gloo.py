@@ -26,7 +26,7 @@ def reduce_with_every_algorithm(rank: int, world_size: int, sizes: list[int]) ->
             tensor,
             send=lambda dst, view: dist.isend(view, dst),
             recv=lambda src, view: dist.irecv(view, src),
-            combine=lambda mine, theirs: mine.add_(theirs),
+            combine=lambda into, first, second: torch.add(first, second, out=into),
             scratch=lambda n: torch.full((n,), float("nan")),
         )
         torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5)

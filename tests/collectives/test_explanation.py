@@ -120,9 +120,22 @@ def test_curves_show_every_algorithm_at_the_powers_of_two() -> None:
     lines = list(curves.plain(computed))
     assert lines[0] == "all_reduce of 64 MiB, 4 ranks per host, 30 µs and 1 Gbit/s between hosts"
     header = next(i for i, line in enumerate(lines) if line.split()[:1] == ["ranks"])
-    assert lines[header].split() == ["ranks", "hierarchical", "ring", "halving_doubling", "tree", "single"]
+    assert lines[header].split() == ["ranks", "hierarchical", "ring", "halving_doubling", "doubling", "tree", "single"]
     assert [line.split()[0] for line in lines[header + 1 : header + 7]] == ["2", "4", "8", "16", "32", "64"]
-    assert lines[-1].split() == ["h", "hierarchical", "o", "ring", "x", "halving_doubling", "t", "tree", "s", "single"]
+    assert lines[-1].split() == [
+        "h",
+        "hierarchical",
+        "o",
+        "ring",
+        "x",
+        "halving_doubling",
+        "d",
+        "doubling",
+        "t",
+        "tree",
+        "s",
+        "single",
+    ]
 
 
 def test_curves_of_one_point_are_a_table_without_a_plot() -> None:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from phalanx.collectives import direct, halving_doubling, hierarchical, ring, single, tree
+from phalanx.collectives import direct, doubling, halving_doubling, hierarchical, ring, single, tree
 from phalanx.collectives.network import Topology
 from phalanx.collectives.schedule import OPERATIONS, Operation, Schedule
 
@@ -73,6 +73,7 @@ ALGORITHMS: dict[str, Algorithm] = {
                 "all_gather": _flat(halving_doubling.all_gather),
             },
         ),
+        Algorithm("doubling", "recursive doubling", {"all_reduce": _flat(doubling.all_reduce)}),
         Algorithm(
             "tree",
             "the binomial tree",

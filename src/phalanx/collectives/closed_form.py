@@ -7,6 +7,8 @@ P ranks, S bytes, L = ⌈log2 P⌉, Q = the power of two at or below P, q = log2
     tree               2L                2Lα + 2L·Sβ + L·Sγ
     halving_doubling   2q                2qα + 2(Q-1)/Q·Sβ + (Q-1)/Q·Sγ
                        2q+2 if P > Q     … + 2α + 2Sβ + Sγ
+    doubling           q                 qα + q·Sβ + q·Sγ
+                       q+2 if P > Q      … + 2α + 2Sβ + Sγ
     single             2(P-1)            2(P-1)α + 2(P-1)·Sβ + (P-1)·Sγ
     direct             2                 2α + 2(P-1)/P·Sβ + (P-1)/P·Sγ
     hierarchical       2 + 2(H-1)        direct of R ranks on S inside, a ring of H hosts on S between,
@@ -49,6 +51,7 @@ def closed_form(algorithm: str, operation: Operation, nbytes: float, topology: T
 def _uniform(algorithm: str, operation: Operation, p: int, s: float, link: Link, gamma: float) -> Cost | None:
     part = s * (p - 1) / p
     levels = (p - 1).bit_length()
+    q = p.bit_length() - 1
     match algorithm, operation:
         case "ring", "all_reduce":
             return _cost(2 * (p - 1), 2 * part, part, link, gamma)
@@ -75,7 +78,9 @@ def _uniform(algorithm: str, operation: Operation, p: int, s: float, link: Link,
         case "tree", "broadcast":
             return _cost(levels, levels * s, 0, link, gamma)
         case "halving_doubling", "all_reduce":
-            return _halving_doubling(p, s, link, gamma)
+            return _folded(p, 2 * q, 2 * s * (2**q - 1) / 2**q, s * (2**q - 1) / 2**q, s, link, gamma)
+        case "doubling", "all_reduce":
+            return _folded(p, q, q * s, q * s, s, link, gamma)
         case _:
             return None
 
@@ -91,14 +96,13 @@ def _both_ways(half: int, s: float, link: Link, gamma: float) -> Cost:
     return Cost(2 * half, half * s, seconds)
 
 
-def _halving_doubling(p: int, s: float, link: Link, gamma: float) -> Cost:
-    q = p.bit_length() - 1
-    part = s * (2**q - 1) / 2**q
-    halving = _cost(2 * q, 2 * part, part, link, gamma)
-    if p == 2**q:
-        return halving
+def _folded(p: int, steps: int, nbytes: float, combined: float, s: float, link: Link, gamma: float) -> Cost:
+    """What the Q ranks do among themselves, and a step before and after it for those that are folded."""
+    among = _cost(steps, nbytes, combined, link, gamma)
+    if p & (p - 1) == 0:
+        return among
     fold = _both_ways(1, s, link, gamma)
-    return Cost(halving.steps + fold.steps, halving.busiest_bytes + fold.busiest_bytes, halving.seconds + fold.seconds)
+    return Cost(among.steps + fold.steps, among.busiest_bytes + fold.busiest_bytes, among.seconds + fold.seconds)
 
 
 def _hierarchical(s: float, topology: Topology, links: Links) -> Cost | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from phalanx.collectives.schedule import RankStep, Schedule, chunk_bounds
 
@@ -43,7 +44,7 @@ def execute(
     *,
     send: Callable[[int, B], Handle | None],
     recv: Callable[[int, B], Handle | None],
-    combine: Callable[[B, B], object],
+    combine: Callable[[B, B, B], object],
     scratch: Callable[[int], B],
     bounds: Sequence[int] | None = None,
 ) -> None:
@@ -53,19 +54,27 @@ def execute(
     may wait for what the peer does: in each step all receives are started first, then all sends, then all are waited
     for. (An engine that asks the receiver before it sends, as Gloo does, would otherwise put a rank's consent behind
     what that rank itself sends, and a link would carry one direction at a time.) Messages between two ranks arrive in
-    the order they were sent. `combine(mine, theirs)` stores the combination in `mine`; `scratch(n)` gives an
-    uninitialised buffer of n elements, at most S once per call for the schedules of this package. `bounds` are the
-    chunks' bounds where they are not even (num_chunks + 1 numbers from 0 to the length).
+    the order they were sent. `combine(into, first, second)` stores the combination of `first` and `second`, of which
+    `first` came from the lower rank, in `into`, which is one of them; `scratch(n)` gives an uninitialised buffer of n
+    elements, at most S once per call for the schedules of this package. `bounds` are the chunks' bounds where they are
+    not even (num_chunks + 1 numbers from 0 to the length).
 
     Empty chunks are not sent. Memory: what arrives to be combined is staged, what arrives to be copied is not.
-    Numerics: see `Schedule.order`; bitwise equal on all ranks if `combine` commutes, bit by bit.
+    Numerics: see `Schedule.order`; bitwise equal on all ranks.
 
     Raises:
         ValueError: `bounds` do not fit the schedule or the buffer.
         Whatever `send`, `recv`, `combine` or a handle raises; the buffer then holds undefined values.
     """
-    for _ in play(schedule, rank, buffer, send=send, recv=recv, combine=combine, scratch=scratch, bounds=bounds):
-        pass
+    bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
+    _require_bounds(bounds, schedule.num_chunks, len(buffer))
+    staging = scratch(0)
+    for step in schedule.for_rank(rank):
+        needed = _staged(step, bounds)
+        if needed > len(staging):
+            staging = scratch(needed)
+        arrivals = _receive(step, buffer, staging, bounds, recv)
+        _finish(_send(step, buffer, bounds, send), arrivals, combine)
 
 
 def play(
@@ -75,40 +84,51 @@ def play(
     *,
     send: Callable[[int, B], Handle | None],
     recv: Callable[[int, B], Handle | None],
-    combine: Callable[[B, B], object],
+    combine: Callable[[B, B, B], object],
     scratch: Callable[[int], B],
     bounds: Sequence[int] | None = None,
 ) -> Iterator[None]:
-    """As `execute`, with a pause after each step is started, the idle ones too: `schedule.num_steps` pauses.
+    """As `execute`, with the receives of all steps started first, and with pauses: 1 + `schedule.num_steps` of them.
 
-    Going on waits for the step and starts the next. Several plays may be carried out in turns, so that the messages of
-    one are under way while another computes, if all ranks take the same turns.
+    The first pause: all receives are started, so that no sender waits for this rank; `buffer` may still be written.
+    The others: a step is started, the idle ones too. Going on waits for the step and starts the next. Several plays may
+    be carried out in turns, so that the messages of one are under way while another computes, if all ranks take the
+    same turns and messages of different plays are told apart.
+
+    What arrives early lies in scratch, or overwrites a chunk whose last value has left this rank: a result that is
+    handed to a rank contains what that rank has sent. Memory: the scratch of all steps together.
     """
     bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
     _require_bounds(bounds, schedule.num_chunks, len(buffer))
-    staging = scratch(0)
+    steps = list(schedule.for_rank(rank))
+    staging = scratch(sum(_staged(step, bounds) for step in steps))
+    arrivals = []
+    for step in steps:
+        arrivals.append(_receive(step, buffer, staging, bounds, recv))
+        staging = staging[_staged(step, bounds) :]
+    yield
     number = 0
-    for step in schedule.for_rank(rank):
+    for step, arrival in zip(steps, arrivals, strict=True):
         yield from itertools.repeat(None, step.number - number)
         number = step.number + 1
-        needed = _staged(step, bounds)
-        if needed > len(staging):
-            staging = scratch(needed)
-        yield from _play(step, buffer, staging, bounds, send, recv, combine)
+        sent = _send(step, buffer, bounds, send)
+        yield
+        _finish(sent, arrival, combine)
     yield from itertools.repeat(None, schedule.num_steps - number)
 
 
-def _play(
-    step: RankStep,
-    buffer: B,
-    staging: B,
-    bounds: Sequence[int],
-    send: Callable[[int, B], Handle | None],
-    recv: Callable[[int, B], Handle | None],
-    combine: Callable[[B, B], object],
-) -> Iterator[None]:
-    handles: list[Handle | None] = []
-    arrived: list[tuple[B, B]] = []
+@dataclass
+class _Arrivals:
+    """What one step receives: its handles, and what to combine in which order, as `combine` takes it."""
+
+    handles: list[Handle | None]
+    parts: list[tuple[Any, Any, Any]]
+
+
+def _receive(
+    step: RankStep, buffer: B, staging: B, bounds: Sequence[int], recv: Callable[[int, B], Handle | None]
+) -> _Arrivals:
+    arrivals = _Arrivals([], [])
     used = 0
     for t in step.recvs:
         begin, end = bounds[t.start], bounds[t.stop]
@@ -118,20 +138,26 @@ def _play(
         if t.kind == "reduce":
             theirs = staging[used : used + end - begin]
             used += end - begin
-            arrived.append((view, theirs))
+            arrivals.parts.append((view, theirs, view) if t.src < t.dst else (view, view, theirs))
             view = theirs
-        handles.append(recv(t.src, view))
-    for t in step.sends:
-        begin, end = bounds[t.start], bounds[t.stop]
-        if end > begin:
-            handles.append(send(t.dst, buffer[begin:end]))
-    yield
-    for handle in handles:
+        arrivals.handles.append(recv(t.src, view))
+    return arrivals
+
+
+def _send(
+    step: RankStep, buffer: B, bounds: Sequence[int], send: Callable[[int, B], Handle | None]
+) -> list[Handle | None]:
+    pieces = [(t.dst, bounds[t.start], bounds[t.stop]) for t in step.sends]
+    return [send(dst, buffer[begin:end]) for dst, begin, end in pieces if end > begin]
+
+
+def _finish(sent: Sequence[Handle | None], arrivals: _Arrivals, combine: Callable[[B, B, B], object]) -> None:
+    for handle in (*sent, *arrivals.handles):
         if handle is not None:
             handle.wait()
     # Only now: a chunk may be sent and combined in one step, and what is sent is its value from before.
-    for mine, theirs in arrived:
-        combine(mine, theirs)
+    for into, first, second in arrivals.parts:
+        combine(into, first, second)
 
 
 def _staged(step: RankStep, bounds: Sequence[int]) -> int:

@@ -27,7 +27,7 @@ ORDER = "a balanced binary tree: folded neighbours first, then the farthest rank
 
 
 @dataclass(frozen=True)
-class _Fold:
+class Fold:
     """P ranks as Q actors, Q the power of two below, each responsible for a run of chunks.
 
     `chunk_per_rank` gives each actor the chunks of the ranks it acts for, as reduce_scatter and all_gather need;
@@ -39,17 +39,21 @@ class _Fold:
 
     @property
     def actors(self) -> int:
+        """Q."""
         return 1 << (self.world_size.bit_length() - 1)
 
     @property
     def folded(self) -> int:
+        """How many ranks stand aside."""
         return self.world_size - self.actors
 
     @property
     def num_chunks(self) -> int:
+        """How many chunks the buffer has."""
         return self.world_size if self.chunk_per_rank else self.actors
 
     def rank(self, actor: int) -> int:
+        """The rank that acts as `actor`."""
         return 2 * actor if actor < self.folded else actor + self.folded
 
     def actor(self, rank: int) -> int | None:
@@ -63,7 +67,7 @@ class _Fold:
         return self.rank(actor) if self.chunk_per_rank else actor
 
 
-def _exchange(name: str, fold: _Fold, kind: Kind) -> Phase:
+def _exchange(name: str, fold: Fold, kind: Kind) -> Phase:
     levels = fold.actors.bit_length() - 1
 
     def distance(step: int) -> int:
@@ -86,7 +90,7 @@ def _exchange(name: str, fold: _Fold, kind: Kind) -> Phase:
     return Phase(name, levels, sends, sources, lambda step: [fold.rank(actor) for actor in range(fold.actors)])
 
 
-def _neighbours(name: str, fold: _Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]) -> Phase:
+def neighbours(name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]) -> Phase:
     """The one step between a rank that stands aside (odd) and the one that acts for it; none if nobody is folded."""
 
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
@@ -106,12 +110,12 @@ def _neighbours(name: str, fold: _Fold, kind: Kind, *, inward: bool, chunks: Cal
 def all_reduce(world_size: int) -> Schedule:
     """Fold, halve, double, unfold: 2 log2 Q steps and 2S(Q-1)/Q bytes, plus 2 steps and S bytes if P is not Q."""
     require_world_size(world_size)
-    fold = _Fold(world_size, chunk_per_rank=False)
+    fold = Fold(world_size, chunk_per_rank=False)
     phases = (
-        _neighbours("fold", fold, "reduce", inward=True, chunks=lambda odd: (0, fold.num_chunks)),
+        neighbours("fold", fold, "reduce", inward=True, chunks=lambda odd: (0, fold.num_chunks)),
         _exchange("halving", fold, "reduce"),
         _exchange("doubling", fold, "copy"),
-        _neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (0, fold.num_chunks)),
+        neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (0, fold.num_chunks)),
     )
     return Schedule("halving_doubling", "all_reduce", world_size, fold.num_chunks, phases, ORDER)
 
@@ -119,11 +123,11 @@ def all_reduce(world_size: int) -> Schedule:
 def reduce_scatter(world_size: int) -> Schedule:
     """Fold, halve, and hand the chunk of each rank that stands aside to it: log2 Q steps, plus 2 if P is not Q."""
     require_world_size(world_size)
-    fold = _Fold(world_size, chunk_per_rank=True)
+    fold = Fold(world_size, chunk_per_rank=True)
     phases = (
-        _neighbours("fold", fold, "reduce", inward=True, chunks=lambda odd: (0, world_size)),
+        neighbours("fold", fold, "reduce", inward=True, chunks=lambda odd: (0, world_size)),
         _exchange("halving", fold, "reduce"),
-        _neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (odd, odd + 1)),
+        neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (odd, odd + 1)),
     )
     return Schedule("halving_doubling", "reduce_scatter", world_size, world_size, phases, ORDER)
 
@@ -131,10 +135,10 @@ def reduce_scatter(world_size: int) -> Schedule:
 def all_gather(world_size: int) -> Schedule:
     """Take in the chunks of ranks that stand aside, double, hand all back: log2 Q steps, plus 2 if P is not Q."""
     require_world_size(world_size)
-    fold = _Fold(world_size, chunk_per_rank=True)
+    fold = Fold(world_size, chunk_per_rank=True)
     phases = (
-        _neighbours("fold", fold, "copy", inward=True, chunks=lambda odd: (odd, odd + 1)),
+        neighbours("fold", fold, "copy", inward=True, chunks=lambda odd: (odd, odd + 1)),
         _exchange("doubling", fold, "copy"),
-        _neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (0, world_size)),
+        neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (0, world_size)),
     )
     return Schedule("halving_doubling", "all_gather", world_size, world_size, phases, "nothing is combined")

@@ -42,6 +42,11 @@ class Call:
         return (digest + self.words().encode()[: BLOCK_BYTES - _DIGEST_BYTES]).ljust(BLOCK_BYTES, b"\0")
 
 
+def digest_of(block: bytes | bytearray) -> int:
+    """The digest as a number."""
+    return int.from_bytes(block[:_DIGEST_BYTES], "little")
+
+
 def disagreement(blocks: Mapping[int, bytes]) -> dict[int, str]:
     """Each rank's words if the ranks' calls differ; else nothing."""
     if len({block[:_DIGEST_BYTES] for block in blocks.values()}) <= 1:

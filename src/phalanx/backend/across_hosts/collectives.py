@@ -13,7 +13,6 @@ more ranks than the smallest) takes part in 1 and 3.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,23 +21,25 @@ from torch import Tensor
 
 from phalanx.arena.arena import timeout_ns
 from phalanx.backend.across_hosts.call import Call
-from phalanx.backend.across_hosts.rails import TAG, Message, plan, talking_to
+from phalanx.backend.across_hosts.rails import Message, data_tag, plan, talking_to
+from phalanx.backend.across_hosts.segments import Turns
 from phalanx.backend.across_hosts.session import Disagreement, Session
-from phalanx.backend.shared_memory import Span, dense, nbytes, scaled, write_back
-from phalanx.collectives.schedule import chunk_bounds
+from phalanx.backend.shared_memory import Span, dense, is_plain, nbytes, scaled, write_back
+from phalanx.collectives.schedule import Schedule, chunk_bounds
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
 
 _SUM, _AVG = 0, 1  # enum plx_redop
-# What travels in one piece. Smaller ones overlap better; each costs two gates in memory and, per step, a round trip.
-_SEGMENT_BYTES = 2 * 2**20
-# Turns from a step's start to its end on the rails, so that its round trip is hidden. Measured with benchmarks/hosts.
-_TURNS = 2
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class Collectives(Session):
     """Every collective of `SharedMemory`, with the same arguments; see there for what each does."""
+
+    @property
+    def _data(self) -> int:
+        """The tag of what the operation under way sends, where it sends all in one stream."""
+        return data_tag(self._digest, 0)
 
     def barrier(self, span: Span) -> None:
         """Return when every rank has come."""
@@ -58,62 +59,75 @@ class Collectives(Session):
         """
         tensor = tensor.detach()
         call = self._reduction("all_reduce" if root < 0 else "reduce", tensor, redop, span, root=root)
-        with self._collective(call, span) as deadline:
-            source = scaled(tensor, factor)
-            if root >= 0 or tensor.dtype in _HALF:
-                work = _sum_type(source).contiguous().resolve_conj().resolve_neg()
-                work = work.clone() if work.data_ptr() == tensor.data_ptr() else work
-            else:
-                work = dense(source)
-            flat = work.view(-1)
-            result = flat if flat.dtype == tensor.dtype else torch.empty(flat.shape, dtype=tensor.dtype)
-            self._reduce_in_segments(flat, result, redop, span, deadline, key=tensor.data_ptr())
-            if result.data_ptr() != tensor.data_ptr() and root in (-1, self.rank):
+        with self._collective(call, span, early=True) as deadline:
+            source = _sum_type(dense(scaled(tensor, factor))).view(-1)
+            wanted = root in (-1, self.rank)
+            result = tensor.view(-1) if wanted and is_plain(tensor) else torch.empty(source.shape, dtype=tensor.dtype)
+            self._reduce_in_segments(source, result, redop, span, deadline, key=tensor.data_ptr())
+            if wanted and not is_plain(tensor):
                 write_back(tensor, result.view(tensor.shape))
 
     def _reduce_in_segments(
-        self, flat: Tensor, result: Tensor, redop: int, span: Span, deadline: Deadline, *, key: int
+        self, source: Tensor, result: Tensor, redop: int, span: Span, deadline: Deadline, *, key: int
     ) -> None:
-        """`result` becomes the reduction of `flat` over all ranks, segment by segment, several under way at once.
-
-            turn 0   reduce segment 0 in memory, start its first step on the rails
-            turn 1   the same with segment 1
-            turn 2   the same with segment 2, then the next step of segment 0, which has had two turns to travel
-            ...      a segment that has done all its steps is gathered in memory while others travel
-
-        All ranks take the same turns in the same order, those without a rail too, so nobody waits in a circle.
-        """
-        count = max(1, -(-flat.nbytes // _SEGMENT_BYTES))
-        ends = chunk_bounds(flat.numel(), count)
-        slice_bytes = ends[1] * flat.element_size() // self.layout.num_rails
+        """`result` becomes the reduction of `source` over all ranks; see `Turns`. They may be the same tensor."""
+        slice_bytes = source.nbytes // self.layout.num_rails
         schedule = plan("all_reduce", self.layout.num_hosts, slice_bytes.bit_length(), 0, self._options.algorithm)
-        under_way: deque[tuple[int, Iterator[None]]] = deque()
-        for turn in range(count + schedule.num_steps * _TURNS):
-            if turn < count:
-                segment = flat[ends[turn] : ends[turn + 1]]
-                bounds = chunk_bounds(segment.numel(), self.layout.num_rails)
-                mine = self._slice(segment, bounds)
-                self._reduce_here([segment[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, span, deadline)
-                steps: Iterator[None] = itertools.repeat(None, schedule.num_steps)
-                if self._rail is not None:
-                    steps = self._rail.play(schedule, mine, deadline, redop=_sum_of(redop), key=key + turn)
-                under_way.append((turn, steps))
-            for number, steps in reversed(under_way):  # the newest first: the link has work while the oldest is awaited
-                if (turn - number) % _TURNS == 0:
-                    next(steps, None)  # waits for its last step, and starts the next
-            if turn >= schedule.num_steps * _TURNS:
-                number, _ = under_way.popleft()
-                self._finish_segment(flat, result, ends[number], ends[number + 1], redop, span, deadline)
+        turns = Turns.of(source.nbytes, schedule.num_steps)
+        ends = chunk_bounds(source.numel(), turns.num_segments)
+        under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}
+        opened = 0
+        for turn in range(turns.count):
+            for number in range(opened, turns.opened(turn)):
+                bounds = chunk_bounds(ends[number + 1] - ends[number], self.layout.num_rails)
+                under_way[number] = self._open_segment(schedule, source, bounds, number, redop, deadline, key)
+            opened = max(opened, turns.opened(turn))
+            if turn < turns.num_segments:
+                self._reduce_segment(source[ends[turn] : ends[turn + 1]], under_way[turn][0], redop, span, deadline)
+            if turn == turns.per_step:  # from now on other hosts' data is awaited
+                self._agree()
+            for number in turns.stepping(turn):
+                next(under_way[number][1], None)  # waits for its last step, and starts the next
+            if (done := turns.finishing(turn)) is not None:
+                mine, _ = under_way.pop(done)
+                self._finish_segment(mine, result[ends[done] : ends[done + 1]], redop, span, deadline)
 
-    def _finish_segment(
-        self, flat: Tensor, result: Tensor, begin: int, end: int, redop: int, span: Span, deadline: Deadline
-    ) -> None:
-        bounds = chunk_bounds(end - begin, self.layout.num_rails)
-        mine, done = self._slice(flat[begin:end], bounds), self._slice(result[begin:end], bounds)
+    def _open_segment(
+        self,
+        schedule: Schedule,
+        source: Tensor,
+        bounds: Sequence[int],
+        number: int,
+        redop: int,
+        deadline: Deadline,
+        key: int,
+    ) -> tuple[Tensor, Iterator[None]]:
+        """Where this rank's slice of the segment is added up, and what it does on the rails; receives are posted."""
+        if self._rail is None:
+            return source[:0], itertools.repeat(None)
+        i = self.layout.local_rank
+        mine = torch.empty(bounds[i + 1] - bounds[i], dtype=source.dtype)
+        tag = data_tag(self._digest, number)
+        steps = self._rail.play(schedule, mine, deadline, tag=tag, redop=_sum_of(redop), key=key + number)
+        next(steps)
+        return mine, steps
+
+    def _reduce_segment(self, segment: Tensor, mine: Tensor, redop: int, span: Span, deadline: Deadline) -> None:
+        """`mine` becomes this host's reduction of this rank's slice of `segment`."""
+        if len(self.layout.local_ranks) == 1:
+            mine.copy_(segment)
+            return
+        bounds = chunk_bounds(segment.numel(), self.layout.num_rails)
+        self._reduce_here([segment[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, span, deadline)
+
+    def _finish_segment(self, mine: Tensor, result: Tensor, redop: int, span: Span, deadline: Deadline) -> None:
+        """Every rank of the host gets every slice from the rank that drives its rail."""
         self._divide(mine, redop)
-        if result is not flat:
-            done.copy_(mine)
-        self._gather_slices(result[begin:end], bounds, span, deadline)
+        mine = mine.to(result.dtype)
+        if len(self.layout.local_ranks) == 1:
+            result.copy_(mine)
+        else:
+            self._gather_slices(mine, result, chunk_bounds(len(result), self.layout.num_rails), span, deadline)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span, *, factor: Any = None
@@ -149,12 +163,14 @@ class Collectives(Session):
             if self._rail is not None:
                 bounds = _ends([cut[i + 1] - cut[i] for cut in cuts])
                 if len(mine):
-                    self._rail.run("reduce_scatter", mine, deadline, redop=_sum_of(redop), bounds=bounds)
+                    self._rail.run(
+                        "reduce_scatter", mine, deadline, tag=self._data, redop=_sum_of(redop), bounds=bounds
+                    )
                 part = mine[bounds[here] : bounds[here + 1]]
                 self._divide(part, redop)
             block, cut = blocks[here], cuts[here]
             self._slice(block, cut).copy_(part)
-            self._gather_slices(block, cut, span, deadline)
+            self._gather_slices(part, block, cut, span, deadline)
             sizes = [counts[r] for r in hosts[here]]
             write_back(output, torch.split(block, sizes)[i].view(output.shape))
 
@@ -205,14 +221,14 @@ class Collectives(Session):
         i = self.layout.local_rank
         return flat[bounds[i] : bounds[i + 1]] if self._rail is not None else flat[:0]
 
-    def _gather_slices(self, flat: Tensor, bounds: Sequence[int], span: Span, deadline: Deadline) -> None:
-        """Every rank of the host gets every slice of `flat` from the rank that drives its rail."""
+    def _gather_slices(self, mine: Tensor, flat: Tensor, bounds: Sequence[int], span: Span, deadline: Deadline) -> None:
+        """`flat` becomes, slice by slice, what the ranks that drive the rails bring as `mine`, on every rank."""
         local_size = len(self.layout.local_ranks)
         if local_size == 1:
             return
         parts = [flat[a:b] for a, b in itertools.pairwise(bounds)]
         parts += [flat[:0]] * (local_size - len(parts))
-        self._gather_here(self._slice(flat, bounds), parts, span, deadline, dtype_of(flat.dtype).code)
+        self._gather_here(mine, parts, span, deadline, dtype_of(flat.dtype).code)
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
@@ -234,9 +250,9 @@ class Collectives(Session):
                 )
             mine = self._slice(flat, bounds)
             if self._rail is not None and len(mine):
-                self._rail.run("broadcast", mine, deadline, root=root_host)
+                self._rail.run("broadcast", mine, deadline, tag=self._data, root=root_host)
             if layout.host != root_host:
-                self._gather_slices(flat, bounds, span, deadline)
+                self._gather_slices(mine, flat, bounds, span, deadline)
             if data is not tensor and root != self.rank:
                 write_back(tensor, data)
 
@@ -278,7 +294,7 @@ class Collectives(Session):
             bounds = _ends([cut[i + 1] - cut[i] for cut in cuts])
             rails[i][bounds[here] : bounds[here + 1]].copy_(self._slice(blocks[here], cuts[here]))
             if len(rails[i]):
-                self._rail.run("all_gather", rails[i], deadline, bounds=bounds)
+                self._rail.run("all_gather", rails[i], deadline, tag=self._data, bounds=bounds)
         if len(hosts[here]) > 1:
             empty = torch.empty(0, dtype=torch.uint8)
             driven = rails[layout.local_rank] if self._rail is not None else empty
@@ -359,7 +375,7 @@ class Collectives(Session):
             for r, tensor in enumerate(tensors):
                 if r != self.rank and tensor is not None and tensor.numel():
                     with talking_to(r):
-                        messages.append(Message(start(r, tensor, TAG), r, deadline))
+                        messages.append(Message(start(r, tensor, self._data), r, deadline))
         for message in messages:
             message.wait()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.backend import failures
 from phalanx.backend.across_hosts.bulletin import Story
-from phalanx.backend.across_hosts.rails import TAG, Message, talking_to
+from phalanx.backend.across_hosts.rails import DATA, Message, talking_to
 from phalanx.backend.across_hosts.session import Session
 from phalanx.backend.shared_memory import Span, dense, nbytes, write_back
 from phalanx.deadline import Deadline
@@ -65,8 +65,8 @@ class Messages(Session):
     def _check_open(self, tag: int) -> None:
         if self.closed:
             raise failures.closed(self.group)
-        if not 0 <= tag < TAG:
-            raise ValueError(f"send and recv: tag must be in 0..{TAG - 1} in a group across hosts, got {tag}")
+        if not 0 <= tag < DATA:
+            raise ValueError(f"send and recv: tag must be in 0..{DATA - 1} in a group across hosts, got {tag}")
         if self._story is not None:
             raise self._story.error(self._here())
 

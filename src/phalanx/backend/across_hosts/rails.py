@@ -21,7 +21,10 @@ from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
 from phalanx.engines.gloo import GlooEngine, Pending
 
-TAG = 0x7FFFFFFE
+# Tags: below DATA those of the user's messages; from it those of collectives' data; last of all the fingerprints'.
+DATA = 0x40000000
+FINGERPRINT = 0x7FFFFFFE
+_NUMBERS = 4000  # of messages that are told apart within one collective
 _LONGEST_WAIT_S = 1e8  # three years: what a timeout of "for ever" becomes in milliseconds
 
 
@@ -61,6 +64,14 @@ class Message:
             self.pending.wait(span_of(self.deadline))
 
 
+def data_tag(call: int, number: int) -> int:
+    """The tag of a collective's `number`th stream of messages; `call` is a digest of what must agree.
+
+    Ranks that called different things use different tags, so that nothing is taken for what it is not.
+    """
+    return DATA | (call & 0x3FFFF) << 12 | number % _NUMBERS
+
+
 @lru_cache(maxsize=1024)
 def plan(operation: Operation, num_hosts: int, log_bytes: int, root: int, algorithm: str | None) -> Schedule:
     """The schedule between hosts for slices of about 2**log_bytes bytes. The same on every rank.
@@ -69,6 +80,10 @@ def plan(operation: Operation, num_hosts: int, log_bytes: int, root: int, algori
     """
     topology = Topology.flat(num_hosts)
     offered = algorithm is not None and find(algorithm) in offering(operation)
+    if operation == "all_reduce" and num_hosts == 2 and not offered:
+        # The ring's bytes in one step, and what is sent does not wait for what arrives. It costs twice the additions,
+        # which the model counts and a pipeline hides behind the wire.
+        return build("doubling", operation, topology)
     chosen = choose(operation, 1 << log_bytes, topology, Links(), algorithm if offered else None).algorithm
     return build("ring" if chosen == "hierarchical" else chosen, operation, topology, root)
 
@@ -83,17 +98,19 @@ class Rail:
         self._algorithm = algorithm
         self._wire = wire
 
-    def exchange(self, mine: Tensor, theirs: Sequence[Tensor | None], deadline: Deadline) -> None:
-        """theirs[h] becomes what host h's rank of this rail sends all others; this host's own is None."""
+    def exchange(self, mine: Tensor, theirs: Sequence[Tensor | None], deadline: Deadline) -> list[Message]:
+        """theirs[h] becomes what host h's rank of this rail sends all others; this host's own is None.
+
+        Returns what to wait for; until then the tensors must not be touched.
+        """
         messages = []
         for host, rank in enumerate(self._ranks):
             into = theirs[host]
             if into is not None:
                 with talking_to(rank):
-                    messages.append(Message(self._engine.send(rank, mine, TAG), rank, deadline))
-                    messages.append(Message(self._engine.recv(rank, into, TAG), rank, deadline))
-        for message in messages:
-            message.wait()
+                    messages.append(Message(self._engine.recv(rank, into, FINGERPRINT), rank, deadline))
+                    messages.append(Message(self._engine.send(rank, mine, FINGERPRINT), rank, deadline))
+        return messages
 
     def run(
         self,
@@ -101,6 +118,7 @@ class Rail:
         buffer: Tensor,
         deadline: Deadline,
         *,
+        tag: int,
         redop: int = -1,
         root: int = 0,
         bounds: Sequence[int] | None = None,
@@ -114,7 +132,7 @@ class Rail:
             ConnectionBroken: a peer is gone or late; `buffer` holds undefined values.
         """
         schedule = plan(operation, len(self._ranks), buffer.nbytes.bit_length(), root, self._algorithm)
-        for _ in self.play(schedule, buffer, deadline, redop=redop, bounds=bounds, key=key):
+        for _ in self.play(schedule, buffer, deadline, tag=tag, redop=redop, bounds=bounds, key=key):
             pass
 
     def play(
@@ -123,14 +141,18 @@ class Rail:
         buffer: Tensor,
         deadline: Deadline,
         *,
+        tag: int,
         redop: int = -1,
         bounds: Sequence[int] | None = None,
         key: int = 0,
     ) -> Iterator[None]:
-        """As `run` by `schedule`, step by step: see `phalanx.collectives.play`."""
+        """As `run` by `schedule`, step by step: see `phalanx.collectives.play`. Plays under way have tags of their own.
+
+        `buffer` is scratch: it may be written before the ranks of the rail have agreed.
+        """
         reduces = schedule.operation in ("all_reduce", "reduce_scatter")
         shorter = reduces and self._wire.rounds(buffer.dtype)
-        lost = self._wire.begin(buffer, key=key) if shorter else None
+        lost: Tensor | None = None
         code = dtype_of(buffer.dtype).code
 
         def send(dst: int, view: Tensor) -> Message:
@@ -139,21 +161,20 @@ class Rail:
                 at = (view.data_ptr() - buffer.data_ptr()) // view.element_size()
                 view = self._wire.shorten(view, None if lost is None else lost[at : at + view.numel()])
             with talking_to(rank):
-                return Message(_Held(self._engine.send(rank, view, TAG), view), rank, deadline)
+                return Message(_Held(self._engine.send(rank, view, tag), view), rank, deadline)
 
         def recv(src: int, view: Tensor) -> Message:
             rank = self._ranks[src]
             with talking_to(rank):
                 if shorter:
                     short = self._wire.staging(view)
-                    return Message(Widening(self._engine.recv(rank, short, TAG), short, view), rank, deadline)
-                return Message(self._engine.recv(rank, view, TAG), rank, deadline)
+                    return Message(Widening(self._engine.recv(rank, short, tag), short, view), rank, deadline)
+                return Message(self._engine.recv(rank, view, tag), rank, deadline)
 
-        def combine(mine: Tensor, theirs: Tensor) -> None:
-            at = mine.data_ptr()
-            _core.reduce(at, (at, theirs.data_ptr()), mine.numel(), code, redop)
+        def combine(into: Tensor, first: Tensor, second: Tensor) -> None:
+            _core.reduce(into.data_ptr(), (first.data_ptr(), second.data_ptr()), into.numel(), code, redop)
 
-        return play(
+        steps = play(
             schedule,
             self._host,
             buffer,
@@ -163,6 +184,11 @@ class Rail:
             scratch=lambda n: torch.empty(n, dtype=buffer.dtype),
             bounds=bounds,
         )
+        next(steps)
+        yield
+        if shorter:  # only now the buffer holds what this host brings
+            lost = self._wire.begin(buffer, key=key)
+        yield from steps
 
 
 class _Held:

@@ -1,11 +1,12 @@
 """Around every operation between hosts: agree before data moves, and end with one story when something goes wrong.
 
     1  ranks of a host    gather each other's fingerprints in shared memory
-    2  each rail          exchange their hosts' fingerprints: now every rail knows every rank's call
+    2  each rail          exchange their hosts' fingerprints: once they are here, every rail knows every rank's call
     3  a disagreement, a lost or a late peer: whoever sees it first posts the story in the job's store, ends the
        shared memory of its host and closes its connections; whoever is woken by that tells the same story
 
-No tensor changes before 2 is over: the first step in shared memory waits for all ranks of the host, rails included.
+No tensor of the user changes before 2 is over: the first step in shared memory that writes one waits for all ranks of
+the host, rails included. Data may travel from scratch to scratch meanwhile.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from phalanx.arena.arena import Arena, timeout_ns
 from phalanx.backend import failures
 from phalanx.backend.across_hosts.attendant import Attendant
 from phalanx.backend.across_hosts.bulletin import Bulletin, Position, Story
-from phalanx.backend.across_hosts.call import BLOCK_BYTES, Call, disagreement, split_blocks
+from phalanx.backend.across_hosts.call import BLOCK_BYTES, Call, digest_of, disagreement, split_blocks
 from phalanx.backend.across_hosts.layout import Layout
-from phalanx.backend.across_hosts.rails import ConnectionBroken, Rail
+from phalanx.backend.across_hosts.rails import ConnectionBroken, Message, Rail
 from phalanx.backend.across_hosts.wire import Wire
 from phalanx.backend.meeting import NOTICE_S, ranks
 from phalanx.backend.options import Options
@@ -84,6 +85,8 @@ class Session:
         self._rail: Rail | None = None
         self._blocks = bytearray(BLOCK_BYTES * self.world_size)  # all ranks' fingerprints, host after host
         self._mine = bytearray(BLOCK_BYTES)
+        self._digest = 0  # of the call that is under way
+        self._answers: list[Message] = []  # the other hosts' fingerprints, under way
 
     def attach(self, arena: Arena, engine: GlooEngine, bulletin: Bulletin) -> None:
         """Take the seat; before the first operation."""
@@ -164,8 +167,11 @@ class Session:
         return self._memory.place(span.site)
 
     @contextlib.contextmanager
-    def _collective(self, call: Call, span: Span) -> Iterator[Deadline]:
+    def _collective(self, call: Call, span: Span, *, early: bool = False) -> Iterator[Deadline]:
         """Agree on `call` with all ranks; what fails inside becomes the error that all ranks tell.
+
+        With `early` the body begins when the ranks of this host agree. It calls `_agree` before it waits for any other
+        host's data, and writes nothing of the user's before that.
 
         Raises:
             MismatchError: some rank called something else; no tensor was changed.
@@ -180,7 +186,9 @@ class Session:
             self._position = Position(self._seq, True, f"is in {label}{place}")
             deadline = Deadline.after(span.timeout_s)
             with self._told(self._here(label), span, deadline):
-                self._agree(call, span, deadline)
+                self._begin_to_agree(call, span, deadline)
+                if not early:
+                    self._agree()
                 yield deadline
             self._position = Position(self._seq, False, f"last finished {label}{place}")
 
@@ -212,9 +220,10 @@ class Session:
         )
         self._end()
 
-    def _agree(self, call: Call, span: Span, deadline: Deadline) -> None:
+    def _begin_to_agree(self, call: Call, span: Span, deadline: Deadline) -> None:
         layout = self.layout
         self._mine[:] = call.block(self._seq)
+        self._digest = digest_of(self._mine)
         blocks = torch.frombuffer(self._blocks, dtype=torch.uint8)
         parts = torch.split(blocks, [len(host) * BLOCK_BYTES for host in layout.topology.hosts])
         here = parts[layout.host]
@@ -224,13 +233,26 @@ class Session:
             span,
             deadline,
         )
+        self._answers = []
         if self._rail is not None:
-            self._rail.exchange(here, [p if h != layout.host else None for h, p in enumerate(parts)], deadline)
-        known = split_blocks(bytes(self._blocks), layout.by_host)
-        if self._rail is None:
-            known = {r: known[r] for r in layout.local_ranks}
-        if calls := disagreement(known):
-            raise Disagreement(calls, complete=self._rail is not None)
+            self._answers = self._rail.exchange(
+                here, [p if h != layout.host else None for h, p in enumerate(parts)], deadline
+            )
+        if disagreement(self._known(layout.local_ranks)):
+            self._agree()
+
+    def _agree(self) -> None:
+        """Return when all ranks are known to have called the same, as far as this rank can know it."""
+        for answer in self._answers:
+            answer.wait()
+        self._answers = []
+        everybody = self._rail is not None
+        if calls := disagreement(self._known(self.layout.by_host if everybody else self.layout.local_ranks)):
+            raise Disagreement(calls, complete=everybody)
+
+    def _known(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        blocks = split_blocks(bytes(self._blocks), self.layout.by_host)
+        return {r: blocks[r] for r in ranks}
 
     # -- steps in the memory of this host ------------------------------------------------------------------------
 

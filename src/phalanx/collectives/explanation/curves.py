@@ -21,7 +21,7 @@ from phalanx.svg import FAINT, INK, RULE, Drawing, colour
 # Up to so many numbers of ranks get a row each; of more, the powers of two and both ends.
 _ROWS = 12
 
-_MARKS = {"hierarchical": "h", "ring": "o", "halving_doubling": "x", "tree": "t", "single": "s"}
+_MARKS = {"hierarchical": "h", "ring": "o", "halving_doubling": "x", "doubling": "d", "tree": "t", "single": "s"}
 
 
 @dataclass(frozen=True)

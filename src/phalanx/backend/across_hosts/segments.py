@@ -1,0 +1,62 @@
+"""How a large tensor is cut into segments, and which segment does what in which turn. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Each segment costs two gates in memory and, per step, a message on each rail; smaller ones overlap better.
+_MOST_BYTES = 2**20
+_LEAST_BYTES = 2**19
+_WANTED = 8
+# Segments under way at once: as long as the link is busy with them, nobody has to be on time.
+_UNDER_WAY = 6
+
+
+@dataclass(frozen=True)
+class Turns:
+    """All ranks take the same turns in the same order, those without a rail too, so nobody waits in a circle.
+
+        turn 0   post the receives of segments 0 to `depth`; reduce segment 0 in memory, start its first step
+        turn 1   post those of the next one; the same with segment 1
+        ...      every segment that has had `per_step` turns to travel begins its next step
+        turn d   segment 0 has done all its steps: it is gathered in memory while the others travel    (d = `depth`)
+
+    Receives are posted so early because a sender needs to hear of them first, behind all that travels the other way.
+    """
+
+    num_segments: int
+    num_steps: int
+
+    @classmethod
+    def of(cls, nbytes: int, num_steps: int) -> Turns:
+        """For a tensor of `nbytes` on this host, and so many steps between the hosts."""
+        size = min(max(nbytes // _WANTED, _LEAST_BYTES), _MOST_BYTES)
+        return cls(max(1, -(-nbytes // size)), num_steps)
+
+    @property
+    def per_step(self) -> int:
+        """Turns from a step's start to its end."""
+        return max(1, _UNDER_WAY // max(1, self.num_steps))
+
+    @property
+    def depth(self) -> int:
+        """Turns from a segment's start to its end."""
+        return self.num_steps * self.per_step
+
+    @property
+    def count(self) -> int:
+        """Turns in all."""
+        return self.num_segments + self.depth
+
+    def opened(self, turn: int) -> int:
+        """How many segments' receives are posted by the time that `turn`'s segment starts."""
+        return min(self.num_segments, turn + self.depth + 1)
+
+    def stepping(self, turn: int) -> list[int]:
+        """The segments that begin a step (or end their last) in `turn`, the newest first: the link has work at once."""
+        newest, oldest = min(turn, self.num_segments - 1), max(0, turn - self.depth)
+        return [s for s in range(newest, oldest - 1, -1) if (turn - s) % self.per_step == 0]
+
+    def finishing(self, turn: int) -> int | None:
+        """The segment that ends in `turn`, if one does."""
+        return turn - self.depth if turn >= self.depth else None

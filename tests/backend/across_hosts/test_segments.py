@@ -1,0 +1,33 @@
+"""Which segment does what in which turn."""
+
+import pytest
+
+from phalanx.backend.across_hosts.segments import Turns
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4, 6, 9])
+@pytest.mark.parametrize("nbytes", [0, 1, 2**19, 2**19 + 1, 2**20, 5 * 2**20, 64 * 2**20])
+def test_every_segment_starts_once_takes_all_its_steps_and_ends_once(nbytes, num_steps):
+    turns = Turns.of(nbytes, num_steps)
+    taken = [0] * turns.num_segments
+    ended = []
+    for turn in range(turns.count):
+        assert turns.opened(turn) > min(turn, turns.num_segments - 1), "a segment starts before its receives are posted"
+        for segment in turns.stepping(turn):
+            taken[segment] += 1
+        if (done := turns.finishing(turn)) is not None:
+            ended.append(done)
+    assert taken == [num_steps + 1] * turns.num_segments  # each step's start, and the end of the last
+    assert ended == list(range(turns.num_segments))
+
+
+def test_receives_are_posted_ahead_of_what_their_sender_has_under_way():
+    turns = Turns.of(64 * 2**20, 1)
+    assert turns.opened(0) == turns.depth + 1
+    assert turns.opened(turns.count - 1) == turns.num_segments
+
+
+def test_small_tensors_are_not_cut_and_large_ones_into_segments_of_a_mebibyte():
+    assert Turns.of(1000, 1).num_segments == 1
+    assert Turns.of(2**20, 1).num_segments == 2
+    assert Turns.of(64 * 2**20, 1).num_segments == 64
