@@ -72,7 +72,7 @@ def test_a_gradient_that_the_user_keeps_is_not_written_again():
     def fn(rank, world_size):
         ddp = DistributedDataParallel(_build())
         _step(ddp, rank)
-        kept = [p.grad for p in ddp.parameters()][0]
+        kept = next(ddp.parameters()).grad
         before = kept.clone()
         for step in range(1, 6):  # more than the pool has spare blocks for
             _step(ddp, rank, step)
@@ -115,9 +115,9 @@ def test_only_tensors_of_a_backward_come_from_the_pool():
         ddp.zero_grad()
         pool = ddp._reducer._pool
         assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
+        output = ddp(_batch(rank))
+        output.register_hook(lambda grad: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            output = ddp(_batch(rank))
-            output.register_hook(lambda grad: 1 / 0)
             output.sum().backward()
         _step(ddp, rank, 1)  # the forward closes the one that was interrupted
         assert not pool.holds(torch.empty(_WIDTH, _WIDTH))

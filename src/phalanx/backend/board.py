@@ -36,9 +36,7 @@ class SharedBoard:
         self._board = _core.Board(
             self._memory.core,
             self._offset(self._flags),
-            tuple(
-                (t.numel(), dtype_of(t.dtype).code, reduction_of(op, t.dtype, "gradients")[0]) for t in tensors
-            ),
+            tuple((t.numel(), dtype_of(t.dtype).code, reduction_of(op, t.dtype, "gradients")[0]) for t in tensors),
         )
 
     def _offset(self, tensor: Tensor) -> int:
