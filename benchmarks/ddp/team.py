@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.optim
 from models import Workload
 from torch import nn
 
-from phalanx import DistributedDataParallel
+from phalanx import DistributedDataParallel, ZeroRedundancyOptimizer
 
 Times = dict[str, float]  # seconds per step, by part
 PARTS = ("step", "forward_backward", "update")
@@ -31,6 +32,8 @@ class Contestant:
     world_size: int
     backend: str | None = None
     wrap: Callable[[nn.Module], nn.Module] | None = None
+    sharded: type[torch.optim.Optimizer] | None = None  # a ZeroRedundancyOptimizer
+    num_threads: int = 1  # inside each operation; a process has as many cores, and as many ranks' batches
 
 
 def _pytorch(module: nn.Module) -> nn.Module:
@@ -47,7 +50,10 @@ CONTESTANTS = {
     "pytorch-phalanx": Contestant(2, "phalanx", _pytorch),
     "phalanx-gloo": Contestant(2, "gloo", DistributedDataParallel),
     "phalanx-phalanx": Contestant(2, "phalanx", DistributedDataParallel),
+    "pytorch-zero-gloo": Contestant(2, "gloo", _pytorch, torch.distributed.optim.ZeroRedundancyOptimizer),
+    "phalanx-zero": Contestant(2, "phalanx", DistributedDataParallel, ZeroRedundancyOptimizer),
     "alone": Contestant(1),
+    "threads": Contestant(1, num_threads=2),
     "unconnected": Contestant(2),
 }
 
@@ -86,10 +92,11 @@ class Team:
 
 
 def _serve(rank: int, contestant: Contestant, workload: Workload, warmup: int, meeting: Path, pipe: Connection) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(contestant.num_threads)
     cores = sorted(os.sched_getaffinity(0))
-    if contestant.world_size <= len(cores):
-        os.sched_setaffinity(0, {cores[rank]})
+    wanted = contestant.num_threads
+    if contestant.world_size * wanted <= len(cores):
+        os.sched_setaffinity(0, cores[rank * wanted : (rank + 1) * wanted])
     if contestant.backend is not None:
         store = dist.FileStore(str(meeting), contestant.world_size)
         dist.init_process_group(
@@ -115,8 +122,13 @@ def _prepare(workload: Workload, rank: int, contestant: Contestant) -> Callable[
     model = workload.build()
     if contestant.wrap is not None:
         model = contestant.wrap(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    inputs, targets = workload.batch(torch.Generator().manual_seed(rank))
+    optimizer: torch.optim.Optimizer
+    if contestant.sharded is not None:
+        optimizer = contestant.sharded(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batches = [workload.batch(torch.Generator().manual_seed(rank + part)) for part in range(contestant.num_threads)]
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
 
     def step() -> tuple[float, Times]:
         begin = time.perf_counter()

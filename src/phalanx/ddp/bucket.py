@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phalanx.backend.sharing import shares_memory
 from phalanx.backend.strides import is_dense, same_order
-from phalanx.ddp.plan import Bucket, Slot
+from phalanx.ddp.plan import Bucket
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
     from phalanx.backend.pool import SharedPool
@@ -59,6 +59,7 @@ class DenseBucket:
         self._pool = pool if as_view and len(plan.slots) == 1 else None
         self.in_place: Tensor | None = None  # this round's gradient, if the pool holds it
         self.views = [self._view(position) for position in range(len(plan.slots))]
+        self._addresses = [buffer.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots]
 
     def _view(self, position: int) -> Tensor:
         slot, parameter = self.plan.slots[position], self.parameters[position]
@@ -66,41 +67,52 @@ class DenseBucket:
             return self.buffer.as_strided(parameter.shape, parameter.stride(), slot.offset)
         return self.buffer[slot.offset : slot.offset + slot.numel].view(parameter.shape)
 
-    def _address(self, slot: Slot) -> int:
-        return self.buffer.data_ptr() + slot.offset * self.plan.dtype.itemsize
+    def fill(self, scale: float, written: Sequence[bool]) -> None:
+        """Put `scale` times each parameter's gradient into its slot; zero where it has none.
 
-    def fill(self, position: int, scale: float, *, written: bool) -> None:
-        """Put `scale` times the parameter's gradient into its slot; zero where it has none.
-
-        Where `.grad` is the slot already, nothing is moved. `written` says that this backward wrote the gradient; one
+        Where `.grad` is the slot already, nothing is moved. `written` says which gradients this backward wrote; one
         that it did not write is only read here, because it stays the user's when no other rank wrote it either.
 
         A gradient that autograd has just made is copied, once, and its memory given back. The other way, to zero the
         slot and let autograd add to it, touches each byte of the bucket three times instead of once.
 
         Raises:
-            RuntimeError: the gradient does not fit: it is sparse, was built with create_graph=True, or the parameter
+            RuntimeError: a gradient does not fit: it is sparse, was built with create_graph=True, or the parameter
                 changed its dtype, device or shape since it was wrapped.
         """
-        slot, parameter, view = self.plan.slots[position], self.parameters[position], self.views[position]
-        grad = parameter.grad
-        if grad is None:
-            view.zero_()
-            return
+        self.in_place = None
+        slots, grads = [], []
+        for position, parameter in enumerate(self.parameters):
+            grad, view = parameter.grad, self.views[position]
+            if grad is None:
+                view.zero_()
+                continue
+            self._check(grad, position)
+            if self._lies_in_pool(grad, parameter):
+                self.in_place = grad
+                continue
+            moved = view.data_ptr() != self._addresses[position]  # module.to(...) swaps the memory under a gradient
+            if grad is view and not moved:
+                continue
+            if moved:
+                view = self.views[position] = self._view(position)
+            slots.append(view)
+            grads.append(grad)
+            if self._as_view and written[position]:  # now, not at the end: the memory of autograd's tensor goes back
+                parameter.grad = view
+        if slots:
+            torch._foreach_copy_(slots, grads)
+        if scale != 1.0:
+            self.buffer.mul_(scale)
+
+    def _check(self, grad: Tensor, position: int) -> None:
+        slot, parameter = self.plan.slots[position], self.parameters[position]
         if grad.requires_grad:
             raise RuntimeError(
                 f"Gradient of {slot.name!r}: backward(create_graph=True) under DistributedDataParallel is refused, "
                 "because the mean over ranks can't be differentiated. Use torch.autograd.grad(..., create_graph=True), "
                 "or call `ddp.module` in place of `ddp` for this step."
             )
-        if self._lies_in_pool(grad, parameter):
-            self.in_place = grad
-            return
-        moved = view.data_ptr() != self._address(slot)  # module.to(...) swaps the memory under a gradient
-        if grad is view and not moved:
-            if scale != 1.0:
-                view.mul_(scale)
-            return
         if grad.is_sparse:
             raise RuntimeError(
                 f"Gradient of {slot.name!r} is sparse, but was planned as dense: only nn.Embedding(sparse=True) and "
@@ -112,14 +124,6 @@ class DenseBucket:
                 f"{self.plan.device} with {slot.numel} elements when it was wrapped. Convert and move the module "
                 "first, then wrap it in DistributedDataParallel, then build the optimizer."
             )
-        if moved:
-            view = self.views[position] = self._view(position)
-        if scale == 1.0:
-            view.copy_(grad)
-        else:
-            torch.mul(grad, scale, out=view)
-        if self._as_view and written:  # now, not at the end: the memory of autograd's tensor goes back
-            parameter.grad = view
 
     def _lies_in_pool(self, grad: Tensor, parameter: Tensor) -> bool:
         """Whether all ranks can reach the gradient, and find the same element at the same place of it."""
@@ -161,13 +165,13 @@ class SparseBucket:
         self.parameters = [parameter]
         self.mean: Tensor | None = None  # what the ranks have gathered, until it is published
 
-    def fill(self, position: int, scale: float, *, written: bool) -> None:
+    def fill(self, scale: float, written: Sequence[bool]) -> None:
         """Check that the gradient is what was planned.
 
         Raises:
             RuntimeError: the gradient is dense.
         """
-        grad = self.parameters[position].grad
+        grad = self.parameters[0].grad
         if grad is not None and not grad.is_sparse:
             raise RuntimeError(
                 f"Gradient of {self.plan.slots[0].name!r} is dense, but its module says sparse=True, and ranks have "

@@ -209,10 +209,12 @@ class Reducer:
             self._mark_ready(index)
 
     def _mark_ready(self, index: int) -> None:
-        number, position = self._places[index]
-        self._buckets[number].fill(position, self._exchange.scale, written=self._fires[index] > 0)
+        number, _ = self._places[index]
         self._ready[index] = True
         self._num_missing[number] -= 1
+        if self._num_missing[number] == 0:
+            bucket = self._buckets[number]
+            bucket.fill(self._exchange.scale, [self._fires[slot.parameter] > 0 for slot in bucket.plan.slots])
         while self._num_launched < len(self._buckets) and self._num_missing[self._num_launched] == 0:
             bucket = self._buckets[self._num_launched]
             self._num_launched += 1
