@@ -111,13 +111,60 @@ class Squares(torch.utils.data.Dataset):
         return torch.tensor(index * index)
 
 
-def test_data_loaders_fork_workers_while_the_group_is_alive():
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_data_loaders_have_workers_while_the_group_is_alive_and_busy(start):
     def check(rank, world_size):
-        loader = torch.utils.data.DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context="fork")
+        workers = 2 if start == "fork" or rank == 0 else 0  # each that is spawned imports torch
+        loader = torch.utils.data.DataLoader(
+            Squares(),
+            batch_size=4,
+            num_workers=workers,
+            multiprocessing_context=start if workers else None,
+            persistent_workers=workers > 0,
+        )
         for epoch in range(2):
+            works = [dist.all_reduce(torch.ones(50_000), async_op=True) for _ in range(4)]  # while workers start
             for batch in loader:
                 dist.all_reduce(batch)
                 assert bool((batch % world_size == 0).all()), epoch
+            for work in works:
+                work.wait()
+        dist.barrier()
+
+    run_ranks(check, 2)
+
+
+def _fork_and_call(times):
+    """Children that try the group and end; what they answered, all of them."""
+    answers = set()
+    for _ in range(times):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                dist.all_reduce(torch.ones(1))
+            except ClosedError:
+                code = 0
+            os._exit(code)
+        answers.add(os.waitpid(child, 0)[1])
+    return answers
+
+
+def test_a_fork_while_another_thread_is_in_the_middle_of_an_operation_harms_nobody():
+    """The child inherits the memory with its parent half way through a turn, and the parent's locks as they are."""
+
+    def check(rank, world_size):
+        answers = set()
+        forker = threading.Thread(target=lambda: answers.update(_fork_and_call(10)))
+        if rank == 0:
+            forker.start()
+        for _ in range(100):
+            tensor = torch.ones(100_000)
+            dist.all_reduce(tensor)
+            assert tensor[-1] == world_size
+        if rank == 0:
+            forker.join()
+            assert answers == {0}
         dist.barrier()
 
     run_ranks(check, 2)
@@ -145,7 +192,9 @@ def test_a_thousand_groups_come_and_go_without_a_descriptor_or_a_page():
         use(200)  # until torch's and Python's own pools have their size
         files, mapped, kib = _held()
         use(800)
+        dist.barrier()
         after = _held()
+        dist.barrier()  # what a rank shares with another counts in full when that has ended
         assert after[:2] == (files, mapped)
         # torch keeps 150 bytes for the name of each group that ever was, and pages that a fork shares become our own
         # when they are first written; one page lost for each group would be 3,200 KiB
