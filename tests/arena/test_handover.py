@@ -1,6 +1,7 @@
 """File descriptors change hands between processes that know one token; whoever does not gets nothing."""
 
 import os
+import resource
 import socket
 import struct
 import threading
@@ -8,7 +9,8 @@ import threading
 import pytest
 
 from phalanx.arena import handover
-from phalanx.arena.handover import Counter, fetch, memory, new_token
+from phalanx.arena.handover import Counter, fetch, new_token
+from phalanx.arena.nameless import memory
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, PhalanxError
 
@@ -57,13 +59,40 @@ def test_each_rank_gets_the_same_memory_under_numbers_of_its_own():
     assert leader.missing is None
 
 
-def test_memory_is_nameless_sparse_and_closed_on_exit():
-    with memory("test", 1 << 40) as fd:
-        assert os.fstat(fd).st_size == 1 << 40
-        assert os.fstat(fd).st_blocks == 0
-        assert os.fstat(fd).st_nlink == 0
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+def test_a_rank_also_gets_what_is_its_own():
+    with memory("test", 1) as fd, memory("first", 10) as first, memory("second", 20) as second:
+        counter = Counter(new_token())
+        with counter:
+            own = {1: first, 2: second}
+            thread = threading.Thread(
+                target=lambda: counter.serve([1, 2], [fd], Deadline.after(10), lambda missing: None, own=own)
+            )
+            thread.start()
+            for rank, size in ((2, 20), (1, 10)):
+                fds = fetch(counter.token, rank, 2, Deadline.after(10))
+                assert [os.fstat(f).st_size for f in fds] == [1, size]
+                for f in fds:
+                    os.close(f)
+            thread.join()
+
+
+def test_a_process_that_may_open_no_more_files_says_so():
+    # The kernel drops descriptors that have no place, and "0 of 2 came" sent people looking for a leader that was well.
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with memory("test", 4096) as fd, Leader([1], [fd, fd, fd]) as leader:
+        kept = set(os.listdir("/proc/self/fd"))
+        lowest = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, before[1]))
+        try:
+            with pytest.raises(
+                PhalanxError, match=rf"may have {lowest + 2} open files, and 3 more are needed .*ulimit"
+            ):
+                fetch(leader.token, 1, 3, Deadline.after(10))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        leader._thread.join()
+        assert set(os.listdir("/proc/self/fd")) <= kept
 
 
 def test_a_stranger_without_the_token_gets_nothing_and_holds_nobody_up():

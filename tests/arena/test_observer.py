@@ -7,7 +7,8 @@ import pytest
 
 from phalanx.arena import observer
 from phalanx.arena.arena import Member, open_as_leader
-from phalanx.arena.handover import Counter, memory, new_token
+from phalanx.arena.handover import Counter, new_token
+from phalanx.arena.nameless import memory
 from phalanx.arena.observer import Card, Observer, show
 from phalanx.arena.watch import ProcessId
 from phalanx.deadline import Deadline

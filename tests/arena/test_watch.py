@@ -2,12 +2,16 @@
 
 import dataclasses
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 
-from phalanx.arena.watch import ProcessId, start_ticks, wait_status, watch
+import pytest
+
+from phalanx.arena.watch import Pidfds, ProcessId, can_watch_each_other, start_ticks, wait_status, watch
+from phalanx.errors import PhalanxError
 
 
 def a_child():
@@ -31,10 +35,10 @@ def test_a_watched_process_is_seen_to_end_whatever_ends_it():
         child.send_signal(signal.SIGKILL)
         select.select([fd], [], [], 20)
         assert is_over(fd)
-        assert os.waitstatus_to_exitcode(wait_status(child.pid)) == -signal.SIGKILL
+        assert os.waitstatus_to_exitcode(wait_status(process)) == -signal.SIGKILL
         child.wait()
         assert is_over(fd)
-        assert wait_status(child.pid) is None
+        assert wait_status(process) is None
         watch.release(process)
 
 
@@ -49,18 +53,62 @@ def test_one_descriptor_serves_all_groups_and_is_closed_with_the_last():
     watch.release(me)  # once too often: nothing happens
 
 
-def test_a_number_that_was_given_to_another_process_is_not_watched():
+def test_a_number_that_was_given_to_another_process_tells_that_the_first_is_gone():
+    # It used to be "cannot be watched": a rank that died while its group was being made was found by the deadline only.
     me = ProcessId.of_self()
-    assert watch.acquire(dataclasses.replace(me, start_ticks=me.start_ticks - 1)) == -1
+    earlier = dataclasses.replace(me, start_ticks=me.start_ticks - 1)
+    assert is_over(watch.acquire(earlier))
+    watch.release(earlier)
+    assert wait_status(earlier) is None
 
 
-def test_a_process_that_is_gone_or_in_another_namespace_is_not_watched():
+def test_a_process_that_is_gone_before_it_is_watched_is_gone():
     with a_child() as child:
         process = identity_of(child.pid)
         child.kill()
         child.wait()
-    assert watch.acquire(process) == -1
-    assert watch.acquire(dataclasses.replace(ProcessId.of_self(), namespace="pid:[1]")) == -1
+    assert is_over(watch.acquire(process))
+    watch.release(process)
+
+
+def test_processes_watch_each_other_in_one_namespace_where_all_may():
+    me = ProcessId.of_self()
+    assert can_watch_each_other([me, me])
+    assert not can_watch_each_other([me, dataclasses.replace(me, namespace="pid:[1] time:[2]")])
+    assert not can_watch_each_other([me, dataclasses.replace(me, has_pidfds=False)])
+    unknown = dataclasses.replace(me, namespace="")
+    assert not can_watch_each_other([unknown, unknown])
+
+
+def test_how_a_process_of_another_namespace_ended_is_not_read_off_one_with_its_number():
+    with a_child() as child:
+        process = identity_of(child.pid)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert wait_status(process) == signal.SIGKILL
+        assert wait_status(dataclasses.replace(process, namespace="pid:[1] time:[2]")) is None
+        assert wait_status(dataclasses.replace(process, start_ticks=1)) is None
+        child.wait()
+
+
+def test_a_rank_that_may_open_no_more_files_says_so_and_keeps_none():
+    me = ProcessId.of_self()
+    children = [a_child() for _ in range(2)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    kept = set(os.listdir("/proc/self/fd"))
+    try:
+        others = [identity_of(child.pid) for child in children]
+        lowest = os.open(os.devnull, os.O_RDONLY)  # one more may be opened
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, before[1]))
+        with pytest.raises(PhalanxError, match="cannot be watched: Too many open files"):
+            Pidfds([me, *others], 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert set(os.listdir("/proc/self/fd")) == kept
+        for child in children:
+            child.kill()
+            child.communicate()
 
 
 def test_start_times_are_those_of_the_process_even_when_its_name_has_spaces_and_brackets():
@@ -75,7 +123,7 @@ def test_start_times_are_those_of_the_process_even_when_its_name_has_spaces_and_
         f.write(name)
     try:
         assert start_ticks(os.getpid()) == ticks
-        assert wait_status(os.getpid()) is None
+        assert wait_status(ProcessId.of_self()) is None
     finally:
         with open("/proc/self/comm", "w") as f:
             f.write(old)

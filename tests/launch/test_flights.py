@@ -5,7 +5,8 @@ import os
 import pytest
 
 from phalanx.arena.arena import Arena, Member, open_as_leader
-from phalanx.arena.handover import Counter, memory, new_token
+from phalanx.arena.handover import Counter, new_token
+from phalanx.arena.nameless import memory
 from phalanx.arena.watch import ProcessId
 from phalanx.deadline import Deadline
 from phalanx.launch.agent.flights import MAX_OBSERVED, Flights

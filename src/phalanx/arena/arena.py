@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from phalanx import _core
-from phalanx.arena.handover import Counter, Notice, fetch, memory
+from phalanx.arena.handover import Counter, Notice, fetch
 from phalanx.arena.heap import Placement
-from phalanx.arena.watch import ProcessId, watch
+from phalanx.arena.lifeline import Lifelines, needs_lifelines, new_pipes
+from phalanx.arena.nameless import Sparse, memory, sparse_memory
+from phalanx.arena.watch import Pidfds, ProcessId
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, InternalError, PhalanxError
 
@@ -29,6 +31,7 @@ Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 _MISMATCH = 1  # enum plx_status
 _BLOCK = struct.Struct("=qQQq")
+_NO_ROOM, _DISK_FULL = -1, -2  # in place of a block's index
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,23 @@ def heap_bytes(world_size: int) -> int:
     """Address space for one rank's heap: all memory that the machine has; pages exist only once they are used.
 
     Less where this process may not have files (`ulimit -f`) or address space (`ulimit -v`) of that size: all ranks'
-    heaps together take at most half of it.
+    heaps together take at most half of what is left.
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = min(-(-total // (1 << 30)) << 30, 1 << 40)
-    for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS):
+    for limit, used in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, _address_space_used())):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY:
-            most = min(most, soft // (2 * world_size))
+            most = min(most, max(soft - used, 0) // (2 * world_size))
     return max(most // _core.PAGE, 1) * _core.PAGE
+
+
+def _address_space_used() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as f:
+            return int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 class Arena:
@@ -77,7 +88,15 @@ class Arena:
     `core` runs the collectives. `allocate` is collective, too: all ranks call it with the same size.
     """
 
-    def __init__(self, fds: Sequence[int], rank: int, members: Sequence[Member], idle: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        fds: Sequence[int],
+        rank: int,
+        members: Sequence[Member],
+        idle: Callable[[float], None],
+        *,
+        heap_folder: str = "",
+    ) -> None:
         self.rank = rank
         self.world_size = len(members)
         self._members = tuple(members)
@@ -86,15 +105,22 @@ class Arena:
         self._blocks_in_use = 0
         self._closed = False
         self._placement: Placement | None = None
-        control, heap = fds
+        control, heap, *lifelines = fds
         self._control_bytes = os.fstat(control).st_size
         self._heap_bytes = os.fstat(heap).st_size // self.world_size
-        self._control = _core.map(control, self._control_bytes)
-        # One page of the heap keeps it alive until somebody wants it: a thousand idle groups hold no descriptor.
-        self._heap_page: int | None = _core.map(heap, _core.PAGE)
-        self._pidfds = tuple(watch.acquire(m.process) if i != rank else -1 for i, m in enumerate(members))
+        self._witnesses = _witnesses(lifelines, members, rank)
+        self._heap_file: Sparse | None = None
+        try:
+            self._control = _core.map(control, self._control_bytes)
+            # One page of the heap keeps it alive until somebody wants it: a thousand idle groups hold no descriptor.
+            self._heap_page: int | None = _core.map(heap, _core.PAGE)
+            if heap_folder:  # the leader reserves room there
+                self._heap_file = Sparse(os.dup(heap), heap_folder)
+        except BaseException:
+            self._witnesses.close()
+            raise
         self.core = _core.Group(
-            self._control, self._control_bytes, rank, SPIN_NS, _background_spin_ns(members), self._pidfds, idle
+            self._control, self._control_bytes, rank, SPIN_NS, _background_spin_ns(members), self._witnesses.fds, idle
         )
         me = members[rank].process
         self.core.join(me.pid, me.start_ticks)
@@ -133,15 +159,15 @@ class Arena:
         message = ctypes.create_string_buffer(_BLOCK.size)
         piece = -1 if owner is None else owner
         if self.rank == 0:
-            self._collect()
-            assert self._placement is not None
-            block = self._placement.place(nbytes)
-            _BLOCK.pack_into(
-                message, 0, *((block.index, block.offset) if block is not None else (-1, 0)), nbytes, piece
-            )
+            _BLOCK.pack_into(message, 0, *self._place(nbytes, owner), nbytes, piece)
         span_ns = timeout_ns(deadline.left_s)
         check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, span_ns, site, (nbytes,)))
         index, offset, *leaders = _BLOCK.unpack(message.raw)
+        if index == _DISK_FULL:
+            raise PhalanxError(
+                f"shared_empty of {nbytes} bytes: the file system in which the group's memory lies is full.\n"
+                "Make room there, or allow memfd_create (a seccomp profile forbids it), which needs no file system."
+            )
         if index < 0:
             raise PhalanxError(
                 f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank has no room, "
@@ -159,6 +185,22 @@ class Arena:
             self._blocks_in_use += 1
         weakref.finalize(buffer, self._let_go, index).atexit = False  # tensors may outlive the exit hooks
         return buffer
+
+    def _place(self, nbytes: int, owner: int | None) -> tuple[int, int]:
+        """Leader: the index and offset of a new block, or a negative number that says why there is none."""
+        self._collect()
+        assert self._placement is not None
+        block = self._placement.place(nbytes)
+        if block is None:
+            return _NO_ROOM, 0
+        try:
+            if self._heap_file is not None:
+                for rank in range(self.world_size) if owner is None else (owner,):
+                    self._heap_file.reserve(rank * self._heap_bytes + block.offset, nbytes)
+        except PhalanxError:
+            self._placement.remove(block)
+            return _DISK_FULL, 0
+        return block.index, block.offset
 
     def heap_offset(self, address: int) -> int:
         """Where in this rank's heap an address lies; an allocation lies at the same offset on every rank."""
@@ -189,7 +231,14 @@ class Arena:
         if self._heap is not None:
             return
         assert self._heap_page is not None
-        self._heap = _core.map_again(self._heap_page, self._heap_bytes * self.world_size)
+        try:
+            self._heap = _core.map_again(self._heap_page, self._heap_bytes * self.world_size)
+        except OSError as error:
+            raise PhalanxError(
+                f"shared_empty: the group's heap of {self._heap_bytes} bytes for each of {self.world_size} ranks "
+                f"cannot be mapped: {error.strerror}.\n"
+                "Raise the limit on address space (ulimit -v), the same on every rank."
+            ) from None
         self._let_go_of_page()
         self.core.set_heaps(tuple(self._heap + r * self._heap_bytes for r in range(self.world_size)), self._heap_bytes)
 
@@ -211,9 +260,9 @@ class Arena:
         self.core.close()
         _arenas.discard(self)
         _core.unmap(self._control, self._control_bytes)
-        for member, fd in zip(self._members, self._pidfds, strict=True):
-            if fd >= 0:
-                watch.release(member.process)
+        self._witnesses.close()
+        if self._heap_file is not None:
+            os.close(self._heap_file.fd)
         self._let_go_of_page()
         with self._lock:
             if self._blocks_in_use == 0:
@@ -223,9 +272,20 @@ class Arena:
         """In a forked child: this is the parent's seat, touch nothing that is shared."""
         self._closed = True
         self.core.abandon()
+        if isinstance(self._witnesses, Lifelines):
+            self._witnesses.close()  # or the parent would live on in them after its end
 
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _processes(members: Sequence[Member]) -> list[ProcessId]:
+    return [member.process for member in members]
+
+
+def _witnesses(lifelines: Sequence[int], members: Sequence[Member], rank: int) -> Pidfds | Lifelines:
+    """What tells that a member is gone."""
+    return Lifelines(lifelines, rank) if lifelines else Pidfds(_processes(members), rank)
 
 
 def _after_fork() -> None:
@@ -242,14 +302,14 @@ def timeout_ns(timeout_s: float) -> int:
 
 
 @contextlib.contextmanager
-def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, int]]:
-    """The control memory, formatted, and the heap, empty: two descriptors, closed on exit."""
+def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, Sparse]]:
+    """The control memory, formatted, and the heap, empty; closed on exit."""
     world_size = len(members)
     channel = channel_bytes(world_size)
     nbytes = _core.group_bytes(world_size, STAGE_BYTES, channel)
     with (
         memory("phalanx-control", nbytes) as control,
-        memory("phalanx-heap", heap_bytes(world_size) * world_size) as heap,
+        sparse_memory("phalanx-heap", heap_bytes(world_size) * world_size) as heap,
     ):
         address = _core.map(control, nbytes)
         try:
@@ -275,12 +335,18 @@ def open_as_leader(
     Raises:
         DeadlineError: some rank did not fetch it; `missing` says which.
     """
-    with _new_memory(members) as fds:
-        arena = Arena(fds, 0, members, idle)
+    world_size = len(members)
+    with (
+        _new_memory(members) as (control, heap),
+        new_pipes(world_size if needs_lifelines(_processes(members)) else 0) as pipes,
+    ):
+        reads, writes = pipes
+        arena = Arena([control, heap.fd, *reads, *writes[:1]], 0, members, idle, heap_folder=heap.in_folder)
         if show is not None:
-            show(fds[0])
+            show(control)
         try:
-            counter.serve(range(1, len(members)), fds, deadline, notice)
+            own = dict(enumerate(writes))
+            counter.serve(range(1, world_size), [control, heap.fd, *reads], deadline, notice, own=own)
         except BaseException:
             arena.close()
             raise
@@ -296,7 +362,7 @@ def open_as_member(
         DeadlineError: it did not answer in time.
         PhalanxError: it is gone.
     """
-    fds = fetch(token, rank, 2, deadline)
+    fds = fetch(token, rank, 2 + (len(members) + 1 if needs_lifelines(_processes(members)) else 0), deadline)
     try:
         return Arena(fds, rank, members, idle)
     finally:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import resource
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from phalanx.arena.peer import peer_of
@@ -56,12 +57,21 @@ class Counter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._socket.close()
 
-    def serve(self, ranks: Sequence[int], fds: Sequence[int], deadline: Deadline, notice: Notice) -> None:
-        """Give `fds` to each of `ranks`, in whatever order they come.
+    def serve(
+        self,
+        ranks: Sequence[int],
+        fds: Sequence[int],
+        deadline: Deadline,
+        notice: Notice,
+        *,
+        own: Mapping[int, int] | None = None,
+    ) -> None:
+        """Give `fds` to each of `ranks`, in whatever order they come, and after them what is its `own`, if anything.
 
         Raises:
             DeadlineError: some rank did not come; `missing` says which.
         """
+        own = own or {}
         missing = set(ranks)
         while missing:
             ready, _, _ = select.select([self._socket], [], [], min(_SLICE_S, deadline.left_s))
@@ -76,7 +86,7 @@ class Counter:
                 rank = self._admit(peer, min(_PATIENCE_S, deadline.left_s))
                 if rank in missing:
                     with contextlib.suppress(OSError):  # it gave up, or died, while it stood in line
-                        socket.send_fds(peer, [b"ok"], list(fds))
+                        socket.send_fds(peer, [b"ok"], [*fds, *([own[rank]] if rank in own else [])])
                         missing.discard(rank)
 
     def _admit(self, peer: socket.socket, patience_s: float) -> int | None:
@@ -110,7 +120,7 @@ def fetch(token: str, rank: int, count: int, deadline: Deadline, *, wait_for_lea
             if peer_of(s).uid != os.getuid():
                 raise PhalanxError("the leader of this host runs as another user; nothing was exchanged")
             s.sendall(_HELLO.pack(bytes.fromhex(token), rank))
-            fds = _receive(s, count)
+            fds, cut_short = _receive(s, count)
         except TimeoutError:
             raise DeadlineError("the leader of this host did not hand over the shared memory in time") from None
         except OSError as error:
@@ -118,6 +128,12 @@ def fetch(token: str, rank: int, count: int, deadline: Deadline, *, wait_for_lea
     if len(fds) != count:
         for fd in fds:
             os.close(fd)
+        if cut_short:  # by the kernel, which found no free number
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise PhalanxError(
+                f"this process may have {soft} open files, and {count} more are needed for the memory of this host "
+                "(ulimit -n)"
+            )
         raise PhalanxError(f"the leader of this host closed the door: {len(fds)} of {count} descriptors came")
     return fds
 
@@ -135,21 +151,11 @@ def _connect(s: socket.socket, token: str, patience: Deadline | None) -> None:
             time.sleep(0.01)
 
 
-def _receive(s: socket.socket, count: int) -> list[int]:
+def _receive(s: socket.socket, count: int) -> tuple[list[int], bool]:
+    """The descriptors that came, and whether the kernel held some back."""
     numbers = array.array("i")
-    _, ancillary, _, _ = s.recvmsg(2, socket.CMSG_SPACE(count * numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
+    _, ancillary, flags, _ = s.recvmsg(2, socket.CMSG_SPACE(count * numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-    return list(numbers)
-
-
-@contextlib.contextmanager
-def memory(name: str, nbytes: int) -> Iterator[int]:
-    """A nameless file in memory of `nbytes` (sparse: pages exist once they are touched); closed on exit."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, nbytes)
-        yield fd
-    finally:
-        os.close(fd)
+    return list(numbers), bool(flags & socket.MSG_CTRUNC)

@@ -1,36 +1,60 @@
 """Know when a process is gone, without being its parent: one `pidfd` per process, shared by all groups.
 
 A pidfd becomes readable when the process ends, whatever ended it, and cannot be fooled by a reused process number:
-the start time is compared once, when it is opened.
+the start time is compared once, when it is opened. Where processes have no numbers for each other (pid namespaces), or
+may not open pidfds, `lifeline` does the same with pipes.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from phalanx.errors import PhalanxError
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process for good: its number, when it started (clock ticks after boot), and in which pid namespace."""
+    """A process for good: its number, when it started (clock ticks after boot), and where these two mean something.
+
+    `namespace` names the pid and time namespace; it is empty where the process cannot tell. `has_pidfds`: the kernel
+    lets it open pidfds.
+    """
 
     pid: int
     start_ticks: int
     namespace: str
+    has_pidfds: bool = True
 
     @classmethod
     def of_self(cls) -> ProcessId:
         """This process."""
         pid = os.getpid()
-        return cls(pid, start_ticks(pid) or 0, _namespace())
+        ticks = start_ticks(pid)
+        return cls(pid, ticks or 0, _namespace() if ticks is not None else "", _has_pidfds())
+
+
+def can_watch_each_other(processes: Sequence[ProcessId]) -> bool:
+    """Whether each can open a pidfd of each other one. The same answer for all of them."""
+    return len({p.namespace for p in processes}) == 1 and all(p.namespace and p.has_pidfds for p in processes)
 
 
 def _namespace() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        pid, time = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))
     except OSError:
         return ""
+    return f"{pid} {time}"
+
+
+def _has_pidfds() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # another system; an old kernel, or a filter
+        return False
+    return True
 
 
 def start_ticks(pid: int) -> int | None:
@@ -47,10 +71,12 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def wait_status(pid: int) -> int | None:
-    """How process `pid` ended, as `waitpid` would say, while it is a zombie that we may look at; else None."""
-    fields = _stat(pid)
-    if len(fields) < 50 or fields[0] not in "ZX":
+def wait_status(process: ProcessId) -> int | None:
+    """How it ended, as `waitpid` would say, while it is a zombie that we may look at; else None."""
+    if process.namespace != _namespace():
+        return None
+    fields = _stat(process.pid)
+    if len(fields) < 50 or fields[0] not in "ZX" or int(fields[19]) != process.start_ticks:
         return None
     return int(fields[49])
 
@@ -63,24 +89,23 @@ class _Watch:
         self._open: dict[ProcessId, tuple[int, int]] = {}
 
     def acquire(self, process: ProcessId) -> int:
-        """A pidfd for `process`, or -1 where it cannot be watched (another pid namespace, a kernel without pidfd)."""
-        if process.namespace != _namespace() or not hasattr(os, "pidfd_open"):
-            return -1
+        """A descriptor that can be read once `process` is gone, which it may be already. `can_watch_each_other` holds.
+
+        Raises:
+            PhalanxError: this process may not have one more descriptor.
+        """
         with self._lock:
             fd, uses = self._open.get(process, (-1, 0))
             if uses == 0:
                 try:
-                    fd = os.pidfd_open(process.pid)
-                except OSError:
-                    return -1
-                if start_ticks(process.pid) not in (process.start_ticks, None):
-                    os.close(fd)
-                    return -1
+                    fd = _open(process)
+                except OSError as error:
+                    raise PhalanxError(f"process {process.pid} cannot be watched: {error.strerror}") from None
             self._open[process] = (fd, uses + 1)
             return fd
 
     def release(self, process: ProcessId) -> None:
-        """Give back one `acquire` that returned a descriptor."""
+        """Give back one `acquire`."""
         with self._lock:
             fd, uses = self._open.get(process, (-1, 0))
             if uses > 1:
@@ -90,4 +115,45 @@ class _Watch:
                 os.close(fd)
 
 
+def _open(process: ProcessId) -> int:
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return _of_the_gone()
+    if start_ticks(process.pid) not in (process.start_ticks, None):
+        os.close(fd)
+        return _of_the_gone()
+    return fd
+
+
+def _of_the_gone() -> int:
+    """A descriptor that can be read at once."""
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
 watch = _Watch()
+
+
+class Pidfds:
+    """One rank's view of `processes`, its own the `rank`-th: a descriptor for each, -1 for itself."""
+
+    def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
+        self._watched: list[ProcessId] = []
+        fds = []
+        try:
+            for r, process in enumerate(processes):
+                fds.append(-1 if r == rank else watch.acquire(process))
+                if r != rank:
+                    self._watched.append(process)
+        except PhalanxError:
+            self.close()
+            raise
+        self.fds = tuple(fds)
+
+    def close(self) -> None:
+        """Let go of all."""
+        for process in self._watched:
+            watch.release(process)
+        self._watched = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from phalanx.arena import nameless
 from phalanx.arena.handover import Counter, new_token
+from phalanx.arena.lifeline import why_unwatched
 from phalanx.arena.watch import ProcessId
-from phalanx.backend.meeting import Seat, host_identity, meet, ranks
+from phalanx.backend.meeting import Seat, host_identity, meet, part, ranks
 from phalanx.backend.options import Options
 from phalanx.backend.rendezvous import agent_address
 from phalanx.deadline import Deadline
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from phalanx.backend.across_hosts.layout import Layout
 
 _logger = get_logger(__name__)
+_NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
 _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
 
 
@@ -61,9 +65,13 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     store, rank, size = options.store, options.group_rank, options.group_size
     name = options.group_id
     with contextlib.ExitStack() as stack:
-        counter = stack.enter_context(_counter()) if _core is not None else None
-        seats = meet(store, rank, size, _my_seat(counter, store, settings), name, deadline)
-        _require_same_options(seats, name)
+        counter, obstacle = _open_counter() if _core is not None else (None, _NO_CORE)
+        if counter is not None:
+            stack.enter_context(counter)
+        seats = meet(store, rank, size, _my_seat(counter, obstacle, store, settings), name, deadline)
+        if problem := _differing_options(seats):
+            part(store, rank, range(size))
+            raise ValueError(f"init_process_group of group {name!r}: {problem}")
         reason = _cannot_share(seats)
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
@@ -78,11 +86,17 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     return group
 
 
-def _counter() -> Counter:
-    return Counter(new_token())
+def _open_counter() -> tuple[Counter | None, str]:
+    """Where the ranks of this host can fetch memory; or why this process can share none."""
+    if reason := nameless.obstacle():
+        return None, reason
+    try:
+        return Counter(new_token()), ""
+    except OSError as error:
+        return None, f"Unix sockets cannot be had ({error.strerror})"
 
 
-def _my_seat(counter: Counter | None, store: Any, settings: Options) -> Seat:
+def _my_seat(counter: Counter | None, obstacle: str, store: Any, settings: Options) -> Seat:
     return Seat(
         host=host_identity(),
         hostname=os.uname().nodename,
@@ -92,6 +106,7 @@ def _my_seat(counter: Counter | None, store: Any, settings: Options) -> Seat:
         core=_core.VERSION if _core is not None else 0,
         address=_my_address(store),
         agreed=settings.agreed(),
+        obstacle=obstacle,
     )
 
 
@@ -105,20 +120,26 @@ def _my_address(store: Any) -> str:
     return ""
 
 
-def _require_same_options(seats: Sequence[Seat], name: str) -> None:
-    if len({seat.agreed for seat in seats}) > 1:
-        lines = "\n".join(f"  rank {r}: {seat.agreed}" for r, seat in enumerate(seats))
-        raise ValueError(f"init_process_group of group {name!r}: the ranks were given different options.\n{lines}")
+def _differing_options(seats: Sequence[Seat]) -> str:
+    if len({seat.agreed for seat in seats}) == 1:
+        return ""
+    return "the ranks were given different options.\n" + "\n".join(
+        f"  rank {r}: {seat.agreed}" for r, seat in enumerate(seats)
+    )
 
 
 def _cannot_share(seats: Sequence[Seat]) -> str:
     """Why these ranks can't share memory, or nothing. The same answer on every rank."""
-    without = [r for r, seat in enumerate(seats) if seat.core == 0]
-    if without:
-        return f"the C core is not there on {ranks(without)} (reinstall with a C compiler at hand)"
+    hindered: dict[str, list[int]] = {}
+    for r, seat in enumerate(seats):
+        if seat.obstacle:
+            hindered.setdefault(seat.obstacle, []).append(r)
+    if hindered:
+        return "; ".join(f"on {ranks(which)} {obstacle}" for obstacle, which in hindered.items())
     if len({seat.core for seat in seats}) > 1:
         return "the ranks run different versions of Phalanx"
-    return ""
+    hosts = {seat.host for seat in seats}
+    return next(filter(None, (why_unwatched([s.process for s in seats if s.host == host]) for host in hosts)), "")
 
 
 def _share(counter: Counter, seats: Sequence[Seat], options: Any, deadline: Deadline) -> Any:
@@ -164,6 +185,24 @@ def _open_arena(
             f"init_process_group of group {name!r} on rank {rank}: {error}.\nRead the log of the missing rank first.",
             missing=missing,
         ) from None
+    except (PhalanxError, OSError) as error:
+        raise PhalanxError(_no_memory(error, rank, local_ranks, name)) from None
+
+
+def _no_memory(error: PhalanxError | OSError, rank: int, local_ranks: Sequence[int], name: str) -> str:
+    said = error.strerror if isinstance(error, OSError) else error
+    leader = local_ranks[0]
+    advice = _ADVICE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    if not advice and rank != leader:
+        advice = f"If rank {leader}, which leads this host, has ended, its log says why."
+    return f"init_process_group of group {name!r} on rank {rank}: {said}.\n{advice}".rstrip()
+
+
+_ADVICE = {
+    errno.EMFILE: "A group needs a descriptor for each rank of the host, and a few: raise the limit (ulimit -n).",
+    errno.ENFILE: "The machine's limit on open files is reached (fs.file-max).",
+    errno.ENOMEM: "Raise the limit on address space (ulimit -v), or free memory.",
+}
 
 
 def _showing(seats: Sequence[Seat], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:

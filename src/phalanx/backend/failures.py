@@ -102,37 +102,42 @@ def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
 
 def _peer_lost(arena: Arena, here: str, who: int, mine: Record | None) -> PeerLostError:
     core = arena.core
-    life, pid, _, _, _, note = core.state(who)
     alone = ""
-    if mine is not None and mine.is_collective and _ended_well(core, who):
+    if mine is not None and mine.is_collective and _ended_well(arena, who):
         missing = late(core, arena.rank, arena.world_size)
         if who in missing:  # else it came to this operation, and left in the middle of it
-            gone = [r for r in missing if _ended_well(core, r)]
+            gone = [r for r in missing if _ended_well(arena, r)]
             behind = {r: whereabouts(arena, r) for r in missing if r not in gone}
             came = [r for r in range(arena.world_size) if r not in missing]
             alone = f"\n{tell_left_alone(mine, came, gone, behind)}\n{ADVICE}"
     return PeerLostError(
-        f"{here}: rank {who} (pid {pid}) is gone: {how_it_ended(life, pid, note)}.\nIt {story(core, who)}. "
+        f"{here}: rank {who} ({_process(arena, who)}) is gone: {how_it_ended(arena, who)}.\nIt {story(core, who)}. "
         f"Read its log first.{alone} {_OVER}",
         ranks=(who,),
     )
 
 
-def _ended_well(core: _core.Group, rank: int) -> bool:
+def _ended_well(arena: Arena, rank: int) -> bool:
     """Whether a rank has left, or its process has ended, because its program was over."""
-    life, pid, _, _, _, note = core.state(rank)
+    life, _, _, _, _, note = arena.core.state(rank)
     if note or life == _LEFT:
         return note in ("", QUIET_END)
-    return not core.alive(rank) and wait_status(pid) == 0
+    return not arena.core.alive(rank) and wait_status(arena.process_of(rank)) == 0
 
 
-def how_it_ended(life: int, pid: int, note: str) -> str:
-    """How a process ended, from the best witness that there is."""
+def _process(arena: Arena, who: int) -> str:
+    theirs, ours = arena.process_of(who), arena.process_of(arena.rank)
+    return f"pid {theirs.pid}" + (" in another pid namespace" if theirs.namespace != ours.namespace else "")
+
+
+def how_it_ended(arena: Arena, who: int) -> str:
+    """How a rank's process ended, from the best witness that there is."""
+    life, _, _, _, _, note = arena.core.state(who)
     if note:
         return note
     if life == _LEFT:
         return "it left the group (destroy_process_group)"
-    status = wait_status(pid)
+    status = wait_status(arena.process_of(who))
     if status is None:
         return "it ended without a word (killed, or crashed)"
     if status & 0x7F:

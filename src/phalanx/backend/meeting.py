@@ -9,20 +9,22 @@ Rank 0 looks at who is missing, so that every rank can name them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from phalanx.arena.watch import ProcessId
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, PhalanxError
-from phalanx.log import get_logger
+from phalanx.log import get_logger, warn_once
 
 _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
+_FAREWELL_S = 1.0
 NOTICE_S = 5.0
 
 
@@ -53,6 +55,7 @@ class Seat:
     core: int  # version of the C core's layout; 0 without it
     address: str = ""  # of this host, as the others can reach it; empty where the job's store has no address either
     agreed: str = ""  # what must be the same on every rank
+    obstacle: str = ""  # why this process can share no memory
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the store."""
@@ -61,11 +64,12 @@ class Seat:
             "host": self.host,
             "hostname": self.hostname,
             "token": self.token,
-            "process": [p.pid, p.start_ticks, p.namespace],
+            "process": [p.pid, p.start_ticks, p.namespace, p.has_pidfds],
             "cpus": sorted(self.cpus),
             "core": self.core,
             "address": self.address,
             "agreed": self.agreed,
+            "obstacle": self.obstacle,
         }
 
     @classmethod
@@ -80,20 +84,29 @@ class Seat:
             data["core"],
             data["address"],
             data["agreed"],
+            data["obstacle"],
         )
 
 
 def host_identity() -> str:
-    """What two processes have in common when they can share memory through us: one kernel, one network namespace.
+    """What two processes have in common when they can share memory through us: a kernel, network, and user.
 
-    A host's name proves nothing: two hosts may have one name, and containers of one host may have two.
+    A host's name proves nothing: two hosts may have one name, and containers of one host may have two. The memory is
+    handed over through a socket of the network namespace, to a user of the user namespace. Pid namespaces do not
+    matter.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
             boot = f.read().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"
-    except OSError:
-        return f"pid-{os.getpid()}-{os.urandom(8).hex()}"  # unknown: share with nobody
+        network, users = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user"))
+        return f"{boot} {network} {users} {os.getuid()}"
+    except (FileNotFoundError, PermissionError) as error:
+        warn_once(
+            _logger,
+            f"backend 'phalanx': {error.filename} cannot be read, so nobody knows which ranks are on this host: "
+            "this one shares memory with none. Mount /proc.",
+        )
+        return f"pid-{os.getpid()}-{os.urandom(8).hex()}"
 
 
 def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadline: Deadline) -> list[Seat]:
@@ -108,6 +121,7 @@ def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadl
         missing = _await_all(store, keys, group, deadline)
         if missing:
             store.set("seats", json.dumps({"missing": missing, "timeout_s": deadline.timeout_s}))
+            part(store, rank, [r for r in range(world_size) if r not in missing])
             raise _never_came(group, missing, world_size, deadline.timeout_s)
         seats = [json.loads(store.get(key)) for key in keys]
         store.set("seats", json.dumps({"seats": seats}))
@@ -118,8 +132,22 @@ def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadl
         raise _never_came(group, [0], world_size, deadline.timeout_s)
     answer = json.loads(store.get("seats"))
     if "missing" in answer:
+        part(store, rank, [])
         raise _never_came(group, answer["missing"], world_size, answer["timeout_s"])
     return [Seat.from_json(seat) for seat in answer["seats"]]
+
+
+def part(store: Store, rank: int, others: Sequence[int]) -> None:
+    """The meeting has failed and all ranks will say why: rank 0, whose process may be the store's, goes last.
+
+    `others` are the ranks that it waits for, a moment: without the store they could say only that the store is gone.
+    """
+    if rank == 0:
+        heard = [f"heard/{r}" for r in others if r != 0]
+        _await(store, heard, Deadline.after(_FAREWELL_S), lambda: None)
+    else:
+        with contextlib.suppress(RuntimeError):  # it is gone already
+            store.set(f"heard/{rank}", "")
 
 
 def _await_all(store: Store, keys: list[str], group: str, deadline: Deadline) -> list[int]:

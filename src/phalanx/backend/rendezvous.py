@@ -17,7 +17,8 @@ from typing import Any
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from phalanx.arena.handover import Counter, fetch, memory
+from phalanx.arena.handover import Counter, fetch
+from phalanx.arena.nameless import memory
 from phalanx.arena.watch import start_ticks
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, PhalanxError

@@ -44,8 +44,7 @@ class GlooEngine:
     ) -> None:
         options = _ProcessGroupGloo._Options()
         options._timeout = timeout
-        device = {"interface": interface} if interface else {"hostname": address}
-        options._devices = [_ProcessGroupGloo.create_device(**device, lazy_init=False)]
+        options._devices = [_device(address, interface)]
         self._group = _ProcessGroupGloo(store, rank, world_size, options)
         self.rank = rank
         self.world_size = world_size
@@ -72,6 +71,15 @@ class GlooEngine:
         with contextlib.suppress(RuntimeError):
             peer = (self.rank + 1) % self.world_size
             self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
+
+def _device(address: str, interface: str) -> Any:
+    if (
+        not address and not interface
+    ):  # the job's store is a file: Gloo asks for this host's own name, or takes loopback
+        return _ProcessGroupGloo.create_default_device(lazy_init=False)
+    named = {"interface": interface} if interface else {"hostname": address}
+    return _ProcessGroupGloo.create_device(**named, lazy_init=False)
 
 
 def local_address(towards: str) -> str:

@@ -295,8 +295,7 @@ class Session:
         if cause.status == failures.PEER_LOST:
             local = self._core.poison()[1]
             if local != self.layout.local_rank:  # our own number: the attendant ended the memory for another cause
-                life, pid, _, _, _, note = self._core.state(local)
-                return self._lost(self.layout.local_ranks[local], failures.how_it_ended(life, pid, note))
+                return self._lost(self.layout.local_ranks[local], failures.how_it_ended(self.arena, local))
         return self._told_by_others(_PATIENCE_S) or Story("broken", f"the core answered {cause.status}.")
 
     def _told_by_others(self, patience_s: float) -> Story | None:

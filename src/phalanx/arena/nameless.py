@@ -1,0 +1,112 @@
+"""Memory that processes can share and that has no name: nothing to clean up, whoever dies and however.
+
+It is a `memfd`. Where the kernel or a seccomp filter has none, it is a file that is unlinked before anything is in it,
+in /dev/shm or else in the folder for temporary files. That file system may be small, and a write beyond its end would
+be a bus error: what will be written is reserved first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.errors import PhalanxError
+from phalanx.log import get_logger, warn_once
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A nameless file whose pages exist once they are touched; `reserve` before you touch them."""
+
+    fd: int
+    in_folder: str = ""
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Make sure that these bytes can be written; costs nothing for a memfd, which only the machine limits.
+
+        Raises:
+            PhalanxError: the file system has no room for them.
+        """
+        if not self.in_folder or nbytes == 0:
+            return
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        except OSError as error:
+            raise PhalanxError(f"{nbytes} bytes in {self.in_folder}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def memory(name: str, nbytes: int) -> Iterator[int]:
+    """`nbytes` that can be written, nameless, for as long as somebody has the descriptor open or mapped.
+
+    Raises:
+        PhalanxError: there is neither a memfd nor a folder with room; the message says of each why not.
+    """
+    with _first_that_works(name, nbytes, reserved=True) as sparse:
+        yield sparse.fd
+
+
+@contextlib.contextmanager
+def sparse_memory(name: str, nbytes: int) -> Iterator[Sparse]:
+    """As `memory`, but nothing is reserved: `nbytes` are addresses to choose from.
+
+    Raises:
+        PhalanxError: as `memory`.
+    """
+    with _first_that_works(name, nbytes, reserved=False) as sparse:
+        yield sparse
+
+
+def obstacle() -> str:
+    """Why there can be no nameless memory in this process, in words, or nothing."""
+    try:
+        with _first_that_works("phalanx-probe", 0, reserved=False, aloud=False):
+            return ""
+    except PhalanxError as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = True) -> Iterator[Sparse]:
+    problems = []
+    for folder in ("", "/dev/shm", tempfile.gettempdir()):
+        try:
+            fd = _nameless_file(folder) if folder else os.memfd_create(name, os.MFD_CLOEXEC)
+        except OSError as error:
+            problems.append(f"{folder or 'memfd_create'}: {error.strerror}")
+            continue
+        sparse = Sparse(fd, folder)
+        try:
+            try:
+                os.ftruncate(fd, nbytes)
+                if reserved:
+                    sparse.reserve(0, nbytes)
+            except OSError as error:
+                problems.append(f"{nbytes} bytes in {folder or 'a memfd'}: {error.strerror}")
+                continue
+            except PhalanxError as error:
+                problems.append(str(error))
+                continue
+            if folder and aloud:
+                warn_once(
+                    _logger, f"shared memory lies in files without a name in {folder}, because {'; '.join(problems)}"
+                )
+            yield sparse
+            return
+        finally:
+            os.close(fd)
+    raise PhalanxError(f"no memory can be shared ({'; '.join(problems)})")
+
+
+def _nameless_file(folder: str) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
+    except OSError:  # this file system has no such files
+        fd, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)
+        os.unlink(path)
+        return fd
