@@ -262,11 +262,11 @@ static void copy_words(struct plx_record *to, const struct plx_record *from) {
     __atomic_store_n((word *)to + i, __atomic_load_n((const word *)from + i, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
 }
 
-struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                    uint32_t ndim, const uint64_t *shape) {
+struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
+                                    uint32_t ndim, const uint64_t *shape, uint64_t *number) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
-  uint64_t at = atomic_fetch_add_explicit(&me->next_record, 1, memory_order_relaxed);
-  struct plx_record *r = &me->records[at % PLX_RECORDS];
+  *number = atomic_fetch_add_explicit(&me->next_record, 1, memory_order_relaxed);
+  struct plx_record *r = &me->records[*number % PLX_RECORDS];
   struct plx_record new = {.count = call->count, .enter_ns = plx_now_ns(), .kind = call->kind, .dtype = call->dtype,
                            .redop = call->redop, .root = call->root, .peer = peer, .site = site, .ndim = ndim};
   for (uint32_t i = 0; i < ndim && i < PLX_MAX_DIMS; i++) new.shape[i] = shape[i];
@@ -276,6 +276,20 @@ struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *
   copy_words(r, &new);
   atomic_store_explicit(&r->seq, call->seq, memory_order_release);
   return r;
+}
+
+struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
+                                    uint32_t ndim, const uint64_t *shape) {
+  uint64_t number;
+  return g->quiet ? &g->unseen : plx_record_begin(g, call, site, peer, ndim, shape, &number);
+}
+
+/* The recorder is a ring: by the time that an operation ends its line may tell of another. */
+void plx_record_end(struct plx_group *g, uint64_t number, int status) {
+  struct plx_rank *me = plx_rank_of(g, g->rank);
+  uint64_t written = atomic_load_explicit(&me->next_record, memory_order_relaxed);
+  if (written - number < PLX_RECORDS - 16) /* 16: others may be about to write */
+    plx_record_leave(&me->records[number % PLX_RECORDS], status);
 }
 
 int plx_record_read(const struct plx_rank *owner, uint64_t number, struct plx_record *copy) {

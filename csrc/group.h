@@ -21,6 +21,8 @@ struct plx_group {
   uint64_t spin_ns;
   int crowded;
   int over; /* this rank has begun a collective after the group's end */
+  int quiet; /* collectives here are steps of operations that the caller records itself */
+  struct plx_record unseen; /* what they write instead */
   int *pidfds;             /* world entries; -1 where the process cannot be watched */
   unsigned char **heaps;   /* world entries: where each rank's heap is mapped here; NULL without an arena */
   uint64_t heap_bytes;     /* of each heap */
@@ -67,10 +69,14 @@ _Atomic uint32_t *plx_low_half(_Atomic uint64_t *word);
 
 #define PLX_SLICE_NS 50000000ull /* how long a rank sleeps before it looks around */
 
-/* The flight recorder. `enter` returns the record to pass to `leave`. */
+/* The flight recorder. `enter` returns the record to pass to `leave`; in a quiet group one that nobody reads. */
 struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
                                     uint32_t ndim, const uint64_t *shape);
 void plx_record_leave(struct plx_record *record, int status);
+/* As `enter`, in a quiet group too; `number` is that of the record, to pass to `end`, which may come much later. */
+struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
+                                    uint32_t ndim, const uint64_t *shape, uint64_t *number);
+void plx_record_end(struct plx_group *g, uint64_t number, int status);
 /* Copy the record that `owner` wrote as its `number`th, counted from 0; 0 if it is being written, or never was. */
 int plx_record_read(const struct plx_rank *owner, uint64_t number, struct plx_record *copy);
 

@@ -467,6 +467,39 @@ static PyObject *group_records(Group *self, PyObject *arg) {
   return list;
 }
 
+/* From now on collectives are steps of operations that the caller records with begin_record and end_record. */
+static PyObject *group_hide_steps(Group *self, PyObject *unused) {
+  (void)unused;
+  self->g.quiet = 1;
+  Py_RETURN_NONE;
+}
+
+/* begin_record(seq, kind, dtype, redop, root, peer, count, site, shape): the number to pass to end_record. */
+static PyObject *group_begin_record(Group *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  struct plx_call call = {0};
+  int kind, dtype, redop, root, peer;
+  uint64_t number;
+  if (want(n, 9, "begin_record") != 0 || to_u64(a[0], &call.seq) || to_int(a[1], &kind) || to_int(a[2], &dtype) ||
+      to_int(a[3], &redop) || to_int(a[4], &root) || to_int(a[5], &peer) || to_tail(self, a + 6, &t))
+    return NULL;
+  call.count = t.timeout_ns; /* the tail's first number, whatever it means */
+  call.kind = (uint16_t)kind;
+  call.dtype = (uint8_t)dtype;
+  call.redop = (uint8_t)redop;
+  call.root = root;
+  plx_record_begin(&self->g, &call, t.origin.site, peer, t.origin.ndim, t.origin.shape, &number);
+  return PyLong_FromUnsignedLongLong(number);
+}
+
+static PyObject *group_end_record(Group *self, PyObject *args) {
+  unsigned long long number;
+  int status;
+  if (!PyArg_ParseTuple(args, "Ki", &number, &status) || !is_open(self)) return NULL;
+  plx_record_end(&self->g, number, status);
+  Py_RETURN_NONE;
+}
+
 /* (code, rank) that ended the group, or (0, 0). */
 static PyObject *group_get_poison(Group *self, PyObject *unused) {
   (void)unused;
@@ -634,6 +667,9 @@ static PyMethodDef group_methods[] = {
     {"set_note", (PyCFunction)group_set_note, METH_VARARGS, NULL},
     {"state", (PyCFunction)group_state, METH_O, NULL},
     {"records", (PyCFunction)group_records, METH_O, NULL},
+    {"hide_steps", (PyCFunction)group_hide_steps, METH_NOARGS, NULL},
+    FAST(begin_record),
+    {"end_record", (PyCFunction)group_end_record, METH_VARARGS, NULL},
     {"poison", (PyCFunction)group_get_poison, METH_NOARGS, NULL},
     {"set_poison", (PyCFunction)group_set_poison, METH_VARARGS, NULL},
     {"alive", (PyCFunction)group_alive, METH_O, NULL},

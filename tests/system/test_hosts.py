@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
 import phalanx
+from phalanx.arena.recorder import read
 from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.shared_memory import SharedMemory
@@ -119,6 +120,55 @@ def messages(rank, world_size, machines):
     else:
         dist.send(torch.full((2,), float(rank)), 0)
     dist.barrier()
+    # Messages with different tags do not wait for each other, whichever side names them in which order.
+    last = world_size - 1
+    if rank == 0:
+        first, second = torch.empty(1), torch.empty(1)
+        works = [dist.irecv(first, last, tag=1), dist.irecv(second, last, tag=2)]
+        works[1].wait()
+        dist.send(second, last, tag=3)
+        works[0].wait()
+        assert (first.item(), second.item()) == (1.0, 2.0)
+        work = dist.isend(first, last, tag=4)
+        dist.send(second, last, tag=5)
+        work.wait()
+    elif rank == last:
+        got = torch.empty(1)
+        dist.send(torch.tensor([2.0]), 0, tag=2)
+        dist.recv(got, 0, tag=3)
+        dist.send(torch.tensor([1.0]), 0, tag=1)
+        dist.recv(got, 0, tag=5)
+        assert got.item() == 2.0
+        dist.recv(got, 0, tag=4)
+        assert got.item() == 1.0
+    dist.barrier()
+
+
+def recorded(rank, world_size, machines):
+    """The flight recorder has a line for each operation of the user, not for what it is made of."""
+    dist.barrier()
+    dist.all_reduce(torch.ones(3, 4), op=dist.ReduceOp.MAX)
+    dist.broadcast(torch.ones(600_000), src=world_size - 1)
+    dist.reduce(torch.ones(5), dst=1)
+    if rank == 0:
+        dist.send(torch.ones(7), world_size - 1)
+    elif rank == world_size - 1:
+        dist.recv(torch.ones(7), 0)
+    group = dist.group.WORLD
+    core, me = group._memory._core, group._memory.layout.local_rank
+    lines = read(core, me)[-5 if rank in (0, world_size - 1) else -4 :]
+    assert [(r.call().partition(" at ")[0], r.status_name) for r in lines[:4]] == [
+        ("barrier", "ok"),
+        ("all_reduce(MAX) of float32 (3, 4)", "ok"),
+        (f"broadcast(src={world_size - 1}) of float32 (600000,)", "ok"),
+        ("reduce(SUM, dst=1) of float32 (5,)", "ok"),
+    ]
+    assert all("test_hosts.py:" in r.site for r in lines)
+    assert [r.seq for r in lines[:4]] == list(range(lines[0].seq, lines[0].seq + 4))
+    if rank == 0:
+        assert (lines[4].label, lines[4].shape) == (f"send to rank {world_size - 1}", (7,))
+    elif rank == world_size - 1:
+        assert (lines[4].label, lines[4].shape) == ("recv from rank 0", (7,))
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
@@ -129,6 +179,7 @@ def test_every_collective_gives_the_values_of_one_host(sizes):
         reductions(rank, world_size, machines)
         moves(rank, world_size, machines)
         messages(rank, world_size, machines)
+        recorded(rank, world_size, machines)
         works = [dist.all_reduce(torch.full((3,), float(i)), async_op=True) for i in range(5)]
         for i, work in enumerate(works):
             work.wait()

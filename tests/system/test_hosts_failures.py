@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -192,6 +193,60 @@ def test_a_rank_that_ends_with_an_error_says_so_to_the_other_hosts():
         return str(caught.value)
 
     assert "is gone: it ended with ValueError: bad luck." in on_hosts((1, 1), check, lost=(1,))[0]
+
+
+@pytest.mark.parametrize("waits_for", ["collective", "message"])
+def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
+    # Gloo waits in C++, where no signal is heard: it was heard at the timeout.
+    def check(rank, world_size, machines):
+        dist.barrier()
+        group = dist.group.WORLD
+        if rank == 1:
+            while group._memory._story is None:  # the attendant hears of it
+                time.sleep(0.01)
+            with pytest.raises(PeerLostError) as caught:
+                dist.all_reduce(torch.ones(3))
+            return str(caught.value), 0.0
+        sent = []
+
+        def interrupt():
+            while not (group._memory._position.inside if waits_for == "collective" else group._channels):
+                time.sleep(0.01)
+            time.sleep(0.2)  # into the wait itself
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        call = (dist.all_reduce, (torch.ones(3),)) if waits_for == "collective" else (dist.recv, (torch.empty(3), 1))
+        with pytest.raises(KeyboardInterrupt) as caught:
+            call[0](*call[1])
+        heard = time.monotonic() - sent[0]
+        thread.join()
+        group.get_group_store().wait([f"heard/{waits_for}"], timedelta(seconds=20))
+        return str(caught.value), heard
+
+    def whole(rank, world_size, machines):
+        result = check(rank, world_size, machines)
+        if rank == 1:
+            dist.group.WORLD.get_group_store().set(f"heard/{waits_for}", "yes")
+        return result
+
+    (said, heard), (story, _) = on_hosts((1, 1), whole, timeout_s=30.0)
+    assert heard < 5.0, "it waited for the timeout"
+    if waits_for == "collective":
+        assert "all_reduce #3 (" in said
+        assert (
+            "in group '0' on rank 0: interrupted (KeyboardInterrupt); it was waiting for rank 1.\nRank 1 (pid " in said
+        )
+        assert "last finished barrier #2" in said
+    else:
+        assert (
+            "recv from rank 1 in group '0' on rank 0: interrupted (KeyboardInterrupt); it was waiting for rank 1"
+            in said
+        )
+    assert "rank 0 (pid " in story
+    assert "was interrupted (KeyboardInterrupt) in " in story
 
 
 def test_ranks_with_different_options_are_told_before_anything_is_built():

@@ -233,7 +233,8 @@ def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Op
     rank, size, name = options.group_rank, options.group_size, options.group_id
     layout = Layout.of([seat.host for seat in seats], rank)
     meeting = seats[0].token
-    memory = AcrossHosts(name, layout, settings, [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in seats])
+    people = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in seats]
+    memory = AcrossHosts(name, layout, settings, people, options.global_ranks_in_group)
     arena = _open_arena(counter, seats, layout.local_ranks, options, deadline, memory.idle)
     try:
         store = PrefixStore(f"gloo/{meeting}", options.store)

@@ -50,6 +50,12 @@ def failure(status: int, arena: Arena, group: str, timeout_s: float, *, kind: in
     return InternalError(f"{here}: the core answered {status}. Please report this with the program that shows it.")
 
 
+def status_of(error: PhalanxError) -> int:
+    """The opposite of `failure`, as far as it goes: what the flight recorder says of an operation that ended so."""
+    kinds = ((MismatchError, MISMATCH), (PeerLostError, PEER_LOST), (DeadlineError, DEADLINE), (ClosedError, CLOSED))
+    return next((status for kind, status in kinds if isinstance(error, kind)), INVALID)
+
+
 def _own(records: list[Record], kind: int, peer: int) -> Record | None:
     fits = (r for r in reversed(records) if (r.is_collective if kind == 0 else (r.kind, r.peer) == (kind, peer)))
     return next(fits, None)

@@ -38,9 +38,16 @@ class PhalanxWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; True, or its error."""
         limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-        if limit is None and self.lane is not None and not self._done.is_set():
-            self.lane.help(self)
-        if not self._done.wait(limit):
+        lane = self.lane
+        if limit is None and lane is not None and not self._done.is_set():
+            lane.help(self)
+        try:
+            over = self._done.wait(limit)
+        except BaseException as error:  # Ctrl-C, or a signal handler that raised
+            if lane is not None and lane.interrupted is not None:
+                lane.interrupted(error)
+            raise
+        if not over:
             raise TimeoutError(f"the operation was not over after {limit} s; it goes on")
         if self._error is not None:
             raise self._error
@@ -174,15 +181,26 @@ class Lane:
     """One thread that carries out actions in the order in which they came; it starts with the first.
 
     Whoever waits for the action that is next in line carries it out itself: a call that is waited for at once, such
-    as `dist.recv`, then never changes threads.
+    as `dist.recv`, then never changes threads. Not so with `interrupted`: actions then wait where no signal is heard,
+    so the main thread, which must hear Ctrl-C, never carries one out. It calls `interrupted` with what ended its wait,
+    to end the action too. With `linger_s` the thread ends when there was nothing to do for so long.
 
     With `callbacks_first`, what a future's callback calls is carried out within that call, before whatever is queued.
     PowerSGD's callbacks wait for collectives of their own: queued, those would wait for the thread that waits for them;
     and their place among the others must not depend on how far the main thread of each rank has come.
     """
 
-    def __init__(self, name: str, *, callbacks_first: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        callbacks_first: bool = False,
+        interrupted: Callable[[BaseException], None] | None = None,
+        linger_s: float | None = None,
+    ) -> None:
         self.name = name
+        self.interrupted = interrupted
+        self._linger_s = linger_s
         self._callbacks_first = callbacks_first
         self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the lane meanwhile
         self._items: deque[tuple[Action, PhalanxWork]] = deque()
@@ -195,6 +213,11 @@ class Lane:
     def idle(self) -> bool:
         """Whether nothing is queued or running."""
         return not self._busy and not self._items
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is queued or running, and no thread waits for more."""
+        return self.idle and self._thread is None
 
     def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         """Queue `action`; `work` finishes when it has run."""
@@ -212,6 +235,8 @@ class Lane:
 
     def help(self, work: PhalanxWork) -> None:
         """Carry out `work` here, if it is next in line and nobody has begun it."""
+        if self.interrupted is not None and threading.current_thread() is threading.main_thread():
+            return
         with self._changed:
             if self._busy or not self._items or self._items[0][1] is not work:
                 return
@@ -222,9 +247,13 @@ class Lane:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._busy and (self._items or self._closing))
-                if not self._items:
+                self._changed.wait_for(lambda: not self._busy and (self._items or self._closing), self._linger_s)
+                if not self._items and not self._busy:
+                    if not self._closing:
+                        self._thread = None  # the next action starts another
                     return
+                if self._busy:
+                    continue
                 self._busy = True
                 item = self._items.popleft()
             self._carry_out(item)

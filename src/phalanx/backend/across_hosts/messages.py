@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.backend import failures
 from phalanx.backend.across_hosts.bulletin import Story
+from phalanx.backend.across_hosts.call import Call
 from phalanx.backend.across_hosts.rails import DATA, Message, talking_to
 from phalanx.backend.across_hosts.session import Session
 from phalanx.backend.shared_memory import Span, dense, nbytes, write_back
@@ -27,7 +28,8 @@ class Messages(Session):
         data = dense(tensor.detach())
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(span.timeout_s)
-        with self._told(self._here(f"send to rank {dst}"), span, deadline, dst):
+        here = self._here(f"send to rank {dst}")
+        with self._recorded(self._message("send", data, span), span, peer=dst), self._told(here, span, deadline, dst):
             messages = []
             with talking_to(dst):
                 messages.append(Message(self._engine.send(dst, header, tag), dst, deadline))
@@ -43,7 +45,8 @@ class Messages(Session):
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(span.timeout_s)
         here = self._here(f"recv from rank {src}" if src >= 0 else "recv from any rank")
-        with self._told(here, span, deadline, src), torch.no_grad():
+        recorded = self._recorded(self._message("recv", data, span), span, peer=src)
+        with recorded, self._told(here, span, deadline, src), torch.no_grad():
             with talking_to(src):
                 if src >= 0:
                     pending = self._engine.recv(src, header, tag)
@@ -61,6 +64,10 @@ class Messages(Session):
             if data.data_ptr() != tensor.data_ptr():
                 write_back(tensor.detach(), data)
         return source
+
+    def _message(self, name: str, data: Tensor, span: Span) -> Call:
+        code = dtype_of(data.dtype).code
+        return Call(name, code, count=data.numel(), shape=tuple(data.shape), place=self._place(span))
 
     def _check_open(self, tag: int) -> None:
         if self.closed:

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from phalanx import _core
 from phalanx.arena.arena import Arena, timeout_ns
+from phalanx.arena.recorder import KINDS
 from phalanx.backend import failures
 from phalanx.backend.across_hosts.attendant import Attendant
-from phalanx.backend.across_hosts.bulletin import Bulletin, Position, Story
+from phalanx.backend.across_hosts.bulletin import OVER, Bulletin, Position, Story
 from phalanx.backend.across_hosts.call import BLOCK_BYTES, Call, digest_of, disagreement, split_blocks
 from phalanx.backend.across_hosts.layout import Layout
 from phalanx.backend.across_hosts.rails import ConnectionBroken, Message, Rail
@@ -32,9 +33,11 @@ from phalanx.backend.options import Options
 from phalanx.backend.shared_memory import SharedMemory, Span
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo import GlooEngine
+from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
+_KINDS = {name: kind for kind, name in KINDS.items()}
 
 # How long a broken connection waits for somebody who saw the cause: the dead rank's neighbours notice within 50 ms.
 _PATIENCE_S = 0.4
@@ -65,7 +68,9 @@ class Session:
     One collective at a time: `lock` is held while it runs.
     """
 
-    def __init__(self, group: str, layout: Layout, options: Options, names: Sequence[str]) -> None:
+    def __init__(
+        self, group: str, layout: Layout, options: Options, names: Sequence[str], numbers: Sequence[int] = ()
+    ) -> None:
         self.group = group
         self.layout = layout
         self.lock = threading.Lock()
@@ -73,6 +78,7 @@ class Session:
         self.world_size = layout.topology.world_size
         self._options = options
         self._names = tuple(names)  # how people call each rank's process: 'pid 17 on node3'
+        self._numbers = tuple(numbers) or tuple(range(self.world_size))  # the ranks' numbers in the job
         self._memory = SharedMemory(group)
         self._seq = 0
         self._said_seq = -1
@@ -91,6 +97,7 @@ class Session:
     def attach(self, arena: Arena, engine: GlooEngine, bulletin: Bulletin) -> None:
         """Take the seat; before the first operation."""
         self._memory.attach(arena)
+        self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self._engine = engine
         self._bulletin = bulletin
         if self.layout.rail:
@@ -185,12 +192,30 @@ class Session:
             place = f" ({call.place})" if call.place else ""
             self._position = Position(self._seq, True, f"is in {label}{place}")
             deadline = Deadline.after(span.timeout_s)
-            with self._told(self._here(label), span, deadline):
+            with self._recorded(call, span), self._told(self._here(label), span, deadline):
                 self._begin_to_agree(call, span, deadline)
                 if not early:
                     self._agree()
                 yield deadline
             self._position = Position(self._seq, False, f"last finished {label}{place}")
+
+    @contextlib.contextmanager
+    def _recorded(self, call: Call, span: Span, *, peer: int = -1) -> Iterator[None]:
+        """What happens inside is one line of the flight recorder. Messages have no place in the sequence."""
+        root, peer = (self._numbers[r] if r >= 0 else -1 for r in (call.root, peer))
+        kind, seq = _KINDS[call.name], self._seq if call.name not in ("send", "recv") else 1
+        about = (max(call.dtype, 0), max(call.redop, 0), root, peer, max(call.count, 0))
+        number = self._core.begin_record(seq, kind, *about, span.site, call.shape)
+        status = failures.INVALID
+        try:
+            yield
+            status = failures.OK
+        except PhalanxError as error:
+            status = failures.status_of(error)
+            raise
+        finally:
+            if not self.closed:
+                self._core.end_record(number, status)
 
     @contextlib.contextmanager
     def _told(self, here: str, span: Span, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
@@ -204,20 +229,42 @@ class Session:
             self._end()
             raise self._story.error(here) from None
         except BaseException as error:
-            self._interrupted(error)
+            self._broke(error)
             raise
 
     def _here(self, label: str = "operation") -> str:
         return f"{label} in group {self.group!r} on rank {self.rank}"
 
-    def _interrupted(self, error: BaseException) -> None:
-        """Ctrl-C, or a signal handler that raised, ended the operation: the peers should hear why."""
+    def _broke(self, error: BaseException) -> None:
+        """Something that is no failure of the group ended the operation: the peers should hear what."""
+        self._give_up(f"stopped ({type(error).__name__}) while the group waited; it {self._position.text}.")
+
+    def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
+        """Whoever waits for an operation of this group was interrupted (Ctrl-C, a signal handler that raised).
+
+        Ends the operation and the group, tells the peers, and says in `error` what was waited for. `what`: a message
+        with `peer`; else it is the collective. Takes a second at most, in which the others say where they are.
+        """
+        if self.closed or self._story is not None:
+            return
+        name = type(error).__name__
+        text = self._position.text.removeprefix("is in ") if self._position.inside else "no operation"
+        if what:
+            text, missing, answers = what, [peer] if peer >= 0 else [], {}
+        else:
+            answers = self._bulletin.call_roll()
+            missing = self._missing(answers)
+        self._give_up(f"was interrupted ({name}) in {text} while the group waited.")
+        awaited = f"waiting for {ranks(missing)}" if missing else "under way"
+        lines = [f"Rank {r} ({self._names[r]}) {_whereabouts(answers.get(r))}." for r in missing if not what]
+        if not error.args:
+            error.args = ("\n".join([f"{self._here(text)}: interrupted ({name}); it was {awaited}.", *lines, OVER]),)
+
+    def _give_up(self, text: str) -> None:
         if self.closed:
             return
-        what = f"rank {self.rank} ({self._names[self.rank]}) was interrupted ({type(error).__name__})"
-        self._story = self._bulletin.post(
-            Story("lost", f"{what} while the group waited; it {self._position.text}.", ranks=(self.rank,))
-        )
+        who = f"rank {self.rank} ({self._names[self.rank]})"
+        self._story = self._bulletin.post(Story("lost", f"{who} {text}", ranks=(self.rank,)))
         self._end()
 
     def _begin_to_agree(self, call: Call, span: Span, deadline: Deadline) -> None:
@@ -310,15 +357,12 @@ class Session:
         return Story("lost", text, ranks=(who,))
 
     def _late(self, timeout_s: float, peer: int | None) -> Story:
-        # Those of this host, before they come after all: the roll call gives them time.
-        here = failures.late(self._core, self.layout.local_rank, len(self.layout.local_ranks))
-        late_here = [self.layout.local_ranks[r] for r in here]
+        here = self._late_here()  # before they come after all: the roll call gives them time
         answers = self._bulletin.call_roll()
-        others = [r for r in range(self.world_size) if r != self.rank]
         if peer is None:
-            missing = [r for r in others if r in late_here or r not in answers or answers[r].seq < self._seq]
+            missing = self._missing(answers, here)
         else:
-            missing = [peer] if peer >= 0 else others
+            missing = [peer] if peer >= 0 else [r for r in range(self.world_size) if r != self.rank]
         if not missing:
             return Story(
                 "late",
@@ -338,6 +382,16 @@ class Session:
             )
         )
         return Story("late", text, ranks=tuple(missing))
+
+    def _late_here(self) -> list[int]:
+        late = failures.late(self._core, self.layout.local_rank, len(self.layout.local_ranks))
+        return [self.layout.local_ranks[r] for r in late]
+
+    def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
+        """Who has not come as far as this rank, or does not answer."""
+        late = {*late_here, *self._late_here()}
+        others = (r for r in range(self.world_size) if r != self.rank)
+        return [r for r in others if r in late or r not in answers or answers[r].seq < self._seq]
 
 
 def _whereabouts(position: Any) -> str:

@@ -35,6 +35,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
     the group's lane, one thread, first come first served. Either way all ranks run the same calls in the same order.
+    Across hosts the lane carries out everything: an engine's wait hears no signal, and the main thread must.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         self._name = name
         self._desc = ""
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
-        self._lane = Lane(f"phalanx-{name}", callbacks_first=True)
+        self._interrupted = memory.interrupted if isinstance(memory, AcrossHosts) else None
+        self._lane = Lane(f"phalanx-{name}", callbacks_first=True, interrupted=self._interrupted)
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
         self._closed = False
         self._closing = threading.Lock()
@@ -157,15 +159,19 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         return Span(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)))
 
     def _is_free(self) -> bool:
-        return self._lane.idle and not self._closed and not self._memory.closed
+        return self._lane.idle and self._interrupted is None and not self._closed and not self._memory.closed
 
     def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
         span = self._span(options, 4)
-        if self._lane.idle and not getattr(options, "asyncOp", True):
+        waits = not getattr(options, "asyncOp", True)
+        if waits and self._lane.idle and self._interrupted is None:
             operation(span)
             return self._done
-        return self._queue(self._lane, lambda: operation(span), outputs)
+        work = self._queue(self._lane, lambda: operation(span), outputs)
+        if waits and self._interrupted is not None:
+            work.wait()
+        return work
 
     def _queue(self, lane: Lane, action: Callable[[], None], outputs: Sequence[Any]) -> PhalanxWork:
         work = PhalanxWork(outputs)

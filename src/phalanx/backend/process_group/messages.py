@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,18 +17,20 @@ from phalanx.backend.work import Closable, Lane, PhalanxWork
 from phalanx.errors import PhalanxError
 
 _ANYBODY = -1
+_LINGER_S = 1.0
+_MANY = 64  # channels, before those that nobody uses are forgotten
 
 
 class Messages(Identity):
     """send, recv and recv from anybody. Messages between two ranks arrive in order per tag.
 
-    On one host a posted receive waits for no other: `inbox` matches them by tag. Across hosts the receives from one
-    peer run in the order in which they were posted, in a thread per peer.
+    A posted receive waits for no other with another tag. On one host `inbox` matches them; across hosts those of one
+    peer and tag run in the order in which they were posted, in a thread that ends when there are no more.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._channels: dict[tuple[str, int], Lane] = {}
+        self._channels: dict[tuple[str, int, int], Lane] = {}
         self._inbox = Inbox(self._memory, self._name) if isinstance(self._memory, SharedMemory) else None
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
@@ -35,14 +38,14 @@ class Messages(Identity):
         tensor = one(tensors, "send")
         self._check_peer(dst, "send", "dst")
         span = self._span(None, 3)
-        lane = self._channels.get(("send", dst))
+        lane = self._channels.get(("send", dst, 0))
         if isinstance(self._memory, SharedMemory) and (lane is None or lane.idle):
             try:
                 if self._memory.send_now(tensor, dst, tag, span):
                     return self._done
             except PhalanxError as error:  # heard by whoever waits, as that of a send that takes time
                 return failed(error, [tensor])
-        return self._queue(self._channel("send", dst), lambda: self._memory.send(tensor, dst, tag, span), [tensor])
+        return self._queue(self._channel("send", dst, tag), lambda: self._memory.send(tensor, dst, tag, span), [tensor])
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
         """Over when the tensor holds the message."""
@@ -71,27 +74,41 @@ class Messages(Identity):
             assert not isinstance(memory, SharedMemory)
             work._source = memory.recv(tensor, src, tag, span)
 
-        return self._channel("recv", src).put(action, work)
+        return self._channel("recv", src, tag).put(action, work)
 
     def _check_peer(self, peer: int, operation: str, name: str) -> None:
         check_rank(peer, self._size, operation, name)
         if peer == self._rank:
             raise ValueError(f"{operation}: {name} is {peer}, which is this rank itself")
 
-    def _channel(self, direction: str, peer: int) -> Lane:
-        # Across hosts receives from anybody look into every channel, so then all receives share one lane.
-        if direction == "recv" and ("recv", _ANYBODY) in self._channels:
+    def _channel(self, direction: str, peer: int, tag: int) -> Lane:
+        if isinstance(self._memory, SharedMemory):
+            return self._lane_of((direction, peer, 0), None)
+        # A receive from anybody looks into every channel, so then all receives with its tag share one lane.
+        if direction == "recv" and ("recv", _ANYBODY, tag) in self._channels:
             peer = _ANYBODY
-        if (direction, peer) not in self._channels:
-            lane = Lane(f"phalanx-{self._name}-{direction}-{'any' if peer < 0 else peer}")
-            if peer == _ANYBODY:
-                self._queue(lane, self._end_receives(), [])
-            self._channels[direction, peer] = lane
-        return self._channels[direction, peer]
+        if len(self._channels) >= _MANY:
+            for key in [key for key, lane in self._channels.items() if lane.is_over]:
+                del self._channels[key]
+        return self._lane_of((direction, peer, tag), _LINGER_S)
 
-    def _end_receives(self) -> Callable[[], None]:
+    def _lane_of(self, key: tuple[str, int, int], linger_s: float | None) -> Lane:
+        if key not in self._channels:
+            direction, peer, tag = key
+            who = "any" if peer < 0 else str(peer)
+            what = f"{direction} {'to' if direction == 'send' else 'from'} rank {who}"
+            interrupted = partial(self._interrupted, what=what, peer=peer) if self._interrupted else None
+            name = f"phalanx-{self._name}-{direction}-{who}"
+            lane = Lane(name, interrupted=interrupted, linger_s=linger_s)
+            if peer == _ANYBODY:
+                self._queue(lane, self._end_receives(tag), [])
+            self._channels[key] = lane
+        return self._channels[key]
+
+    def _end_receives(self, tag: int) -> Callable[[], None]:
         """The first action of the lane for receives from anybody: wait until all receives before it are over."""
-        lanes = [self._channels.pop(key) for key in list(self._channels) if key[0] == "recv"]
+        keys = [key for key in self._channels if (key[0], key[2]) == ("recv", tag)]
+        lanes = [self._channels.pop(key) for key in keys]
         return lambda: _close_all(lanes, self._timeout_s)
 
     def _lanes(self) -> list[Closable]:
