@@ -11,8 +11,6 @@ import importlib
 import sys
 from typing import Any
 
-DEVICES = ["cpu"]  # a list: torch reads a plain string as the devices 'c', 'p' and 'u'
-
 
 def register() -> None:
     """Make `init_process_group("phalanx")` known to torch; safe to call more than once."""
@@ -20,7 +18,9 @@ def register() -> None:
 
     if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=DEVICES)
+    # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
+    devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
+    dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
     _extend_env_rendezvous()
     _extend_monitored_barrier()
 

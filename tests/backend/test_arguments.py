@@ -33,7 +33,8 @@ WRONG = {
     "several per call": (lambda g: g.broadcast([ones(1), ones(1)]), "broadcast: expected one tensor per call, got 2"),
     "another device": (
         lambda g: dist.all_reduce(torch.empty(3, device="meta")),
-        "all_reduce: the tensor is on meta; backend 'phalanx' moves CPU tensors.\nMove it with .cpu()",
+        "all_reduce: the tensor is on meta; backend 'phalanx' carries CPU tensors, and CUDA tensors through NCCL.\n"
+        "Move it with .cpu(), or make a group whose backend carries meta tensors: new_group(backend=...).",
     ),
     "another device to send": (lambda g: dist.send(torch.empty(3, device="meta"), 1), "send: the tensor is on meta;"),
     "sparse where it has no meaning": (

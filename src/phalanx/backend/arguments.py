@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx import _core
+from phalanx.backend.carriers import nobody_carries
 from phalanx.dtypes import REDUCTIONS, dtype_of, reduction_name
 
 _SUM = REDUCTIONS[ReduceOp.SUM]
@@ -56,10 +57,7 @@ def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tenso
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu:
-        raise ValueError(
-            f"{operation}: the tensor is on {tensor.device}; backend 'phalanx' moves CPU tensors.\n"
-            "Move it with .cpu(), or initialise with backend='nccl' for CUDA tensors."
-        )
+        raise ValueError(nobody_carries(tensor.device, operation))
     if tensor.layout != torch.strided:
         raise ValueError(f"{operation}: the tensor is {tensor.layout}; only all_reduce takes sparse tensors")
     if written and not tensor.is_contiguous() and 0 in tensor.stride() and _overlaps_itself(tensor):

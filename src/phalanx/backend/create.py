@@ -18,6 +18,7 @@ from phalanx.arena import nameless
 from phalanx.arena.handover import Counter, new_token
 from phalanx.arena.lifeline import why_unwatched
 from phalanx.arena.watch import ProcessId
+from phalanx.backend import carriers
 from phalanx.backend.meeting import Seat, host_identity, meet, part, ranks
 from phalanx.backend.options import Options
 from phalanx.backend.rendezvous import agent_address
@@ -143,7 +144,6 @@ def _cannot_share(seats: Sequence[Seat]) -> str:
 
 
 def _share(counter: Counter, seats: Sequence[Seat], options: Any, deadline: Deadline) -> Any:
-    from phalanx.backend.process_group import PhalanxProcessGroup
     from phalanx.backend.shared_memory import SharedMemory, Span
 
     rank, name = options.group_rank, options.group_id
@@ -156,9 +156,20 @@ def _share(counter: Counter, seats: Sequence[Seat], options: Any, deadline: Dead
     except BaseException:
         arena.close()
         raise
-    return PhalanxProcessGroup(
+    return _group_class()(
         options.store, memory, rank, options.group_size, options.timeout, name, options.global_ranks_in_group
     )
+
+
+def _group_class() -> Any:
+    """With a detour for tensors of other devices only in processes that can have such tensors."""
+    if carriers.available():
+        from phalanx.backend.process_group.devices import RoutedProcessGroup
+
+        return RoutedProcessGroup
+    from phalanx.backend.process_group import PhalanxProcessGroup
+
+    return PhalanxProcessGroup
 
 
 def _open_arena(
@@ -227,7 +238,6 @@ def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Op
     from phalanx.backend.across_hosts import AcrossHosts
     from phalanx.backend.across_hosts.bulletin import Bulletin
     from phalanx.backend.across_hosts.layout import Layout
-    from phalanx.backend.process_group import PhalanxProcessGroup
     from phalanx.backend.shared_memory import Span
 
     rank, size, name = options.group_rank, options.group_size, options.group_id
@@ -259,7 +269,7 @@ def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Op
     except BaseException:
         memory.close()
         raise
-    return PhalanxProcessGroup(options.store, memory, rank, size, options.timeout, name, options.global_ranks_in_group)
+    return _group_class()(options.store, memory, rank, size, options.timeout, name, options.global_ranks_in_group)
 
 
 def _unreachable(error: RuntimeError, seats: Sequence[Seat], layout: Layout, name: str) -> PhalanxError:

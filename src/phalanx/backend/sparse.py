@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx.backend.across_hosts import AcrossHosts
+from phalanx.backend.carriers import nobody_carries
 from phalanx.backend.shared_memory import SharedMemory, Span
 
 
@@ -17,7 +18,7 @@ def check(tensor: Tensor, op: Any) -> None:
     if getattr(op, "op", op) != ReduceOp.SUM:
         raise ValueError(f"all_reduce: sparse tensors can only be summed, not reduced with {op}")
     if tensor.device.type != "cpu":
-        raise ValueError(f"all_reduce: the tensor is on {tensor.device}; backend 'phalanx' moves CPU tensors")
+        raise ValueError(nobody_carries(tensor.device, "all_reduce"))
 
 
 def all_reduce(memory: SharedMemory | AcrossHosts, tensor: Tensor, span: Span) -> None:

@@ -1,0 +1,63 @@
+"""Which engine carries the tensors of which device; those of the CPU are carried by this backend itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.engines import nccl
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """An engine for the tensors of one type of device.
+
+    `open(store, rank, world_size, timeout, name, global_ranks)` gives one of torch's process groups. `identify` names
+    a device for all ranks, and `problem` says what is wrong with ranks that use these, by rank, or nothing.
+    """
+
+    engine: str
+    is_available: Callable[[], bool]
+    open: Callable[..., Any]
+    identify: Callable[[torch.device], str]
+    problem: Callable[[Sequence[str]], str]
+
+
+CARRIERS = {"cuda": Carrier("NCCL", nccl.is_available, nccl.open_nccl, nccl.identify, nccl.find_shared_gpu)}
+
+
+def available() -> dict[str, Carrier]:
+    """Those that work in this process, by type of device."""
+    return {device: carrier for device, carrier in CARRIERS.items() if carrier.is_available()}
+
+
+def find_device(arguments: Sequence[Any]) -> torch.device | None:
+    """Where the first tensor among a collective's outputs and inputs is; None for the CPU, or no tensor at all."""
+    for argument in arguments[:2]:
+        while isinstance(argument, (list, tuple)) and argument:
+            argument = argument[0]
+        if isinstance(argument, Tensor):
+            return None if argument.is_cpu else argument.device
+    return None
+
+
+def nobody_carries(device: torch.device, operation: str) -> str:
+    """The error for a tensor that is where no engine reaches, with the ways out."""
+    carrier = CARRIERS.get(device.type)
+    here = f"{operation}: the tensor is on {device}; "
+    if carrier is None:
+        return (
+            f"{here}backend 'phalanx' carries CPU tensors, and CUDA tensors through NCCL.\n"
+            f"Move it with .cpu(), or make a group whose backend carries {device.type} tensors: new_group(backend=...)."
+        )
+    if carrier.is_available():
+        return f"{here}others of the same call are on the CPU.\nPut all tensors of one call on one device."
+    return (
+        f"{here}{carrier.engine} would carry it, but this PyTorch ({torch.__version__}) has none, or sees no device.\n"
+        "Move it with .cpu(), which backend 'phalanx' carries itself, or install a build of PyTorch with "
+        f"{carrier.engine}."
+    )
