@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from phalanx.errors import PhalanxError
 
 _CLONE_NEWNET = 0x40000000
+_LONGEST_PACKET = 65536 + 256  # what TCP hands to an interface at once, and the headers that the bucket counts
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,15 @@ def why_no_hosts() -> str:
 
 
 @contextlib.contextmanager
-def hosts(count: int, *, rate: str | None = None) -> Iterator[list[Host]]:
+def hosts(
+    count: int, *, rate: str | None = None, burst_bytes: int = 256 * 2**10, both_ways: bool = False
+) -> Iterator[list[Host]]:
     """`count` hosts joined by a switch; they are gone on the way out, whatever happens.
 
-    `rate` limits what each may send, in the words of tc ("1gbit"), by a token bucket.
+    Arguments:
+        rate: limits what each host may send, in the words of tc ("1gbit"), by a token bucket.
+        burst_bytes: what the bucket holds: so much passes at once after a pause.
+        both_ways: what each may receive is limited too, as at the port of a real switch.
 
     Raises:
         PhalanxError: namespaces are not permitted, or ip or tc is not there (see `why_no_hosts`).
@@ -97,8 +103,12 @@ def hosts(count: int, *, rate: str | None = None) -> Iterator[list[Host]]:
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
             _ip("-n", host.name, "link", "set", "eth0", "up")
             if rate is not None:
-                bucket = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+                bucket = ["tbf", "rate", rate, "burst", f"{burst_bytes}b", "latency", "50ms"]
+                if burst_bytes < _LONGEST_PACKET:  # or the bucket would have to cut each packet, at the cost of a core
+                    _ip("-n", host.name, "link", "set", "eth0", "gso_max_size", str(burst_bytes * 3 // 4))
                 _run(["tc", "-n", host.name, "qdisc", "add", "dev", "eth0", "root", *bucket])
+                if both_ways:
+                    _run(["tc", "-n", switch, "qdisc", "add", "dev", port, "root", *bucket])
             made.append(host)
         yield made
 
