@@ -190,3 +190,72 @@ def test_two_backwards_that_share_the_parameters_between_them_make_one_round():
         return [module.weight.grad[0, 0].item() for module in ddp.module.values()]
 
     assert run_ranks(fn, 2, backend="gloo") == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_a_rank_whose_backward_reaches_no_parameter_does_not_keep_the_others_waiting(backend, options):
+    # It took no part in the round, and the others waited for it until time was up; in PyTorch they still do.
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2, bias=False)
+
+        def forward(self, inputs, skip):
+            return inputs * 2 if skip else self.layer(inputs)
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Skips(), **options)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 2, requires_grad=True), skip=rank == 1).sum().backward()
+        return ddp.module.layer.weight.grad.flatten().tolist()
+
+    assert run_ranks(fn, 2, backend=backend, timeout=30) == [[0.5] * 4] * 2
+
+
+def test_a_backward_that_reaches_no_parameter_is_an_error_where_all_must_take_part():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, inputs, skip):
+            return inputs * 2 if skip else self.layer(inputs)
+
+    def fn(rank, world_size):
+        ddp, x = DistributedDataParallel(Skips()), torch.ones(1, 2, requires_grad=True)
+        with pytest.raises(RuntimeError, match="backward left 2 of 2 parameters without a gradient"):
+            ddp(x, skip=True).sum().backward()
+
+    run_ranks(fn, 2, backend="gloo")
+
+
+def test_gradients_that_are_only_asked_for_make_no_round():
+    def fn(rank, world_size):
+        ddp, x = DistributedDataParallel(Experts(), find_unused_parameters=True), torch.ones(2, 3, requires_grad=True)
+        if rank == 0:  # alone: a round would wait for the other
+            torch.autograd.grad(ddp(x, 0).sum(), x)
+            ddp(x, 0).sum().backward(inputs=[x])
+        _ones(ddp, 1).backward()
+        return {name for name, grad in _gradients(ddp.module).items() if grad is not None}
+
+    assert run_ranks(fn, 2, timeout=30) == [{"stem.weight", "experts.1.weight"}] * 2
+
+
+def test_outputs_that_hide_their_tensors_can_leave_parameters_out():
+    class Hidden:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    class Hides(Experts):
+        def forward(self, inputs, choice):
+            return Hidden(super().forward(inputs, choice)), torch.zeros(())
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(Hides(), find_unused_parameters=True)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(torch.ones(2, 3), 1)[0].tensor.sum().backward()
+        return {name for name, grad in _gradients(ddp.module).items() if grad is not None}
+
+    assert run_ranks(fn, 2) == [{"stem.weight", "experts.1.weight"}] * 2

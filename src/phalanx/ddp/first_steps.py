@@ -95,7 +95,7 @@ class FirstSteps:
         if self._group.rank() == 0:
             for mistake in mistakes:
                 if mistake.kind not in self._said:
-                    _logger.warning("DistributedDataParallel: %s. (check=False watches nothing.)", mistake.text)
+                    warn_of(mistake.text)
         self._said |= {mistake.kind for mistake in mistakes}
         self._begin_step()
         if len(self._steps) < NUM_STEPS:
@@ -125,6 +125,11 @@ class FirstSteps:
         if self._device.type == "cuda":
             return torch.cuda.get_rng_state(self._device)
         return torch.get_rng_state()
+
+
+def warn_of(text: str) -> None:
+    """Log what was found."""
+    _logger.warning("DistributedDataParallel: %s. (check=False watches nothing.)", text)
 
 
 def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

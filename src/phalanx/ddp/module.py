@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_map  # torch's own nested structures; used 
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
-from phalanx.ddp.first_steps import FirstSteps
+from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
+from phalanx.ddp.first_steps import FirstSteps, warn_of
 from phalanx.ddp.graph import tensors_in
+from phalanx.ddp.membership import Membership, explain_newcomers
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.reducer import Reducer
 from phalanx.ddp.replicate import broadcast_tensors
@@ -55,7 +57,8 @@ class DistributedDataParallel(nn.Module):
 
     Raises:
         ValueError: an argument is refused, or disagrees with the module's devices.
-        RuntimeError: no process group, or no parameter requires a gradient.
+        RuntimeError: no process group, or no parameter requires a gradient. In forward: a parameter was added or
+            unfrozen since, or backward has left one without a gradient.
         MismatchError: the ranks' models or settings differ; raised on all ranks.
 
     Source: Li et al. (2020), PyTorch Distributed: Experiences on Accelerating Data Parallel Training.
@@ -156,6 +159,8 @@ class DistributedDataParallel(nn.Module):
             static_graph=static_graph,
             watch=FirstSteps([name for name, _ in trained], parameters, self.process_group) if watched else None,
         )
+        self._membership = Membership(module, parameters, self._ignored)
+        self._epoch_order = EpochOrder() if watched and self.process_group.rank() == 0 else None
         self._has_comm_hook = False
         self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
 
@@ -186,6 +191,9 @@ class DistributedDataParallel(nn.Module):
         sync = grad_enabled and self.require_backward_grad_sync
         if sync:
             reducer.prepare_forward()
+            newcomers = self._membership.find_newcomers()
+            if newcomers:
+                raise RuntimeError(explain_newcomers(newcomers, self.process_group.rank()))
             self._look_at(inputs)
         if self.broadcast_buffers and self._buffers_stale:
             broadcast_tensors(self._synced_buffers(), self.process_group)
@@ -194,12 +202,15 @@ class DistributedDataParallel(nn.Module):
         return sync if grad_enabled else None
 
     def _look_at(self, inputs: object) -> None:
-        """In the first steps: decide what depends on the batch, and watch for mistakes."""
+        """Decide what depends on the batch, and watch for mistakes."""
         if self._batchnorm_undecided and self.training:
             self._batchnorm_undecided = False
             sync_if_small(self.module, tensors_in(inputs), self.process_group, self.device)
         if self._reducer.watch is not None:
             self._reducer.watch.before_forward(tensors_in(inputs))
+        if self._epoch_order is not None and self._epoch_order.repeats(tensors_in(inputs)):
+            warn_of(explain_repetition(self._epoch_order.num_steps))
+            self._epoch_order = None
 
     @_disable_dynamo
     def _after_forward(self, output: object, sync: bool | None) -> None:

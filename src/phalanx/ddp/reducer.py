@@ -76,6 +76,7 @@ class Reducer:
 
         self._forward_syncs = False  # what the latest forward decided
         self._backward_syncs: bool | None = None  # what the backward in progress does; None before it is known
+        self._backward_writes = False  # whether it would write the gradient of every parameter that it reaches
         self.in_backward = False
         self._reach: Reach | None = None  # of all forwards since the last round; None where nobody looked
         self._used = [False] * len(self._parameters)  # since the last round, local backwards included
@@ -156,6 +157,8 @@ class Reducer:
     def on_begin(self, sync: bool) -> None:
         """A backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
         self._backward_syncs = sync or bool(self._backward_syncs)
+        # torch.autograd.grad and backward(inputs=...) come past the same nodes, and write no parameter's gradient.
+        self._backward_writes = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
         self._enter()
 
     def on_gradient(self, index: int) -> None:
@@ -227,7 +230,11 @@ class Reducer:
 
     def _leave(self) -> None:
         """Runs when autograd has nothing left to do in this backward."""
+        reached_none = not self._started and self._backward_syncs and self._backward_writes
         self._end_backward()
+        if reached_none:  # the other ranks wait for this one's part all the same
+            self._started = True
+            self._skip_unused()
         if not self._started:  # torch.autograd.grad, or a backward that only accumulates
             return
         if self._learning or self._find_unused:
@@ -242,7 +249,7 @@ class Reducer:
             raise self._missing_gradients()
 
     def _end_backward(self) -> None:
-        self.in_backward, self._backward_syncs = False, None
+        self.in_backward, self._backward_syncs, self._backward_writes = False, None, False
         if self._pool is not None:
             self._pool.leave()
 
