@@ -15,6 +15,8 @@ __version__ = "0.1.0"
 _HOME = {
     "DistributedDataParallel": "phalanx.ddp",
     "ZeroRedundancyOptimizer": "phalanx.optim",
+    "LocalSGD": "phalanx.optim",
+    "DiLoCo": "phalanx.optim",
     "DistributedSampler": "phalanx.data",
     "SyncBatchNorm": "phalanx.nn",
     "DataParallel": "phalanx.nn",
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from phalanx.errors import PhalanxError as PhalanxError
     from phalanx.nn import DataParallel as DataParallel
     from phalanx.nn import SyncBatchNorm as SyncBatchNorm
+    from phalanx.optim import DiLoCo as DiLoCo
+    from phalanx.optim import LocalSGD as LocalSGD
     from phalanx.optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from phalanx.trainer import progress as progress
 

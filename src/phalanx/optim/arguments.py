@@ -14,7 +14,7 @@ from phalanx.errors import MismatchError
 _Form = tuple[tuple[int, ...], str]  # shape, dtype
 
 
-def decide_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRedundancyOptimizer") -> dist.ProcessGroup:
     """The given group, or the default one.
 
     Raises:
@@ -24,8 +24,7 @@ def decide_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return process_group
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise RuntimeError(
-            "ZeroRedundancyOptimizer needs a process group: call phalanx.init() or "
-            "torch.distributed.init_process_group() first"
+            f"{caller} needs a process group: call phalanx.init() or torch.distributed.init_process_group() first"
         )
     return dist.group.WORLD
 

@@ -1,0 +1,77 @@
+"""Copies of many tensors in few blocks, which collectives take whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.backend.sharing import shares_memory
+
+
+class Flat:
+    """Room for a copy of each of `tensors`: one block per dtype and device.
+
+    blocks   the memory; with a group whose ranks share memory, in the arena, where it is reduced without another copy
+    views    for each tensor, its copy, with the tensor's shape
+
+    Collective with such a group. `device` is where the copies lie, if not with the tensors.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+    ) -> None:
+        self._tensors = list(tensors)
+        kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+        for tensor in tensors:
+            kind = tensor.dtype, device or tensor.device
+            kinds[kind] = kinds.get(kind, 0) + tensor.numel()
+        memory = {kind: _allocate(numel, *kind, group) for kind, numel in kinds.items()}
+        self.blocks = list(memory.values())
+        self.views: list[Tensor] = []
+        used = dict.fromkeys(kinds, 0)
+        for tensor in tensors:
+            kind = tensor.dtype, device or tensor.device
+            start = used[kind]
+            used[kind] = start + tensor.numel()
+            self.views.append(memory[kind][start : used[kind]].view(tensor.shape))
+
+    def take(self) -> None:
+        """Copy the tensors in."""
+        _copy(self.views, self._tensors)
+
+    def give(self) -> None:
+        """Copy back out into the tensors."""
+        _copy(self._tensors, self.views)
+
+    def average(self, group: dist.ProcessGroup, *, counts: bool, num_counting: int) -> None:
+        """Make every block the mean over those ranks that count. Collective; the tensors are not touched.
+
+        Numerics: the sum over ranks divided by `num_counting`; bitwise equal on all ranks.
+        """
+        for block in self.blocks:
+            numbers = torch.view_as_real(block) if block.is_complex() else block
+            if not counts:
+                numbers.zero_()
+            dist.all_reduce(numbers, group=group)
+            numbers /= num_counting
+
+    def broadcast(self, group: dist.ProcessGroup) -> None:
+        """Make every block rank 0's. Collective."""
+        for block in self.blocks:
+            dist.broadcast(torch.view_as_real(block) if block.is_complex() else block, group=group, group_src=0)
+
+
+def _allocate(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None and device.type == "cpu" and shares_memory(group):
+        from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
+
+        return shared_empty(numel, dtype=dtype, group=group)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _copy(to: Sequence[Tensor], from_: Sequence[Tensor]) -> None:
+    for one, other in zip(to, from_, strict=True):
+        one.detach().copy_(other.detach())

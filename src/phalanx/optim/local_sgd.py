@@ -1,0 +1,68 @@
+"""`LocalSGD`: replicas that train apart, and take their mean every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from phalanx.optim.rounds import Rounds
+
+
+class LocalSGD(Rounds):
+    """Average the ranks' parameters every `sync_every` steps of `optimizer`, in place of gradients at every step.
+
+        with phalanx.LocalSGD(model, optimizer, sync_every=32):
+            for inputs, targets in loader:
+                ...                                     # the loop of one process, unchanged
+                optimizer.step()                        # every 32nd also takes the mean
+
+    Collective: construction, which makes rank 0's values everybody's; every `sync_every`-th step; the end of the block.
+    Floating buffers, such as the statistics of BatchNorm, are averaged along; the optimizer's state stays each rank's.
+    Ranks may take different numbers of steps: a step that is skipped is not counted, and whoever has no more data waits
+    at the end of the block and takes part. Only ranks that have stepped since the last round count in its mean.
+
+    Cost per round: two all_reduces, of 16 bytes and of the parameters' size.
+    Memory: the parameters and buffers once more, on every rank; in the arena where ranks share memory.
+    Numerics: bitwise equal on all ranks after each round.
+
+    Arguments:
+        model: the bare module. DistributedDataParallel over other ranks (those of the host, say) may be around it.
+        process_group: those who take the mean; the default group if None.
+
+    Raises:
+        ValueError: an argument makes no sense, or the same ranks are kept together at every step already.
+        MismatchError: ranks build it differently.
+        PhalanxError: at a round, a rank died or is late: every parameter holds what it held before the round.
+
+    Source: Stich (2019), Local SGD Converges Fast and Communicates Little; the form of use is torchft's.
+    """
+
+    _name = "LocalSGD"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        sync_every: int,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, sync_every, process_group)
+
+    def _combine(self, *, counts: bool, num_counting: int) -> None:
+        self._flat.take()
+        self._flat.average(self.process_group, counts=counts, num_counting=num_counting)
+        self._flat.give()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this rank is into its round. Between rounds models differ: save after one, or on every rank."""
+        return {"local_steps": self.local_steps, "num_rounds": self.num_rounds}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on in the middle of a round; the model and the optimizer are loaded by whoever saved them."""
+        self.local_steps = state_dict["local_steps"]
+        self.num_rounds = state_dict["num_rounds"]

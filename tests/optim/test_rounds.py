@@ -1,0 +1,211 @@
+"""LocalSGD and DiLoCo, over real ranks, against replicas in one process."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.optim.replicas import Replica, floats, inner_of, outer_of, simulate, train_step
+from torch import nn
+
+import phalanx
+from phalanx.testing import run_ranks
+
+SYNC_EVERY = 3
+
+
+def _local(model, optimizer, **options):
+    return phalanx.LocalSGD(model, optimizer, **{"sync_every": SYNC_EVERY, **options})
+
+
+def _diloco(model, optimizer, **options):
+    return phalanx.DiLoCo(model, optimizer, outer_of(model), **{"sync_every": SYNC_EVERY, **options})
+
+
+KINDS = {"local": _local, "diloco": _diloco, "diloco on cpu": lambda *a, **o: _diloco(*a, backup_device="cpu", **o)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("backend", "steps_of"),
+    [
+        ("phalanx", (7,)),
+        ("phalanx", (6, 6)),
+        ("gloo", (7, 7)),
+        ("phalanx", (2, 9)),
+        ("phalanx", (0, 4, 8)),
+        ("gloo", (10, 3, 5, 1)),
+    ],
+)
+def test_ranks_end_with_what_replicas_in_one_process_end_with(kind, backend, steps_of):
+    def fn(rank, world_size):
+        model = Replica(seed=rank)  # rank 0's values become everybody's
+        optimizer = inner_of(model)
+        with KINDS[kind](model, optimizer) as rounds:
+            for step in range(steps_of[rank]):
+                train_step(model, optimizer, rank, step)
+        ended = floats(model)
+        assert rounds.num_rounds == -(-max(steps_of) // SYNC_EVERY)
+        train_step(model, optimizer, rank, 99)  # it has let go of the optimizer
+        assert rounds.local_steps == 0
+        return ended
+
+    ended = run_ranks(fn, len(steps_of), backend=backend)
+    for values in ended:
+        assert all(map(torch.equal, values, ended[0]))
+    for mine, reference in zip(ended[0], simulate(steps_of, SYNC_EVERY, outer=kind != "local"), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["local", "diloco"])
+def test_a_rank_that_dies_in_a_round_leaves_the_others_what_they_had(kind):
+    def fn(rank, world_size):
+        model = Replica()
+        optimizer = inner_of(model)
+        rounds = KINDS[kind](model, optimizer)
+        for step in range(SYNC_EVERY - 1):
+            train_step(model, optimizer, rank, step)
+        if rank == 1:  # between the first collective of the round and the second
+            rounds._combine = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+        seen = []
+        rounds._flat.take, take = (lambda: (seen.append(floats(model)), take())), rounds._flat.take
+        with pytest.raises(phalanx.PeerLostError, match="rank 1"):
+            train_step(model, optimizer, rank, SYNC_EVERY - 1)
+        assert all(map(torch.equal, floats(model), seen[0]))
+        return True
+
+    assert run_ranks(fn, 3, lost=(1,)) == [True, None, True]
+
+
+@pytest.mark.parametrize("kind", ["local", "diloco"])
+def test_a_saved_state_goes_on_bit_for_bit(kind):
+    def fn(rank, world_size):
+        def start():
+            model = Replica()
+            optimizer = inner_of(model)
+            return model, optimizer, KINDS[kind](model, optimizer)
+
+        def train(model, optimizer, steps):
+            for step in steps:
+                train_step(model, optimizer, rank, step)
+
+        model, optimizer, rounds = start()
+        train(model, optimizer, range(10))
+        rounds.finish()
+        straight = floats(model)
+
+        model, optimizer, rounds = start()
+        train(model, optimizer, range(5))  # in the middle of the second round
+        saved = [one.state_dict() for one in (model, optimizer, rounds)]
+        assert saved[2]["local_steps"] == 2
+        model, optimizer, rounds = start()
+        for one, state in zip((model, optimizer, rounds), saved, strict=True):
+            one.load_state_dict(state)
+        train(model, optimizer, range(5, 10))
+        rounds.finish()
+        assert all(map(torch.equal, floats(model), straight))
+
+    run_ranks(fn, 2)
+
+
+def test_outer_parameters_are_the_model_of_the_last_round():
+    def fn(rank, world_size):
+        model = Replica()
+        optimizer = inner_of(model)
+        rounds = _diloco(model, optimizer)
+        for step in range(4):
+            train_step(model, optimizer, rank, step)
+            if step == 2:
+                after_round = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+                kept = model.conv.weight.grad
+        assert kept is not None  # the user's gradient is back where it was
+        outer = rounds.outer_parameters()
+        assert outer.keys() == after_round.keys()
+        assert all(torch.equal(outer[name], value) for name, value in after_round.items())
+        assert not torch.equal(outer["conv.weight"], model.conv.weight)
+
+    run_ranks(fn, 2)
+
+
+def test_what_already_keeps_the_same_ranks_together_is_refused():
+    def fn(rank, world_size):
+        model = phalanx.DistributedDataParallel(Replica())
+        with pytest.raises(ValueError, match=r"LocalSGD: DistributedDataParallel already keeps ranks \[0, 1, 2, 3\]"):
+            _local(model, inner_of(model))
+        model = nn.parallel.DistributedDataParallel(Replica())
+        with pytest.raises(ValueError, match="DiLoCo: DistributedDataParallel already keeps ranks"):
+            _diloco(model, inner_of(model))
+        model = Replica()
+        sharded = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(ValueError, match="LocalSGD: ZeroRedundancyOptimizer already keeps ranks"):
+            _local(model, sharded)
+        # Within a pair at every step, between pairs every third: the groups have one rank in common.
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        model = phalanx.DistributedDataParallel(Replica(), process_group=pairs[rank // 2])
+        optimizer = inner_of(model)
+        with _local(model, optimizer, process_group=across[rank % 2]):
+            for step in range(4):
+                train_step(model, optimizer, rank, step)
+        return [p.detach().clone() for p in model.parameters()]
+
+    ended = run_ranks(fn, 4)
+    assert all(torch.equal(one, other) for values in ended for one, other in zip(values, ended[0], strict=True))
+
+
+def test_ranks_that_differ_are_told_how():
+    def fn(rank, world_size):
+        model = nn.Linear(3, 2)
+        with pytest.raises(phalanx.MismatchError, match=r"rank 1 has sync_every=3, rank 0 has sync_every=2"):
+            _local(model, inner_of(model), sync_every=2 + rank)
+        model = nn.Linear(3 + rank, 2)
+        with pytest.raises(phalanx.MismatchError, match=r"rank 1 has the parameter \('weight', \(2, 4\), 'float32'\)"):
+            _local(model, inner_of(model))
+
+    run_ranks(fn, 2)
+
+
+def test_wrong_arguments_are_refused():
+    def fn(rank, world_size):
+        model = nn.Linear(3, 2)
+        inner = inner_of(model)
+        for wrong in (0, -1, 2.5, "3"):
+            with pytest.raises(ValueError, match=f"LocalSGD: sync_every must be a number of steps, .* got {wrong!r}"):
+                _local(model, inner, sync_every=wrong)
+        with pytest.raises(ValueError, match="LocalSGD: the model has no parameter that requires a gradient"):
+            _local(nn.Linear(1, 1).requires_grad_(False), inner)
+        with pytest.raises(ValueError, match="DiLoCo: the inner and the outer optimizer must be two"):
+            phalanx.DiLoCo(model, inner, inner, sync_every=2)
+        with pytest.raises(ValueError, match="DiLoCo: the outer optimizer does not hold parameter 'bias'"):
+            phalanx.DiLoCo(model, inner, torch.optim.SGD([model.weight], lr=1.0), sync_every=2)
+        rounds = phalanx.DiLoCo(model, inner, outer_of(model), sync_every=2)
+        state = rounds.state_dict()
+        state["outer_parameters"] = {**state["outer_parameters"], "weight": torch.zeros(2, 4)}
+        with pytest.raises(ValueError, match=r"parameter 'weight' with shape \(2, 4\), the model with \(2, 3\)"):
+            rounds.load_state_dict(state)
+        state["outer_parameters"] = {"weight": torch.zeros(2, 3)}
+        with pytest.raises(ValueError, match=r"parameter 'bias' with shape None, the model with \(2,\)"):
+            rounds.load_state_dict(state)
+
+    run_ranks(fn, 1)
+
+
+def test_without_a_process_group_it_says_so():
+    model = nn.Linear(3, 2)
+    with pytest.raises(RuntimeError, match="LocalSGD needs a process group"):
+        _local(model, inner_of(model))
+
+
+def test_an_exception_ends_the_block_without_a_round():
+    def fn(rank, world_size):
+        model = Replica()
+        optimizer = inner_of(model)
+        rounds = _local(model, optimizer)
+        train_step(model, optimizer, rank, 0)
+        with pytest.raises(KeyError), rounds:
+            raise KeyError("the user's own")
+        train_step(model, optimizer, rank, 1)
+        assert (rounds.local_steps, rounds.num_rounds) == (1, 0)
+
+    run_ranks(fn, 2)
