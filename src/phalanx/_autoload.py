@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 from typing import Any
 
@@ -23,6 +24,7 @@ def register() -> None:
     dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
     _extend_env_rendezvous()
     _extend_monitored_barrier()
+    _offer_mpi()
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -59,3 +61,26 @@ def _extend_monitored_barrier() -> None:
 
     for module in (c10d, importlib.import_module("torch.distributed")):
         vars(module)["monitored_barrier"] = monitored_barrier
+
+
+def _offer_mpi() -> None:
+    """Let backend "mpi" work, through mpi4py, where torch was built without MPI. Nothing is looked for until asked."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    if c10d.is_mpi_available():
+        return
+    helper = c10d._new_process_group_helper
+
+    def is_mpi_available() -> bool:
+        """Whether backend "mpi" can be asked for: mpi4py is installed."""
+        return all(importlib.util.find_spec(name) is not None for name in ("mpi4py", "phalanx._core"))
+
+    @functools.wraps(helper)
+    def new_process_group(*args: Any, **kwargs: Any) -> Any:
+        if "mpi" not in str(args[3]):
+            return helper(*args, **kwargs)
+        home = importlib.import_module("phalanx.backend.mpi.torch_hook")
+        return home.new_process_group(helper, *args, **kwargs)
+
+    vars(c10d)["_new_process_group_helper"] = new_process_group
+    for module in (c10d, importlib.import_module("torch.distributed")):
+        vars(module)["is_mpi_available"] = is_mpi_available

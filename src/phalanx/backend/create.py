@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
@@ -23,7 +23,7 @@ from phalanx.backend.meeting import Seat, host_identity, meet, part, ranks
 from phalanx.backend.options import Options
 from phalanx.backend.rendezvous import agent_address
 from phalanx.deadline import Deadline
-from phalanx.engines.gloo import GlooEngine, local_address
+from phalanx.engines.gloo import local_address
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger, warn_once
 
@@ -32,12 +32,8 @@ try:
 except ImportError:  # no compiler at installation, or no futex on this platform
     _core = None  # type: ignore[assignment]
 
-if TYPE_CHECKING:
-    from phalanx.backend.across_hosts.layout import Layout
-
 _logger = get_logger(__name__)
 _NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
-_LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> Any:
@@ -83,7 +79,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
             group = _share(counter, seats, options, deadline)
         else:
             group = _connect(counter, seats, options, settings, deadline)
-    _leave_at_exit()
+    leave_at_exit()
     return group
 
 
@@ -237,6 +233,7 @@ def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Op
     """Share memory on each host, and build the engine between all ranks."""
     from phalanx.backend.across_hosts import AcrossHosts
     from phalanx.backend.across_hosts.bulletin import Bulletin
+    from phalanx.backend.across_hosts.connect import build_engine
     from phalanx.backend.across_hosts.layout import Layout
     from phalanx.backend.shared_memory import Span
 
@@ -247,18 +244,7 @@ def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Op
     memory = AcrossHosts(name, layout, settings, people, options.global_ranks_in_group)
     arena = _open_arena(counter, seats, layout.local_ranks, options, deadline, memory.idle)
     try:
-        store = PrefixStore(f"gloo/{meeting}", options.store)
-        engine = GlooEngine(
-            store,
-            rank,
-            size,
-            timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S)),
-            address=seats[rank].address,
-            interface=settings.interface or "",
-        )
-    except RuntimeError as error:
-        arena.close()
-        raise _unreachable(error, seats, layout, name) from None
+        engine = build_engine(options.store, meeting, seats, layout, settings, name, deadline)
     except BaseException:
         arena.close()
         raise
@@ -270,20 +256,6 @@ def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Op
         memory.close()
         raise
     return _group_class()(options.store, memory, rank, size, options.timeout, name, options.global_ranks_in_group)
-
-
-def _unreachable(error: RuntimeError, seats: Sequence[Seat], layout: Layout, name: str) -> PhalanxError:
-    """The engine could not connect this rank with all others: who was to be reached where."""
-    hosts = "\n".join(
-        f"  {ranks(list(host))}: {seats[host[0]].hostname} at {seats[host[0]].address or 'an unknown address'}"
-        for host in layout.topology.hosts
-    )
-    return PhalanxError(
-        f"init_process_group of group {name!r} on rank {layout.rank}: the ranks' hosts cannot all reach each other.\n"
-        f"{hosts}\nGloo said: {error}\n"
-        "Check that these addresses can be reached from each host (firewall, loopback address); choose another with "
-        "pg_options=phalanx.Options(interface=...)."
-    )
 
 
 def _forget_meeting(store: Any, rank: int, size: int) -> None:
@@ -298,24 +270,30 @@ def _forget_meeting(store: Any, rank: int, size: int) -> None:
 
 
 _exit_watched = False
+_last_words = ""
 
 
-def _leave_at_exit() -> None:
-    """Once per process: whoever ends without `destroy_process_group` tells its peers how."""
+def leave_at_exit() -> None:
+    """Whoever ends without `destroy_process_group` tells its peers how; before MPI, if there is one, waits for all."""
     global _exit_watched
+    atexit.unregister(_leave)
+    atexit.register(_leave)  # the last to come is the first to run
     if _exit_watched:
         return
     _exit_watched = True
-    from phalanx.backend.failures import QUIET_END
-    from phalanx.backend.process_group.identity import leave_all
-
-    note = [QUIET_END]
     previous = sys.excepthook
 
     def remember(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        note[0] = f"it ended with {kind.__name__}: {error}"
+        global _last_words
+        _last_words = f"it ended with {kind.__name__}: {error}"
         previous(kind, error, tb)
 
     hook: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = remember
     sys.excepthook = hook
-    atexit.register(lambda: leave_all(note[0]))
+
+
+def _leave() -> None:
+    from phalanx.backend.failures import QUIET_END
+    from phalanx.backend.process_group.identity import leave_all
+
+    leave_all(_last_words or QUIET_END)

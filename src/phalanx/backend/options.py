@@ -8,7 +8,7 @@ import torch
 
 from phalanx.collectives.algorithms import find
 
-ENGINES = ("gloo",)
+ENGINES = ("gloo", "mpi")
 _WIRE_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -21,7 +21,7 @@ class Options:
         wire_dtype: what float32 (and half) sums are rounded to on their way between hosts; they are added up in
             float32. None sends what is added up.
         error_feedback: keep what that rounding loses and add it to the next all_reduce of the same tensor.
-        engine: what carries the bytes.
+        engine: what carries the bytes: "gloo", or "mpi" in a job that mpiexec started.
         interface: the network interface by which other hosts reach this one; None asks the routing table.
 
     Raises:

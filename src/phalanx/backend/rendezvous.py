@@ -1,26 +1,30 @@
 """`env://` where torch's own would fail or open a port: under `phalanx run`, and under `mpiexec`.
 
-Both give every rank the same `FileStore` on memory without a name. Under `phalanx run` the agent owns that memory and
-says where (PHALANX_STORE). Under `mpiexec` on one host rank 0 makes it and the others fetch it, by a name that follows
-from the MPI job. Everything else is left to torch.
+Both give every rank of one host the same `FileStore` on memory without a name. Under `phalanx run` the agent owns that
+memory and says where (PHALANX_STORE). Under `mpiexec` on one host rank 0 makes it and the others fetch it, by a name
+that follows from the MPI job; on several hosts rank 0 opens a `TCPStore` and tells its address through MPI. Everything
+else is left to torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.arena.handover import Counter, fetch
 from phalanx.arena.nameless import memory
 from phalanx.arena.watch import start_ticks
+from phalanx.backend.addresses import own_addresses, reachable
 from phalanx.deadline import Deadline
+from phalanx.engines.mpi import Launcher, start, why_not
 from phalanx.errors import DeadlineError, PhalanxError
 
 Meeting = tuple[Any, int, int]
@@ -64,6 +68,17 @@ def mpi_launch(environment: Mapping[str, str]) -> Launch | None:
     return None
 
 
+def launcher() -> Launcher | None:
+    """Who started this process, as far as MPI is concerned; None if nobody says so."""
+    launch = mpi_launch(os.environ)
+    if launch is not None:
+        return Launcher(launch.launcher, launch.world_size, is_mpi=True)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        name = "phalanx run" if "PHALANX_STORE" in os.environ else "another launcher than mpiexec"
+        return Launcher(name, int(os.environ["WORLD_SIZE"]), is_mpi=False)
+    return None
+
+
 def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
     """The handler of `env://`."""
     path = os.environ.get("PHALANX_STORE")
@@ -73,7 +88,7 @@ def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: An
         if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
             yield from original(f"{url}?rank={launch.rank}&world_size={launch.world_size}", timeout, **kwargs)
         else:
-            yield _from_mpi(launch, timeout)
+            yield _from_mpi(launch, Deadline.after(timeout))
     else:
         yield from original(url, timeout, **kwargs)
     raise RuntimeError("env:// cannot rendezvous again; destroy the group and initialise anew")
@@ -102,14 +117,15 @@ def _from_agent(path: str) -> Meeting:
     return PrefixStore(f"start-{attempt}/{_next_prefix()}", store), rank, size
 
 
-def _from_mpi(launch: Launch, timeout: timedelta) -> Meeting:
+def mpi_rendezvous(deadline: Deadline) -> Meeting | None:
+    """Where the ranks of an `mpiexec` meet; None in a process that none has started."""
+    launch = mpi_launch(os.environ)
+    return None if launch is None else _from_mpi(launch, deadline)
+
+
+def _from_mpi(launch: Launch, deadline: Deadline) -> Meeting:
     if launch.local_size not in (0, launch.world_size):
-        raise PhalanxError(
-            f"init_process_group under {launch.launcher}: {launch.local_size} of {launch.world_size} ranks are on this "
-            "host, and the ranks of several hosts need an address to meet at.\n"
-            "Set MASTER_ADDR to the first host's name and MASTER_PORT to a free port (mpiexec -x or -genv)."
-        )
-    deadline = Deadline.after(timeout)
+        return _across_hosts(launch, deadline), launch.rank, launch.world_size
     prefix = _next_prefix()
     token = _mpi_token(prefix)
     if launch.rank == 0:
@@ -123,6 +139,45 @@ def _from_mpi(launch: Launch, timeout: timedelta) -> Meeting:
         _kept.extend(fetch(token, launch.rank, 1, deadline, wait_for_leader=True))
     store = FileStore(f"/proc/self/fd/{_kept[-1]}", launch.world_size)
     return PrefixStore(prefix, store), launch.rank, launch.world_size
+
+
+def _across_hosts(launch: Launch, deadline: Deadline) -> Any:
+    """The store of an MPI job on several hosts: rank 0 keeps it, and says through MPI where it is."""
+    here = f"init_process_group under {launch.launcher} on rank {launch.rank}"
+    if problem := why_not(launcher()):
+        raise PhalanxError(
+            f"{here}: {launch.local_size} of {launch.world_size} ranks are on this host, and the ranks of several "
+            f"hosts need MPI to meet, or an address.\n{problem}\n"
+            "Or set MASTER_ADDR to the first host's name and MASTER_PORT to a free port (mpiexec -x or -genv)."
+        )
+    return store_through_mpi(here, deadline)
+
+
+def store_through_mpi(here: str, deadline: Deadline) -> Any:
+    """A store for all ranks of MPI_COMM_WORLD, at a free port of rank 0's host. Collective over them.
+
+    Raises:
+        DeadlineError: rank 0 did not come.
+        PhalanxError: MPI cannot be started, or rank 0 cannot be reached; the message says where it was looked for.
+    """
+    runtime = start(launcher())
+    words = b""
+    if runtime.rank == 0:
+        addresses = own_addresses()
+        # Whoever comes later connects later: nobody waits for all here.
+        store = TCPStore(addresses[0], 0, is_master=True, wait_for_workers=False)
+        words = json.dumps([addresses, store.port]).encode()
+    words = runtime.broadcast(words, here, deadline)
+    if runtime.rank == 0:
+        return store
+    addresses, port = json.loads(words)
+    address = reachable(addresses, port, deadline)
+    if not address:
+        raise PhalanxError(
+            f"{here}: rank 0 keeps the job's store at port {port} of {', '.join(addresses)}, and none answers.\n"
+            "Check that the hosts can reach each other (firewall), or set MASTER_ADDR and MASTER_PORT."
+        )
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=min(deadline.left_s + 1.0, 1e6)))
 
 
 def _mpi_token(prefix: str) -> str:

@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 
 from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.carriers import nobody_carries
+from phalanx.backend.mpi.operations import OverMpi
 from phalanx.backend.shared_memory import SharedMemory, Span
 
 
@@ -21,7 +22,7 @@ def check(tensor: Tensor, op: Any) -> None:
         raise ValueError(nobody_carries(tensor.device, "all_reduce"))
 
 
-def all_reduce(memory: SharedMemory | AcrossHosts, tensor: Tensor, span: Span) -> None:
+def all_reduce(memory: SharedMemory | AcrossHosts | OverMpi, tensor: Tensor, span: Span) -> None:
     """`tensor` becomes the sum over ranks, coalesced.
 
     Shape: the same on every rank, with the same number of sparse dimensions; the number of entries may differ.

@@ -5,25 +5,19 @@ from __future__ import annotations
 import contextlib
 import socket
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo
+
+from phalanx.engines.engine import DATA, Pending
 
 # Nobody sends with this tag: who receives with it learns only that time is up. See `GlooEngine.close`.
 NOBODYS_TAG = 0x7FFFFFFF
 # torch's stub knows only some of what the class has.
 _ProcessGroupGloo: Any = ProcessGroupGloo
 _PORT_OF_NOTHING = 9  # "discard": a route is looked up, nothing is sent
-
-
-class Pending(Protocol):
-    """A message on its way."""
-
-    def wait(self, timeout: timedelta, /) -> object:
-        """Return when the tensor may be used; raise RuntimeError if that will not happen."""
-        ...
 
 
 class GlooEngine:
@@ -38,6 +32,7 @@ class GlooEngine:
     """
 
     name = "gloo"
+    num_tags = DATA
 
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout: timedelta, *, address: str, interface: str = ""

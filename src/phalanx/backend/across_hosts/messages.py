@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.backend import failures
 from phalanx.backend.across_hosts.bulletin import Story
 from phalanx.backend.across_hosts.call import Call
-from phalanx.backend.across_hosts.rails import DATA, Message, talking_to
+from phalanx.backend.across_hosts.rails import Message, talking_to
 from phalanx.backend.across_hosts.session import Session
 from phalanx.backend.shared_memory import Span, dense, nbytes, write_back
 from phalanx.deadline import Deadline
@@ -49,11 +49,12 @@ class Messages(Session):
         with recorded, self._told(here, span, deadline, src), torch.no_grad():
             with talking_to(src):
                 if src >= 0:
-                    pending = self._engine.recv(src, header, tag)
+                    Message(self._engine.recv(src, header, tag), src, deadline).wait()
+                    source = src
                 else:
                     pending = self._engine.recv_any(header, tag)
-            Message(pending, src, deadline).wait()
-            source = src if src >= 0 else int(pending._source_rank())  # type: ignore[attr-defined]
+                    Message(pending, src, deadline).wait()
+                    source = pending._source_rank()
             sent_bytes, sent_dtype = header.tolist()
             code = dtype_of(data.dtype).code
             if (sent_bytes, sent_dtype) != (nbytes(data), code):
@@ -72,8 +73,8 @@ class Messages(Session):
     def _check_open(self, tag: int) -> None:
         if self.closed:
             raise failures.closed(self.group)
-        if not 0 <= tag < DATA:
-            raise ValueError(f"send and recv: tag must be in 0..{DATA - 1} in a group across hosts, got {tag}")
+        if not 0 <= tag < (num_tags := self._engine.num_tags):
+            raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1} in a group across hosts, got {tag}")
         if self._story is not None:
             raise self._story.error(self._here())
 

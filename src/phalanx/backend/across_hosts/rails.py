@@ -19,10 +19,9 @@ from phalanx.collectives.algorithms import find, offering
 from phalanx.collectives.schedule import Operation
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
-from phalanx.engines.gloo import GlooEngine, Pending
+from phalanx.engines.engine import DATA, Engine, Pending
 
 # Tags: below DATA those of the user's messages; from it those of collectives' data; last of all the fingerprints'.
-DATA = 0x40000000
 FINGERPRINT = 0x7FFFFFFE
 _NUMBERS = 4000  # of messages that are told apart within one collective
 _LONGEST_WAIT_S = 1e8  # three years: what a timeout of "for ever" becomes in milliseconds
@@ -91,7 +90,7 @@ def plan(operation: Operation, num_hosts: int, log_bytes: int, root: int, algori
 class Rail:
     """The ranks of one rail, by host. `run` is a collective of them."""
 
-    def __init__(self, engine: GlooEngine, ranks: Sequence[int], host: int, algorithm: str | None, wire: Wire) -> None:
+    def __init__(self, engine: Engine, ranks: Sequence[int], host: int, algorithm: str | None, wire: Wire) -> None:
         self._engine = engine
         self._ranks = tuple(ranks)
         self._host = host

@@ -32,7 +32,7 @@ from phalanx.backend.meeting import NOTICE_S, ranks
 from phalanx.backend.options import Options
 from phalanx.backend.shared_memory import SharedMemory, Span
 from phalanx.deadline import Deadline
-from phalanx.engines.gloo import GlooEngine
+from phalanx.engines.engine import Engine
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
 
@@ -85,7 +85,7 @@ class Session:
         self._position = Position(0, False, "has called nothing yet")
         self._story: Story | None = None
         self._wire = Wire(options.wire_dtype, error_feedback=options.error_feedback)
-        self._engine: GlooEngine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemory
+        self._engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemory
         self._bulletin: Bulletin = None  # type: ignore[assignment]
         self._attendant: Attendant | None = None
         self._rail: Rail | None = None
@@ -94,7 +94,7 @@ class Session:
         self._digest = 0  # of the call that is under way
         self._answers: list[Message] = []  # the other hosts' fingerprints, under way
 
-    def attach(self, arena: Arena, engine: GlooEngine, bulletin: Bulletin) -> None:
+    def attach(self, arena: Arena, engine: Engine, bulletin: Bulletin) -> None:
         """Take the seat; before the first operation."""
         self._memory.attach(arena)
         self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of

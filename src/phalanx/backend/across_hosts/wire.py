@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from phalanx.engines.gloo import Pending
+from phalanx.engines.engine import Pending
 
 _MOST_RESIDUALS = 64
 

@@ -17,6 +17,7 @@ from phalanx.arena.arena import Arena
 from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.failures import closed
+from phalanx.backend.mpi.operations import OverMpi
 from phalanx.backend.shared_memory import SharedMemory, Span
 from phalanx.backend.sites import calling_site
 from phalanx.backend.work import Closable, DoneWork, Lane, PhalanxWork
@@ -41,7 +42,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     def __init__(
         self,
         store: Store,
-        memory: SharedMemory | AcrossHosts,
+        memory: SharedMemory | AcrossHosts | OverMpi,
         rank: int,
         size: int,
         timeout: timedelta,
@@ -88,6 +89,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     @property
     def arena(self) -> Arena:
         """The memory that the ranks of this host share."""
+        assert not isinstance(self._memory, OverMpi), "there is no shared memory in a group over MPI"
         return self._memory.arena
 
     @property
@@ -121,7 +123,9 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type != "cpu":
-            raise RuntimeError(f"group {self._name!r}: backend 'phalanx' has no backend for device {device}")
+            raise RuntimeError(
+                f"group {self._name!r}: backend {self.getBackendName()!r} has no backend for device {device}"
+            )
         return self
 
     # What torch asks of a backend object; the group answers for itself.
@@ -133,7 +137,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     @property
     def options(self) -> Any:
         """The timeout and ranks of the group, as torch's backends show theirs."""
-        return _Options(timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name)
+        return _Options(timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name, self.getBackendName())
 
     def get_group_store(self) -> Store:
         """The store under the group's prefix."""
@@ -213,11 +217,11 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 class _Options:
     """The part of torch's backend options that people read."""
 
-    def __init__(self, timeout: timedelta, ranks: list[int], name: str) -> None:
+    def __init__(self, timeout: timedelta, ranks: list[int], name: str, backend: str) -> None:
         self._timeout = timeout
         self.global_ranks_in_group = ranks
         self.group_name = name
-        self.backend = "phalanx"
+        self.backend = backend
 
 
 _groups: weakref.WeakSet[Identity] = weakref.WeakSet()

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.arguments import check_rank, one
 from phalanx.backend.process_group.identity import Identity
 from phalanx.backend.process_group.inbox import Inbox, failed
@@ -39,13 +40,15 @@ class Messages(Identity):
         self._check_peer(dst, "send", "dst")
         span = self._span(None, 3)
         lane = self._channels.get(("send", dst, 0))
-        if isinstance(self._memory, SharedMemory) and (lane is None or lane.idle):
+        memory = self._memory
+        assert isinstance(memory, SharedMemory | AcrossHosts)
+        if isinstance(memory, SharedMemory) and (lane is None or lane.idle):
             try:
-                if self._memory.send_now(tensor, dst, tag, span):
+                if memory.send_now(tensor, dst, tag, span):
                     return self._done
             except PhalanxError as error:  # heard by whoever waits, as that of a send that takes time
                 return failed(error, [tensor])
-        return self._queue(self._channel("send", dst, tag), lambda: self._memory.send(tensor, dst, tag, span), [tensor])
+        return self._queue(self._channel("send", dst, tag), lambda: memory.send(tensor, dst, tag, span), [tensor])
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
         """Over when the tensor holds the message."""
@@ -71,7 +74,7 @@ class Messages(Identity):
         self._recent.append(work)
 
         def action() -> None:
-            assert not isinstance(memory, SharedMemory)
+            assert isinstance(memory, AcrossHosts)
             work._source = memory.recv(tensor, src, tag, span)
 
         return self._channel("recv", src, tag).put(action, work)

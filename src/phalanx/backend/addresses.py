@@ -1,0 +1,41 @@
+"""Under which addresses this host can be reached, and which of another's answers."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from phalanx.deadline import Deadline
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_TRY_S = 2.0
+_PAUSE_S = 0.1
+
+
+def own_addresses() -> list[str]:
+    """This host's IPv4 addresses, those of the loopback interface last; never empty."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # without an address; or this is not Linux
+                answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        found += socket.gethostbyname_ex(socket.gethostname())[2]
+    found.append("127.0.0.1")
+    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
+
+
+def reachable(addresses: Sequence[str], port: int, deadline: Deadline) -> str:
+    """The first of `addresses` where `port` takes a connection, asked in turn until time is up; else nothing."""
+    while True:
+        for address in addresses:
+            with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_TRY_S):
+                return address
+            if deadline.passed:
+                return ""
+        time.sleep(_PAUSE_S)

@@ -1,0 +1,148 @@
+"""The group that torch sees as its backend "mpi"."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.backend.arguments import one
+from phalanx.backend.mpi.operations import OverMpi
+from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.shared_memory import dense, write_back
+from phalanx.backend.work import Closable, Lane, PhalanxWork
+from phalanx.deadline import Deadline
+from phalanx.engines.mpi import Underway
+
+_ANYBODY = -1
+_PAUSE_S = 0.0005
+
+
+class MpiProcessGroup(PhalanxProcessGroup):
+    """All collectives and messages of `torch.distributed` over MPI, on CPU tensors.
+
+    Made by `init_process_group("mpi")`, not by hand. Messages start when they are called for, whatever came before.
+    """
+
+    def __init__(
+        self, store: Any, memory: OverMpi, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+    ) -> None:
+        super().__init__(store, memory, rank, size, timeout, name, ranks)
+        self._mpi = memory
+        self._futures = Lane(f"phalanx-{name}-futures")
+
+    def getBackendName(self) -> str:
+        """The name under which torch knows us."""
+        return "mpi"
+
+    _get_backend_name = getBackendName
+    name = getBackendName
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
+        """Over when the tensor may be changed again; the receiver may not have it yet."""
+        tensor = one(tensors, "send")
+        self._check_peer(dst, "send", "dst")
+        deadline = self._deadline()
+        data = dense(tensor.detach())
+        message = self._mpi.begin_send(data, dst, tag)
+
+        def end() -> int:
+            self._mpi.end_send(message, dst, deadline)
+            return self._rank
+
+        return self._under_way(tensor, message, end)
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
+        """Over when the tensor holds the message."""
+        tensor = one(tensors, "recv", written=True)
+        self._check_peer(src, "recv", "src")
+        return self._receive(tensor, src, tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
+        """As `recv`, from whoever sends first; `source_rank()` of the work says who."""
+        tensor = one(tensors, "recv", written=True)
+        if self._size == 1:
+            raise ValueError("recv: the group has one rank, so there is nobody to receive from")
+        return self._receive(tensor, _ANYBODY, tag)
+
+    def _receive(self, tensor: Tensor, src: int, tag: int) -> dist.Work:
+        deadline = self._deadline()
+        data = dense(tensor.detach())
+        message = self._mpi.begin_recv(data, src, tag)
+
+        def end() -> int:
+            source = self._mpi.end_recv(message, data, src, deadline)
+            if data.data_ptr() != tensor.data_ptr():
+                write_back(tensor.detach(), data)
+            return source
+
+        return self._under_way(tensor, message, end)
+
+    def _lanes(self) -> list[Closable]:
+        return [*super()._lanes(), self._futures]
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._span(None, 5).timeout_s)
+
+    def _under_way(self, tensor: Tensor, message: Underway, end: Callable[[], int]) -> dist.Work:
+        work = MessageWork([tensor], message, end, self._futures)
+        self._recent.append(work)
+        return work
+
+
+class MessageWork(PhalanxWork):
+    """A message on its way. Whoever waits for it, or asks for its end, asks MPI."""
+
+    def __init__(self, outputs: Sequence[Tensor], message: Underway, end: Callable[[], int], futures: Lane) -> None:
+        super().__init__(outputs)
+        self._message = message
+        self._end = end
+        self._futures = futures
+        self._ending = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is over; True, or its error."""
+        if timeout is not None and timeout > timedelta(0) and not self._done.is_set():
+            deadline = Deadline.after(timeout)
+            while not deadline.passed and not self.is_completed():
+                self._done.wait(_PAUSE_S)
+        else:
+            self._conclude()
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not; asks MPI."""
+        if not self._done.is_set():
+            try:
+                over = self._message.test()
+            except RuntimeError:
+                over = True
+            if over:
+                self._conclude()
+        return super().is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future whose value is the list of output tensors; a thread waits for it."""
+        future = super().get_future()
+        if not self._done.is_set():
+            self._futures.put(self._conclude, PhalanxWork([]))
+        return future
+
+    def _conclude(self) -> None:
+        with self._ending:
+            if self._done.is_set():
+                return
+            error: BaseException | None = None
+            try:
+                self._source = self._end()
+            except Exception as e:  # whatever it was, the waiter must hear it; Ctrl-C is the waiter's own
+                error = e
+            tell = self.settle(error)
+            if tell is not None:
+                tell()
+            self.release()

@@ -1,0 +1,100 @@
+"""How torch gets a group of backend "mpi" from a wheel without MPI.
+
+torch's own code for the name asks `is_mpi_available()` and calls `ProcessGroupMPI.create(ranks)`, both looked up in its
+module; what comes back is a process group, which becomes the group as it is. It hands over neither the store nor the
+timeout, so they are taken here, one call earlier.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from phalanx.arena.watch import ProcessId
+from phalanx.backend.create import leave_at_exit
+from phalanx.backend.meeting import Seat, host_identity, meet
+from phalanx.backend.mpi.operations import OverMpi
+from phalanx.backend.mpi.process_group import MpiProcessGroup
+from phalanx.backend.mpi.start import start_together
+from phalanx.backend.rendezvous import launcher, mpi_rendezvous, store_through_mpi
+from phalanx.deadline import Deadline
+from phalanx.engines.mpi import MpiEngine, Runtime, start, why_not
+from phalanx.errors import PhalanxError
+
+
+def new_process_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's `_new_process_group_helper`, for backend "mpi".
+
+    Raises:
+        PhalanxError: there is no MPI, or the ranks are not in one MPI job; the same on every rank.
+        DeadlineError: some rank never came; the message names it, on every rank that did.
+    """
+    asked = inspect.signature(original).bind(*args, **kwargs).arguments
+    if str(asked["backend"]) != "mpi":
+        raise ValueError(
+            f'backend {asked["backend"]!r}: through mpi4py, "mpi" cannot be joined with other backends in one group.\n'
+            'Use "mpi" alone, and make a group of its own for other devices.'
+        )
+    timeout: timedelta = asked["timeout"]
+    name: str = asked["group_name"]
+    ranks: Sequence[int] = asked["global_ranks_in_group"]
+    deadline = Deadline.after(timeout)
+    if not ranks:  # the group of all ranks: torch has neither asked who we are nor met anybody
+        runtime, asked["store"], ranks = _join(name, deadline)
+    elif dist.get_rank() in ranks:
+        if not isinstance(dist.group.WORLD, MpiProcessGroup):
+            raise PhalanxError(
+                f"new_group {name!r}: backend 'mpi' needs a job whose first group is MPI's, too.\n"
+                "Call init_process_group('mpi') first."
+            )
+        runtime = start(launcher())
+    else:
+        return original(**asked)
+    rank = list(ranks).index(runtime.rank)
+    store = PrefixStore(f"{name}/mpi", asked["store"])
+    seats = meet(store, rank, len(ranks), _my_seat(), name, deadline)
+
+    def create(_: Any) -> MpiProcessGroup:
+        names = [f"pid {seat.process.pid} on {seat.hostname}" for seat in seats]
+        engine = MpiEngine(runtime, ranks, rank, timedelta(seconds=max(deadline.left_s, 0.1)))
+        memory = OverMpi(name, engine, names)
+        return MpiProcessGroup(store, memory, rank, len(ranks), timeout, name, ranks)
+
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    vars(c10d)["ProcessGroupMPI"] = SimpleNamespace(create=create)
+    made = original(**asked)
+    leave_at_exit()
+    return made
+
+
+def _join(name: str, deadline: Deadline) -> tuple[Runtime, Any, Sequence[int]]:
+    """Start MPI on all ranks; a store for them, and their numbers."""
+    here = f"init_process_group of group {name!r}"
+    meeting = mpi_rendezvous(deadline)
+    if meeting is not None:
+        store, rank, size = meeting
+    else:  # no mpiexec says who we are: alone, or started by something that only MPI understands
+        if problem := why_not(launcher()):
+            raise PhalanxError(f"{here} in process {os.getpid()}: no MPI.\n{problem}")
+        runtime = start(launcher())
+        rank, size = runtime.rank, runtime.size
+        store = HashStore() if size == 1 else store_through_mpi(here, deadline)
+    runtime, places = start_together(PrefixStore(f"{name}/start", store), rank, size, name, deadline)
+    if places != list(range(size)):
+        raise PhalanxError(
+            f"{here} on rank {rank}: MPI numbers the ranks {places}, the launcher 0 to {size - 1}.\n"
+            "Start the job with one mpiexec."
+        )
+    return runtime, store, range(size)
+
+
+def _my_seat() -> Seat:
+    return Seat(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)

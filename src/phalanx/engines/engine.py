@@ -1,0 +1,55 @@
+"""What every engine offers: messages between the ranks of a group, wherever they run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+from torch import Tensor
+
+# Tags from here on, up to 31 bits, are those of what travels inside collectives.
+DATA = 0x40000000
+
+
+class Pending(Protocol):
+    """A message on its way."""
+
+    def wait(self, timeout: timedelta, /) -> object:
+        """Return when the tensor may be used; raise RuntimeError if that will not happen."""
+        ...
+
+
+class FromAnybody(Pending, Protocol):
+    """A receive that takes whatever comes first."""
+
+    def _source_rank(self) -> int:  # torch's name
+        """Who sent it; after the wait."""
+        ...
+
+
+class Engine(Protocol):
+    """One rank's end. Messages between two ranks with one tag arrive in the order in which they were sent.
+
+    Tensors are contiguous; a receive is exactly as long as its message. Whoever starts a message keeps its tensor.
+    """
+
+    @property
+    def num_tags(self) -> int:
+        """The user's messages have tags below this."""
+        ...
+
+    def send(self, dst: int, tensor: Tensor, tag: int) -> Pending:
+        """Start to send."""
+        ...
+
+    def recv(self, src: int, tensor: Tensor, tag: int) -> Pending:
+        """Start to receive."""
+        ...
+
+    def recv_any(self, tensor: Tensor, tag: int) -> FromAnybody:
+        """Start to receive from whoever sends first."""
+        ...
+
+    def close(self) -> None:
+        """Leave at once: whoever waits for a message, here or (from this rank) at a peer, gets an error."""
+        ...

@@ -1,0 +1,341 @@
+"""Messages between the ranks of a group over MPI, and how a rank says that it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.deadline import Deadline
+from phalanx.engines.engine import DATA
+from phalanx.engines.mpi.polling import wait_until
+from phalanx.engines.mpi.runtime import Runtime
+
+# How long a message may still take when its sender or receiver has said that it leaves: it may be under way.
+_GRACE_S = 0.2
+_GOODBYE_S = 0.05
+_ANYBODY = -1
+
+
+class EngineClosed(RuntimeError):
+    """This rank has left."""
+
+
+class TimedOut(RuntimeError):
+    """The deadline has passed; the operation is not over."""
+
+
+class PeerLeft(RuntimeError):
+    """`peer`, which is waited for, has said that it leaves; `words` is all that it said."""
+
+    def __init__(self, peer: int, words: dict[str, Any]) -> None:
+        super().__init__(f"rank {peer} has left the group")
+        self.peer = peer
+        self.words = words
+
+
+class Underway:
+    """An operation that MPI has begun, and the memory that it uses, which stays as long as MPI may touch it.
+
+    `start` returns MPI's request; or nothing, as long as there is no message to receive: then it is asked again.
+    """
+
+    def __init__(
+        self, engine: MpiEngine, start: Callable[[], Any], memory: Any, peer: int = _ANYBODY, *, receives: bool = False
+    ) -> None:
+        self._engine = engine
+        self._start = start
+        self._request = start()
+        self._memory = memory
+        self._peer = peer
+        self._receives = receives
+        self._error: RuntimeError | None = None
+        self._testing = threading.Lock()
+        self.status = engine.runtime.mpi.Status()
+        self.is_over = False
+
+    def test(self) -> bool:
+        """Whether it is over; asks MPI.
+
+        Raises:
+            RuntimeError: MPI says that it failed, or this rank has left.
+        """
+        with self._testing:
+            if not self.is_over:
+                try:
+                    if not self._ask():
+                        return False
+                except self._engine.runtime.mpi.Exception as error:
+                    self._error = error
+                self._end()
+            if self._error is not None:
+                raise self._error
+            return True
+
+    def _ask(self) -> bool:
+        if self._request is None:
+            self._request = self._start()
+            if self._request is None:
+                return False
+        return bool(self._request.Test(self.status))
+
+    def _end(self) -> None:
+        if self._receives and self._error is None and self.status.Is_cancelled():
+            self._error = EngineClosed("this rank has left the group")
+        self.is_over = True
+        self._engine._forget(self)
+
+    def give_up(self) -> bool:
+        """Try to take a receive back; whether MPI has let go of the memory."""
+        with self._testing:
+            if self._request is None:
+                self._error = EngineClosed("this rank has left the group")
+                self._end()
+                return True
+        with contextlib.suppress(RuntimeError):
+            if self._receives:
+                self._request.Cancel()
+            return self.test()
+        return True
+
+    def finish(self, timeout_s: float, look_around: Callable[[], None]) -> None:
+        """Return when it is over; `look_around` may raise to end a long wait.
+
+        Raises:
+            TimedOut, EngineClosed: it is not over.
+            RuntimeError: as `test`.
+        """
+
+        def is_done() -> bool:
+            if self._engine.is_closed and not self.is_over:
+                raise EngineClosed("this rank has left the group")
+            return self.test()
+
+        if not wait_until(is_done, look_around, timeout_s):
+            raise TimedOut(f"no answer within {timeout_s:.1f} s")
+
+    def wait(self, timeout: timedelta) -> None:
+        """As `finish`, for a message: also ends when its other end leaves.
+
+        Raises:
+            RuntimeError: what `finish` raises, or PeerLeft.
+        """
+        self.finish(timeout.total_seconds(), self.watch().look)
+
+    def watch(self) -> Watch:
+        """What `finish` may call to end when the other end of a message leaves."""
+        return Watch(self._engine, self._peer)
+
+    def _source_rank(self) -> int:
+        return int(self.status.Get_source())
+
+
+class Watch:
+    """Looks, during one wait, whether the rank that is waited for has left."""
+
+    def __init__(self, engine: MpiEngine, peer: int) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._left: Deadline | None = None
+
+    def look(self) -> None:
+        """Raise PeerLeft if it left a while ago."""
+        engine = self._engine
+        if self._peer >= 0:
+            gone = [self._peer] if self._peer in engine.departed else []
+        else:
+            gone = list(engine.departed) if len(engine.departed) == engine.world_size - 1 else []
+        if gone:
+            self._left = self._left or Deadline.after(_GRACE_S)
+            if self._left.passed:
+                raise PeerLeft(gone[0], engine.departed[gone[0]])
+
+
+class MpiEngine:
+    """Messages between the ranks of a group. Collective: all ranks build theirs, and wait for each other there.
+
+    Sends and receives start at once; MPI moves their bytes while this process waits for any of them. A rank that
+    leaves tells all others.
+
+    Raises:
+        TimedOut: some rank did not come within `timeout`.
+        RuntimeError: MPI cannot make a communicator (it has a few thousand).
+    """
+
+    name = "mpi"
+
+    def __init__(self, runtime: Runtime, world_ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
+        mpi = runtime.mpi
+        runtime.sweep()
+        self.runtime = runtime
+        self.rank = rank
+        self.world_size = len(world_ranks)
+        self.departed: dict[int, dict[str, Any]] = {}
+        self.is_closed = False
+        self.on_word: Callable[[int, dict[str, Any]], None] = lambda src, words: None
+        self._underway: set[Underway] = set()
+        self._guard = threading.RLock()
+        everybody = mpi.COMM_WORLD.Get_group()
+        group = everybody.Incl(list(world_ranks))
+        self.comm = self._in_time(lambda: mpi.COMM_WORLD.Create_group(group, _tag_of(world_ranks)), timeout)
+        self.comm.Set_errhandler(mpi.ERRORS_RETURN)
+        group.Free()
+        everybody.Free()
+        # An MPI's tags may have as few as 15 bits, often 20 or 29: half for messages, half for what collectives send.
+        self._half = 1 << ((int(self.comm.Get_attr(mpi.TAG_UB)) + 1).bit_length() - 2)
+        self._word_tag = 2 * self._half - 1  # no collective's, whose last twelve bits are never all set
+        runtime.attend(self.listen)
+
+    def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
+        """What `call` returns, from a thread of its own: there is no way to ask MPI for this and come back later."""
+        answers: list[Any] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                answers.append(call())
+            except Exception as error:  # raised where it was asked for
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="phalanx-mpi-create", daemon=True)
+        thread.start()
+        thread.join(timeout.total_seconds())
+        if thread.is_alive():
+            self.runtime.abandoned.append(thread)
+            raise TimedOut(f"some rank did not come within {timeout.total_seconds():.1f} s")
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    @property
+    def num_tags(self) -> int:
+        """The user's messages have tags below this."""
+        return min(self._half, DATA)
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, dst: int, tensor: Tensor, tag: int) -> Underway:
+        """Start to send a contiguous tensor."""
+        data = self._bytes(tensor)
+        return self.begin(lambda: self.comm.Isend(data, dst, self._tag(tag)), tensor, dst)
+
+    def recv(self, src: int, tensor: Tensor, tag: int) -> Underway:
+        """Start to receive into a contiguous tensor."""
+        data = self._bytes(tensor)
+        return self.begin(lambda: self.comm.Irecv(data, src, self._tag(tag)), tensor, src, receives=True)
+
+    def recv_any(self, tensor: Tensor, tag: int) -> Underway:
+        """Start to receive from whoever sends first; after the wait, `_source_rank()` says who it was.
+
+        The message is looked for before it is received: MPICH 5.0.2 over UCX does not find one that came before a
+        receive from anybody, where there are hosts of several ranks.
+        """
+        data, anybody = self._bytes(tensor), self.runtime.mpi.ANY_SOURCE
+
+        def start() -> Any:
+            message = self.comm.Improbe(anybody, self._tag(tag))
+            return None if message is None else message.Irecv(data)
+
+        return self.begin(start, tensor, receives=True)
+
+    def begin(self, start: Callable[[], Any], memory: Any, peer: int = _ANYBODY, *, receives: bool = False) -> Underway:
+        """`start` returns MPI's request for an operation that uses `memory`, anything that owns it."""
+        with self._guard:
+            if self.is_closed:
+                raise EngineClosed("this rank has left the group")
+            operation = Underway(self, start, memory, peer, receives=receives)
+            self._underway.add(operation)
+            return operation
+
+    def memory(self, tensor: Tensor) -> Any:
+        """A contiguous tensor's bytes, in place, as MPI takes them."""
+        return self.runtime.mpi.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    def _bytes(self, tensor: Tensor) -> list[Any]:
+        return [self.memory(tensor), self._byte]
+
+    @property
+    def _byte(self) -> Any:
+        return self.runtime.mpi.BYTE
+
+    def _tag(self, tag: int) -> int:
+        return tag if tag < DATA else self._half | (tag & (self._half - 1))
+
+    def _forget(self, operation: Underway) -> None:
+        self._underway.discard(operation)  # no lock: `close` holds it while it tests
+
+    # -- words ---------------------------------------------------------------------------------------------------
+
+    def tell(self, words: dict[str, Any], peers: Sequence[int] | None = None) -> list[Underway]:
+        """Say something to `peers` (all others by default), who hear it while they wait for MPI."""
+        data = bytearray(json.dumps(words).encode())
+        others = [r for r in range(self.world_size) if r != self.rank] if peers is None else peers
+        return [
+            self.begin(lambda r=r: self.comm.Isend([data, self._byte], r, self._word_tag), data, r)  # type: ignore[misc]
+            for r in others
+        ]
+
+    def listen(self) -> bool:
+        """Hear what others have said: who has left is noted, anything else goes to `on_word`. Whether there is more."""
+        with self._guard:
+            if self.is_closed:
+                return False
+            heard = self._hear()
+        for src, words in heard:
+            self.on_word(src, words)
+        return True
+
+    def _hear(self) -> list[tuple[int, dict[str, Any]]]:
+        mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
+        heard = []
+        while (message := self.comm.Improbe(mpi.ANY_SOURCE, self._word_tag, status)) is not None:
+            data = bytearray(status.Get_count(self._byte))
+            message.Recv([data, self._byte])
+            src, words = int(status.Get_source()), json.loads(data)
+            if words["kind"] == "goodbye":
+                self.departed[src] = words
+            else:
+                heard.append((src, words))
+        return heard
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def close(self, **words: Any) -> None:
+        """Leave at once: tell all others (and `words`), and wake whoever waits here."""
+        with self._guard:
+            if self.is_closed:
+                return
+            if self.runtime.is_over:
+                self.is_closed = True
+                return
+            with contextlib.suppress(RuntimeError):
+                told = self.tell({"kind": "goodbye", **words})
+                wait_until(lambda: all([one.test() for one in told]), lambda: None, _GOODBYE_S)
+            self.is_closed = True
+            unfinished = [one for one in list(self._underway) if not one.give_up()]
+            if unfinished:
+                self.runtime.abandoned.extend(unfinished)
+            else:
+                self.runtime.farewells.append(self._is_free)
+                self.runtime.sweep()
+
+    def _is_free(self) -> bool:
+        """Let the communicator go when all others have left as well: MPI wants every message received."""
+        with self._guard:
+            self._hear()
+            if len(self.departed) < self.world_size - 1:
+                return False
+            self.comm.Free()
+            return True
+
+
+def _tag_of(world_ranks: Sequence[int]) -> int:
+    """Groups that are made at the same time by different ranks must not be mixed up."""
+    digest = hashlib.blake2b(repr(list(world_ranks)).encode(), digest_size=2).digest()
+    return int.from_bytes(digest, "little") >> 1  # MPI promises tags up to 32767
