@@ -21,10 +21,10 @@ def of_backend(algorithm: str, nbytes: int, topology: Topology, links: Links, em
     It adds up in the memory of each host, runs `algorithm` between the hosts, and gathers in memory. `empty_s` is what
     it takes for nothing: the ranks agree.
     """
-    between = build(algorithm, "all_reduce", Topology.flat(len(topology.hosts)))
-    segments = in_segments(between, Turns.of(nbytes, between.num_steps).num_segments)
-    schedules = (segments, between)
+    whole = build(algorithm, "all_reduce", Topology.flat(len(topology.hosts)))
+    num_segments = Turns.of(nbytes, whole.num_steps).num_segments
     if not topology.is_flat:
-        schedules = (hierarchical.all_reduce(topology, segments), hierarchical.all_reduce(topology, between))
-    executed, whole = (empty_s + simulate(schedule, nbytes, topology, links).seconds for schedule in schedules)
-    return executed, whole
+        whole = hierarchical.all_reduce(topology, whole)
+    segments = in_segments(whole, num_segments)
+    executed_s, whole_s = (simulate(schedule, nbytes, topology, links).seconds for schedule in (segments, whole))
+    return empty_s + executed_s, empty_s + whole_s

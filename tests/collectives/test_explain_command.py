@@ -68,6 +68,14 @@ def test_a_simulation_says_how_much_was_played_and_whether_it_is_exact() -> None
     assert "exact      yes" in result.output
 
 
+def test_segments_shorten_what_a_tree_takes() -> None:
+    of_two = ("simulate", "tree", "--world-size", "2", "--ranks-per-host", "1", "--bytes", "1MiB", "--latency", "0")
+    assert "time       16.9 ms, rank 0 last" in explain(*of_two).output
+    in_segments = explain(*of_two, "--segments", "8").output
+    assert "tree all_reduce of 1 MiB in 8 segments over 2 ranks on 2 hosts" in in_segments
+    assert "time       9.5" in in_segments
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -88,6 +96,11 @@ def test_a_simulation_says_how_much_was_played_and_whether_it_is_exact() -> None
         (["cost", "--world-size", "2..99999"], "world size 99999 is too large, at most 65536."),
         (["cost", "--world-size", "7", "--svg", "x.svg"], "a plot needs at least two numbers of ranks above 1"),
         (["simulate", "rong", "--world-size", "4"], "algorithm 'rong' is unknown; did you mean 'ring'?"),
+        (["simulate", "ring", "--world-size", "4", "--segments", "0"], "0 is not in the range 1<=x<=1024"),
+        (
+            ["simulate", "ring", "--world-size", "65536", "--segments", "2"],
+            "2 segments over 65536 ranks may be 17179607040 transfers, and all would be played one by one",
+        ),
         (["simulate", "ring", "--world-size", "70000"], "can simulate at most 65536 ranks, got 70000"),
     ],
 )

@@ -39,6 +39,9 @@ def test_no_segment_at_all_is_refused() -> None:
         in_segments(build("ring", "all_reduce", Topology.flat(2)), 0)
 
 
-def test_memory_has_no_links_to_fill() -> None:
-    with pytest.raises(ValueError, match="hierarchical reads memory; cut its part between hosts into segments"):
-        in_segments(build("hierarchical", "all_reduce", Topology.of_sizes([2, 2])), 2)
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [1, 1]])
+def test_memory_is_read_once_for_all_segments(sizes: list[int]) -> None:
+    whole = build("hierarchical", "all_reduce", Topology.of_sizes(sizes))
+    cut = in_segments(whole, 3)
+    check(cut)
+    assert cut.num_steps == whole.num_steps + 2

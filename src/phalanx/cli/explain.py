@@ -12,7 +12,7 @@ import click
 
 from phalanx.collectives.algorithms import ALGORITHMS, Algorithm, build
 from phalanx.collectives.network import Link, Links, Topology
-from phalanx.collectives.schedule import OPERATIONS, Operation
+from phalanx.collectives.schedule import OPERATIONS, Operation, Schedule
 from phalanx.collectives.simulate import MOST_RANKS
 from phalanx.collectives.units import (
     format_bytes,
@@ -21,6 +21,9 @@ from phalanx.collectives.units import (
     parse_bytes_per_s,
     parse_seconds,
 )
+
+_MOST_SEGMENTS = 1024
+_MOST_PLAYED = 20_000_000
 
 # Up to so many numbers of ranks in a range are all priced; of a longer range, the powers of two and both ends.
 _MOST_POINTS = 128
@@ -232,7 +235,10 @@ def _cost(
     svg: Path | None,
     **links: float,
 ) -> None:
-    """Compare the algorithms: predicted time, bytes at the busiest rank and steps, in tables and as a plot."""
+    """Compare the algorithms: predicted time, bytes at the busiest rank and steps, in tables and as a plot.
+
+    Times are of whole buffers. How far they are from measured runs: benchmarks/algorithms.
+    """
     from phalanx.collectives.explanation import curves
 
     computed = _at_the_door(curves.compute, operation, nbytes, world_sizes, ranks_per_host, _links(**links))
@@ -250,26 +256,59 @@ def _cost(
 @command.command("simulate", short_help="Play an algorithm out, rank by rank.")
 @click.argument("algorithm")
 @click.option("--world-size", type=_WORLD_SIZE, required=True, help=f"Number of ranks, at most {MOST_RANKS}.")
+@click.option(
+    "--segments",
+    type=click.IntRange(1, _MOST_SEGMENTS),
+    default=1,
+    show_default=True,
+    help="Pieces that follow each other, as the backend cuts long tensors.",
+)
 @_operation_option
 @_network_options
 def _simulate(
-    algorithm: str, world_size: int, operation: Operation, nbytes: int, ranks_per_host: int, **links: float
+    algorithm: str,
+    world_size: int,
+    segments: int,
+    operation: Operation,
+    nbytes: int,
+    ranks_per_host: int,
+    **links: float,
 ) -> None:
-    """Play ALGORITHM out, each rank with a clock of its own, and say when the first and the last one finish."""
+    """Play ALGORITHM out, each rank with a clock of its own, and say when the first and the last one finish.
+
+    How far predictions are from measured runs: benchmarks/algorithms.
+    """
     from phalanx.collectives.simulate import simulate
 
     if world_size > MOST_RANKS:
         raise click.UsageError(f"can simulate at most {MOST_RANKS} ranks, got {world_size}")
     topology = _at_the_door(Topology.filled, world_size, ranks_per_host)
-    schedule = _at_the_door(build, algorithm, operation, topology)
+    schedule = _in_segments(_at_the_door(build, algorithm, operation, topology), segments)
     result = simulate(schedule, nbytes, topology, _links(**links))
-    place = f"{world_size} ranks on {len(topology.hosts)} hosts"
-    click.echo(f"{schedule.algorithm} {operation} of {format_bytes(nbytes)} over {place}")
+    place = f"{_count(world_size, 'rank')} on {_count(len(topology.hosts), 'host')}"
+    cut = f" in {segments} segments" if segments > 1 else ""
+    click.echo(f"{schedule.algorithm} {operation} of {format_bytes(nbytes)}{cut} over {place}")
     click.echo(f"  time       {format_seconds(result.seconds)}, rank {result.slowest_rank} last")
     click.echo(f"  first rank {format_seconds(result.first_s)}")
     click.echo(f"  steps      {result.steps}")
     click.echo(f"  transfers  {result.transfers}, {result.played} of them played one by one")
     click.echo(f"  exact      {'yes' if result.exact else 'no: the clocks had not settled, the rest is extrapolated'}")
+
+
+def _in_segments(schedule: Schedule, segments: int) -> Schedule:
+    from phalanx.collectives.segments import in_segments
+
+    played = segments * schedule.num_steps * schedule.world_size
+    if segments > 1 and played > _MOST_PLAYED:
+        raise click.UsageError(
+            f"{segments} segments over {_count(schedule.world_size, 'rank')} may be {played} transfers, and all would "
+            f"be played one by one; take fewer ranks or segments, for at most {_MOST_PLAYED}."
+        )
+    return in_segments(schedule, segments)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _at_the_door(function: Callable[..., T], *arguments: object) -> T:

@@ -13,7 +13,8 @@ after the other. The backend cuts what travels between hosts in this way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from phalanx.collectives.schedule import Phase, Schedule, Transfer
@@ -22,32 +23,49 @@ from phalanx.collectives.schedule import Phase, Schedule, Transfer
 def in_segments(schedule: Schedule, count: int) -> Schedule:
     """`schedule` for a buffer cut into `count` segments, each into the schedule's chunks.
 
-    Steps: those of the schedule + count - 1. Bytes: those of the schedule. Order of combining: that of the schedule.
+    Phases that read memory (`one_sided`) have no links to fill, and take all segments in each step.
+
+    Steps: count - 1 more than the schedule, for each run of phases between which nobody reads memory. Bytes and order
+    of combining: those of the schedule.
 
     Raises:
-        ValueError: `count` is less than 1, or the schedule reads memory (`one_sided`), which has no links to fill.
+        ValueError: `count` is less than 1.
     """
     if count < 1:
         raise ValueError(f"a buffer has at least 1 segment, got {count}")
-    if any(phase.one_sided for phase in schedule.phases):
-        raise ValueError(f"{schedule.algorithm} reads memory; cut its part between hosts into segments")
-    if count == 1 or not schedule.num_steps:
-        return replace(schedule, num_chunks=schedule.num_chunks * count)
-    steps = list(schedule.steps())
-    chunks = schedule.num_chunks
+    phases: list[Phase] = []
+    for one_sided, run in itertools.groupby(schedule.phases, key=lambda phase: phase.one_sided):
+        if one_sided:
+            phases += [_at_once(phase, count, schedule.num_chunks) for phase in run]
+        else:
+            phases += _one_by_one(tuple(run), count, schedule.num_chunks)
+    return replace(schedule, num_chunks=schedule.num_chunks * count, phases=tuple(phases))
+
+
+def _shifted(transfers: Sequence[Transfer], by: int) -> Iterator[Transfer]:
+    return (t._replace(start=t.start + by, stop=t.stop + by) for t in transfers)
+
+
+def _at_once(phase: Phase, count: int, chunks: int) -> Phase:
+    def sends(step: int, rank: int) -> list[Transfer]:
+        transfers = phase.sends(step, rank)
+        return [t for segment in range(count) for t in _shifted(transfers, segment * chunks)]
+
+    return replace(phase, sends=sends, per_link=phase.per_link * count)
+
+
+def _one_by_one(phases: Sequence[Phase], count: int, chunks: int) -> Sequence[Phase]:
+    steps = [(phase, within) for phase in phases for within in range(phase.num_steps)]
+    if count == 1 or not steps:
+        return phases
 
     def under_way(turn: int) -> Iterator[tuple[int, Phase, int]]:
         """The segments that do a step in this turn, the oldest first, and which step."""
         for segment in range(max(0, turn - len(steps) + 1), min(count, turn + 1)):
-            _, phase, within = steps[turn - segment]
-            yield segment * chunks, phase, within
+            yield segment * chunks, *steps[turn - segment]
 
     def sends(turn: int, rank: int) -> list[Transfer]:
-        return [
-            t._replace(start=t.start + first, stop=t.stop + first)
-            for first, phase, within in under_way(turn)
-            for t in phase.sends(within, rank)
-        ]
+        return [t for first, phase, within in under_way(turn) for t in _shifted(phase.sends(within, rank), first)]
 
     def sources(turn: int, rank: int) -> list[int]:
         return list(dict.fromkeys(src for _, phase, within in under_way(turn) for src in phase.sources(within, rank)))
@@ -56,11 +74,11 @@ def in_segments(schedule: Schedule, count: int) -> Schedule:
         return sorted({rank for _, phase, within in under_way(turn) for rank in phase.senders(within)})
 
     pipeline = Phase(
-        name=f"{count} segments",
+        name=f"{', then '.join(phase.name for phase in phases if phase.num_steps)}, {count} segments in turns",
         num_steps=len(steps) + count - 1,
         sends=sends,
         sources=sources,
         senders=senders,
-        per_link=min(count, len(steps)) * max(phase.per_link for phase in schedule.phases),
+        per_link=min(count, len(steps)) * max(phase.per_link for phase in phases),
     )
-    return replace(schedule, num_chunks=chunks * count, phases=(pipeline,))
+    return (pipeline,)

@@ -21,6 +21,7 @@ from phalanx.svg import FAINT, INK, RULE, Drawing, colour
 # Up to so many numbers of ranks get a row each; of more, the powers of two and both ends.
 _ROWS = 12
 
+_WHERE_THEY_MEET = "Of whole buffers. Where curves meet, the first listed is seen."
 _MARKS = {"hierarchical": "h", "ring": "o", "halving_doubling": "x", "doubling": "d", "tree": "t", "single": "s"}
 
 
@@ -42,8 +43,9 @@ class Curves:
             format_seconds(self.links.inter.latency_s),
             format_bytes_per_s(self.links.inter.bytes_per_s),
         )
+        ranks = "1 rank" if self.ranks_per_host == 1 else f"{self.ranks_per_host} ranks"
         return (
-            f"{self.operation} of {format_bytes(self.nbytes)}, {self.ranks_per_host} ranks per host, "
+            f"{self.operation} of {format_bytes(self.nbytes)}, {ranks} per host, "
             f"{latency} and {bandwidth} between hosts"
         )
 
@@ -148,6 +150,7 @@ def _plot(curves: Curves, width: int = 64, height: int = 16) -> Iterator[str]:
     low, high = f"{x.low:.0f}", f"{x.high:.0f} ranks"
     yield f"{' ' * margin}  {low}{high.rjust(width - len(low))}"
     yield " " * margin + "  " + "   ".join(f"{_MARKS.get(name, '*')} {name}" for name in curves.costs)
+    yield f"{' ' * margin}  {_WHERE_THEY_MEET}"
 
 
 def _points(curves: Curves) -> Iterator[tuple[str, int, Cost]]:
@@ -187,6 +190,7 @@ def draw(curves: Curves) -> str:
     width, height, panel_width, panel_height = 940.0, 470.0, 350.0, 300.0
     drawing = Drawing(width, height, curves.headline)
     drawing.text(24, 34, curves.headline, size=17, anchor="start", bold=True)
+    drawing.text(24, 54, _WHERE_THEY_MEET, anchor="start", fill=FAINT)
     for left, (title, measure, text) in zip((84.0, 530.0), _MEASURES[:2], strict=True):
         _panel(drawing, curves, left, 92.0, panel_width, panel_height, title.partition(",")[0], measure, text)
     x = 84.0
