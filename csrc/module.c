@@ -22,13 +22,14 @@ typedef struct {
   int culprit;
   int closed;
   uint64_t background_spin_ns; /* for threads other than the main one */
+  int awaited; /* the main thread waits for what another does here */
 } Group;
 
 /* A thread in the background must not take the core from the one that computes, where a rank has no core to spare. */
 static uint64_t spin_of(const Group *self) {
   static _Thread_local int is_main = -1; /* asked once per thread: two system calls */
   if (is_main < 0) is_main = syscall(SYS_gettid) == getpid();
-  return is_main ? self->g.spin_ns : self->background_spin_ns;
+  return is_main || self->awaited ? self->g.spin_ns : self->background_spin_ns;
 }
 
 /* Waiting: every slice, take the GIL for a moment so that Ctrl-C works and the user hears about long waits. */
@@ -474,6 +475,14 @@ static PyObject *group_hide_steps(Group *self, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
+/* Whether the main thread waits for what comes next, on whatever thread that is: then it may spin. */
+static PyObject *group_set_awaited(Group *self, PyObject *arg) {
+  int awaited = PyObject_IsTrue(arg);
+  if (awaited < 0) return NULL;
+  self->awaited = awaited;
+  Py_RETURN_NONE;
+}
+
 /* begin_record(seq, kind, dtype, redop, root, peer, count, site, shape): the number to pass to end_record. */
 static PyObject *group_begin_record(Group *self, PyObject *const *a, Py_ssize_t n) {
   struct tail t;
@@ -669,6 +678,7 @@ static PyMethodDef group_methods[] = {
     {"records", (PyCFunction)group_records, METH_O, NULL},
     {"hide_steps", (PyCFunction)group_hide_steps, METH_NOARGS, NULL},
     FAST(begin_record),
+    {"set_awaited", (PyCFunction)group_set_awaited, METH_O, NULL},
     {"end_record", (PyCFunction)group_end_record, METH_VARARGS, NULL},
     {"poison", (PyCFunction)group_get_poison, METH_NOARGS, NULL},
     {"set_poison", (PyCFunction)group_set_poison, METH_VARARGS, NULL},

@@ -99,6 +99,57 @@ def test_an_all_reduce_sends_what_the_hierarchy_promises_and_half_of_it_in_bfloa
     assert 0.5 <= on_hosts((2, 2), check, options=options)[0] <= 0.55
 
 
+def test_every_byte_crosses_a_hosts_edge_once():
+    part = 2**18  # elements of a rank's part; bytes are told in such parts
+
+    def check(rank, world_size, machines):
+        parts = [torch.full((part,), float(rank)) for _ in range(world_size)]
+        whole, got = torch.cat(parts), [torch.empty(part) for _ in range(world_size)]
+        calls = {
+            "barrier": dist.barrier,
+            "all_reduce": lambda: dist.all_reduce(whole.clone()),
+            "reduce here": lambda: dist.reduce(whole.clone(), 1),
+            "reduce there": lambda: dist.reduce(whole.clone(), 2),
+            "reduce_scatter": lambda: dist.reduce_scatter(torch.empty(part), parts),
+            "all_gather": lambda: dist.all_gather(got, parts[0]),
+            "all_to_all": lambda: dist.all_to_all(got, parts),
+            "broadcast from here": lambda: dist.broadcast(whole.clone(), 1),
+            "broadcast from there": lambda: dist.broadcast(whole.clone(), 2),
+            "gather here": lambda: dist.gather(parts[0], got if rank == 1 else None, 1),
+            "gather there": lambda: dist.gather(parts[0], got if rank == 2 else None, 2),
+            "scatter from here": lambda: dist.scatter(got[0], parts if rank == 1 else None, 1),
+            "scatter from there": lambda: dist.scatter(got[0], parts if rank == 2 else None, 2),
+        }
+        sent = {}
+        for name, call in calls.items():
+            dist.barrier()
+            before = machines[0].bytes_sent() if rank == 0 else 0
+            dist.barrier()
+            call()
+            dist.barrier()
+            sent[name] = (machines[0].bytes_sent() - before) / (4 * part) if rank == 0 else 0.0
+        return sent
+
+    # Four parts, two hosts of two ranks; what the first host sends, in parts, headers and fingerprints aside.
+    expected = {
+        "barrier": 0,
+        "all_reduce": 4,  # 2(H-1)/H of the tensor
+        "reduce here": 0,
+        "reduce there": 4,
+        "reduce_scatter": 2,  # the other host's parts, added up
+        "all_gather": 2,
+        "all_to_all": 4,  # two ranks, two parts for the other host each
+        "broadcast from here": 4,
+        "broadcast from there": 0,
+        "gather here": 0,
+        "gather there": 2,
+        "scatter from here": 2,
+        "scatter from there": 0,
+    }
+    sent = on_hosts((2, 2), check)[0]
+    assert sent == {name: pytest.approx(parts, rel=0.05, abs=0.1) for name, parts in expected.items()}
+
+
 def test_a_large_tensor_arrives_whole_although_it_travels_in_segments():
     def check(rank, world_size, machines):
         shape = (1_500_001,)

@@ -23,11 +23,15 @@ _MAX_SITES = 256
 
 
 class Span:
-    """How long an operation may take, and where it was called: `timeout_s` seconds, `site` in the rank's table."""
+    """How long an operation may take, and where it was called: `timeout_s` seconds, `site` in the rank's table.
 
-    __slots__ = ("site", "timeout_ns", "timeout_s")
+    `awaited`: whoever called it waits for it, whichever thread carries it out.
+    """
+
+    __slots__ = ("awaited", "site", "timeout_ns", "timeout_s")
 
     def __init__(self, timeout_s: float, site: int) -> None:
+        self.awaited = False
         self.timeout_s = timeout_s
         self.timeout_ns = timeout_ns(timeout_s)
         self.site = site

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.backend.across_hosts.call import BLOCK_BYTES, Call, disagreement, split_blocks
+from phalanx.backend.across_hosts.call import (
+    BLOCK_BYTES,
+    PAYLOAD_BYTES,
+    Call,
+    disagreement,
+    payload_of,
+    split_blocks,
+)
 
 CALL = Call("all_reduce", dtype=12, redop=0, count=12, shape=(3, 4), place="train.py:88")
 
@@ -30,6 +37,15 @@ def test_any_other_difference_is_told_in_every_ranks_words(change):
 
 def test_another_number_in_the_sequence_is_a_difference():
     assert disagreement({0: CALL.block(1), 1: CALL.block(2)})
+
+
+def test_what_a_rank_brings_travels_behind_its_words_and_need_not_agree():
+    payload = bytes(range(256))[:PAYLOAD_BYTES]
+    block = replace(CALL, place="x" * 1000).block(1, payload)
+    assert len(block) == BLOCK_BYTES
+    assert payload_of(block) == payload
+    assert payload_of(CALL.block(1)) == bytes(PAYLOAD_BYTES)
+    assert disagreement({0: CALL.block(1, b"one"), 1: CALL.block(1, b"other")}) == {}
 
 
 def test_a_block_has_one_size_however_long_the_words_are():

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from phalanx.dtypes import dtype_name, reduction_name
 
-BLOCK_BYTES = 256
+# A block: the digest, the words, and what the rank brings, if it is that little.
+BLOCK_BYTES = 512
+PAYLOAD_BYTES = 256
 _DIGEST_BYTES = 16
+_HEAD_BYTES = BLOCK_BYTES - PAYLOAD_BYTES
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,22 @@ class Call:
             text += f" of {dtype_name(self.dtype)} {self.shape}"
         return f"{text} at {self.place}" if self.place else text
 
-    def block(self, seq: int) -> bytes:
-        """A digest of what must agree, then the words; always `BLOCK_BYTES` long."""
+    def block(self, seq: int, payload: bytes = b"") -> bytes:
+        """A digest of what must agree, then the words, then `payload`; always `BLOCK_BYTES` long."""
         must_agree = (seq, self.name, self.dtype, self.redop, self.root, self.count, self.sizes)
         digest = hashlib.blake2b(repr(must_agree).encode(), digest_size=_DIGEST_BYTES).digest()
-        return (digest + self.words().encode()[: BLOCK_BYTES - _DIGEST_BYTES]).ljust(BLOCK_BYTES, b"\0")
+        head = digest + self.words().encode()[: _HEAD_BYTES - _DIGEST_BYTES]
+        return (head.ljust(_HEAD_BYTES, b"\0") + payload).ljust(BLOCK_BYTES, b"\0")
 
 
 def digest_of(block: bytes | bytearray) -> int:
     """The digest as a number."""
     return int.from_bytes(block[:_DIGEST_BYTES], "little")
+
+
+def payload_of(block: bytes) -> bytes:
+    """What its rank brings, and zeros."""
+    return block[_HEAD_BYTES:]
 
 
 def disagreement(blocks: Mapping[int, bytes]) -> dict[int, str]:
@@ -55,7 +64,7 @@ def disagreement(blocks: Mapping[int, bytes]) -> dict[int, str]:
 
 
 def _words(block: bytes) -> str:
-    return block[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
+    return block[_DIGEST_BYTES:_HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
 
 
 def split_blocks(data: bytes, ranks: Sequence[int]) -> dict[int, bytes]:

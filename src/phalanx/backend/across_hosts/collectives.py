@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx import _core
 from phalanx.arena.arena import timeout_ns
-from phalanx.backend.across_hosts.call import Call
+from phalanx.backend.across_hosts.call import PAYLOAD_BYTES, Call
 from phalanx.backend.across_hosts.rails import Message, data_tag, plan, talking_to
 from phalanx.backend.across_hosts.segments import Turns
 from phalanx.backend.across_hosts.session import Disagreement, Session
 from phalanx.backend.shared_memory import Span, dense, is_plain, nbytes, scaled, write_back
-from phalanx.collectives.schedule import Schedule, chunk_bounds
+from phalanx.collectives.schedule import Operation, Schedule, chunk_bounds
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
 
@@ -59,20 +60,40 @@ class Collectives(Session):
         """
         tensor = tensor.detach()
         call = self._reduction("all_reduce" if root < 0 else "reduce", tensor, redop, span, root=root)
+        wanted = root in (-1, self.rank)
+        if nbytes(tensor) <= PAYLOAD_BYTES:
+            with self._collective(call, span, payload=_as_bytes(dense(scaled(tensor, factor)))):
+                if wanted:
+                    write_back(tensor, self._reduce_brought(tensor, redop))
+            return
         with self._collective(call, span, early=True) as deadline:
             source = _sum_type(dense(scaled(tensor, factor))).view(-1)
-            wanted = root in (-1, self.rank)
             result = tensor.view(-1) if wanted and is_plain(tensor) else torch.empty(source.shape, dtype=tensor.dtype)
-            self._reduce_in_segments(source, result, redop, span, deadline, key=tensor.data_ptr())
+            self._reduce_in_segments(source, result, redop, span, deadline, root=root, key=tensor.data_ptr())
             if wanted and not is_plain(tensor):
                 write_back(tensor, result.view(tensor.shape))
 
+    def _reduce_brought(self, like: Tensor, redop: int) -> Tensor:
+        """The reduction of what all ranks brought with their fingerprints, in the order of the ranks."""
+        result = torch.empty(like.shape, dtype=like.dtype)
+        if like.numel():
+            parts = [torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in self._brought()]
+            at = tuple(part.data_ptr() for part in parts)
+            _core.reduce(result.data_ptr(), at, like.numel(), dtype_of(like.dtype).code, redop)
+        return result
+
     def _reduce_in_segments(
-        self, source: Tensor, result: Tensor, redop: int, span: Span, deadline: Deadline, *, key: int
+        self, source: Tensor, result: Tensor, redop: int, span: Span, deadline: Deadline, *, root: int, key: int
     ) -> None:
-        """`result` becomes the reduction of `source` over all ranks; see `Turns`. They may be the same tensor."""
+        """`result` becomes the reduction of `source` over all ranks; see `Turns`. They may be the same tensor.
+
+        With a `root` only on its host; elsewhere `result` is scratch.
+        """
+        operation: Operation = "all_reduce" if root < 0 else "reduce"
+        root_host = 0 if root < 0 else self.layout.topology.host_of[root]
         slice_bytes = source.nbytes // self.layout.num_rails
-        schedule = plan("all_reduce", self.layout.num_hosts, slice_bytes.bit_length(), 0, self._options.algorithm)
+        algorithm = self._options.algorithm
+        schedule = plan(operation, self.layout.num_hosts, slice_bytes.bit_length(), root_host, algorithm)
         turns = Turns.of(source.nbytes, schedule.num_steps)
         ends = chunk_bounds(source.numel(), turns.num_segments)
         under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}
@@ -90,6 +111,8 @@ class Collectives(Session):
                 next(under_way[number][1], None)  # waits for its last step, and starts the next
             if (done := turns.finishing(turn)) is not None:
                 mine, _ = under_way.pop(done)
+                if root >= 0 and self.layout.host != root_host:
+                    continue
                 self._finish_segment(mine, result[ends[done] : ends[done + 1]], redop, span, deadline)
 
     def _open_segment(
@@ -238,16 +261,17 @@ class Collectives(Session):
         data = dense(tensor)
         layout = self.layout
         root_host = layout.topology.host_of[root]
-        with self._collective(self._move("broadcast", data, span, root=root), span) as deadline:
+        call = self._move("broadcast", data, span, root=root)
+        if nbytes(data) <= PAYLOAD_BYTES:
+            with self._collective(call, span, payload=_as_bytes(data)):
+                if root != self.rank:
+                    write_back(tensor, _like(data, self._brought()[root]))
+            return
+        with self._collective(call, span) as deadline:
             flat = _bytes(data)
             bounds = chunk_bounds(len(flat), layout.num_rails)
             if layout.host == root_host:
-                local_root = layout.local_ranks.index(root)
-                self._checked(
-                    self._core.broadcast(
-                        flat.data_ptr(), len(flat), 0, local_root, timeout_ns(deadline.left_s), span.site, tensor.shape
-                    )
-                )
+                self._broadcast_here(flat, layout.local_ranks.index(root), span, deadline)
             mine = self._slice(flat, bounds)
             if self._rail is not None and len(mine):
                 self._rail.run("broadcast", mine, deadline, tag=self._data, root=root_host)
@@ -265,6 +289,11 @@ class Collectives(Session):
         sizes = tuple(nbytes(t) for t in outputs)
         data = dense(tensor)
         call = self._move("all_gather", tensor, span, count=sum(sizes), sizes=sizes)
+        if max(sizes) <= PAYLOAD_BYTES:
+            with self._collective(call, span, payload=_as_bytes(data)):
+                for output, came in zip(outputs, self._brought(), strict=True):
+                    write_back(output, _like(output, came))
+            return
         with self._collective(call, span) as deadline:
             parts = self._all_gather(_bytes(data), sizes, span, deadline)
             for output, part in zip(outputs, parts, strict=True):
@@ -274,7 +303,13 @@ class Collectives(Session):
         """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
         output, data = output.detach(), dense(tensor.detach())
         sizes = (nbytes(data),) * self.world_size
-        with self._collective(self._move("all_gather", data, span), span) as deadline:
+        call = self._move("all_gather", data, span)
+        if nbytes(data) <= PAYLOAD_BYTES:
+            with self._collective(call, span, payload=_as_bytes(data)):
+                parts = [_like(data, came).view(-1) for came in self._brought()]
+                write_back(output, torch.cat(parts).view(output.shape))
+            return
+        with self._collective(call, span) as deadline:
             parts = self._all_gather(_bytes(data), sizes, span, deadline)
             write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
 
@@ -310,27 +345,38 @@ class Collectives(Session):
         return by_rank
 
     # -- moves that go straight from rank to rank ----------------------------------------------------------------
+    # A byte has one destination, so it crosses one edge once whoever carries it: between hosts each rank sends its own,
+    # and inside them they go through memory meanwhile.
 
     def _gather_to(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, span: Span) -> None:
         data, parts = dense(tensor), [dense(t) for t in outputs]
+        everybody, local = range(self.world_size), self.layout.local_ranks
         with self._collective(self._move("gather", data, span, root=root), span) as deadline:
-            if self.rank == root:
-                self._swap([None] * self.world_size, parts, deadline)
-                parts[root].copy_(data)
-            else:
-                self._swap([data if r == root else None for r in range(self.world_size)], [], deadline)
+            to_root = [data if r == root else None for r in everybody]
+            messages = self._swap(to_root, parts or [None] * self.world_size, deadline)
+            if root in local:
+                at = tuple(parts[r].data_ptr() for r in local) if parts else None
+                sizes, local_root = (nbytes(data),) * len(local), local.index(root)
+                left = timeout_ns(deadline.left_s)
+                self._checked(self._core.gather(data.data_ptr(), at, sizes, 0, local_root, left, span.site, data.shape))
+            _wait_all(messages)
             _write_all(outputs, parts)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, span: Span) -> None:
         """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
         output, parts = output.detach(), [dense(t.detach()) for t in inputs]
         data = dense(output)
+        everybody, local = range(self.world_size), self.layout.local_ranks
         with self._collective(self._move("scatter", data, span, root=root), span) as deadline:
-            if self.rank == root:
-                self._swap(parts, [], deadline)
-                data.copy_(parts[root])
-            else:
-                self._swap([], [data if r == root else None for r in range(self.world_size)], deadline)
+            from_root = [data if r == root else None for r in everybody]
+            messages = self._swap(parts or [None] * self.world_size, from_root, deadline)
+            if root in local:
+                at = tuple(parts[r].data_ptr() for r in local) if parts else None
+                local_root, left = local.index(root), timeout_ns(deadline.left_s)
+                self._checked(
+                    self._core.scatter(at, data.data_ptr(), nbytes(data), 0, local_root, left, span.site, data.shape)
+                )
+            _wait_all(messages)
             if data is not output:
                 write_back(output, data)
 
@@ -340,10 +386,37 @@ class Collectives(Session):
         dst = [dense(t) for t in outputs]
         # Whether there are splits may differ from rank to rank, as on one host; the sizes themselves are compared.
         call = Call("all_to_all", dtype_of(src[0].dtype).code, shape=tuple(src[0].shape), place=self._place(span))
-        with self._collective(call, span) as deadline:
-            self._compare_sizes([nbytes(t) for t in src], [nbytes(t) for t in dst], span, deadline)
-            self._swap(src, dst, deadline)
-            dst[self.rank].copy_(src[self.rank].view(dst[self.rank].shape))
+        sent, awaited = [nbytes(t) for t in src], [nbytes(t) for t in dst]
+        table = _as_bytes(torch.tensor([sent, awaited]))
+        fits = len(table) <= PAYLOAD_BYTES
+        with self._collective(call, span, payload=table if fits else None) as deadline:
+            if fits:
+                tables = [
+                    torch.frombuffer(bytearray(came[: len(table)]), dtype=torch.int64) for came in self._brought()
+                ]
+            else:
+                mine, sizes = torch.frombuffer(bytearray(table), dtype=torch.uint8), (len(table),) * self.world_size
+                tables = [came.view(torch.int64) for came in self._all_gather(mine, sizes, span, deadline)]
+            _compare_sizes([came.view(2, -1).tolist() for came in tables])
+            messages = self._swap(src, dst, deadline)
+            local = self.layout.local_ranks
+            if len(local) > 1:
+                self._checked(
+                    self._core.all_to_all(
+                        tuple(src[r].data_ptr() for r in local),
+                        tuple(sent[r] for r in local),
+                        tuple(dst[r].data_ptr() for r in local),
+                        tuple(awaited[r] for r in local),
+                        0,
+                        1,
+                        timeout_ns(deadline.left_s),
+                        span.site,
+                        src[0].shape,
+                    )
+                )
+            else:
+                dst[self.rank].copy_(src[self.rank].view(dst[self.rank].shape))
+            _wait_all(messages)
             _write_all(outputs, dst)
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
@@ -353,31 +426,18 @@ class Collectives(Session):
             parts = [[t.detach()] * self.world_size for t in (output, tensor)]
         self.all_to_all(parts[0], parts[1], span, splits=False)
 
-    def _compare_sizes(self, sent: list[int], awaited: list[int], span: Span, deadline: Deadline) -> None:
-        """Every rank learns what all send and await, so that all find the same pair that does not fit."""
-        mine = torch.tensor([sent, awaited])
-        tables = self._all_gather(_bytes(mine), (nbytes(mine),) * self.world_size, span, deadline)
-        sizes = torch.stack([table.view(torch.int64).view(2, -1) for table in tables]).tolist()
-        calls: dict[int, str] = {}
-        for r in range(self.world_size):
-            for peer in range(self.world_size):
-                if sizes[r][0][peer] != sizes[peer][1][r]:
-                    calls.setdefault(r, f"all_to_all that sends {sizes[r][0][peer]} bytes to rank {peer}")
-                    calls.setdefault(peer, f"all_to_all that awaits {sizes[peer][1][r]} bytes from rank {r}")
-        if calls:
-            raise Disagreement(calls, complete=True)
-
-    def _swap(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], deadline: Deadline) -> None:
-        """Send sends[r] to and receive receives[r] from each other rank r, all at once; None is skipped."""
+    def _swap(
+        self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], deadline: Deadline
+    ) -> list[Message]:
+        """Start to send sends[r] to and receive receives[r] from each rank r of other hosts; None is skipped."""
         messages = []
         # Receives first: see `phalanx.collectives.execute`.
         for start, tensors in ((self._engine.recv, receives), (self._engine.send, sends)):
             for r, tensor in enumerate(tensors):
-                if r != self.rank and tensor is not None and tensor.numel():
+                if r not in self.layout.local_ranks and tensor is not None and tensor.numel():
                     with talking_to(r):
                         messages.append(Message(start(r, tensor, self._data), r, deadline))
-        for message in messages:
-            message.wait()
+        return messages
 
     def _move(
         self,
@@ -405,6 +465,40 @@ def _sum_type(tensor: Tensor) -> Tensor:
 def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, in place."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _as_bytes(tensor: Tensor) -> bytes:
+    """A copy of the bytes of a small contiguous tensor."""
+    return bytes(_bytes(tensor).tolist())
+
+
+def _like(tensor: Tensor, data: bytes) -> Tensor:
+    """What `data` begins with, as a tensor like `tensor`."""
+    size = nbytes(tensor)
+    if size == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.frombuffer(bytearray(data[:size]), dtype=tensor.dtype).view(tensor.shape)
+
+
+def _compare_sizes(sizes: Sequence[Sequence[Sequence[int]]]) -> None:
+    """sizes[r] is what rank r sends to whom, and what it awaits from whom, in bytes; every pair must fit.
+
+    Raises:
+        Disagreement: some do not; all ranks find the same.
+    """
+    calls: dict[int, str] = {}
+    for r, (sent, _) in enumerate(sizes):
+        for peer, (_, awaited) in enumerate(sizes):
+            if sent[peer] != awaited[r]:
+                calls.setdefault(r, f"all_to_all that sends {sent[peer]} bytes to rank {peer}")
+                calls.setdefault(peer, f"all_to_all that awaits {awaited[r]} bytes from rank {r}")
+    if calls:
+        raise Disagreement(calls, complete=True)
+
+
+def _wait_all(messages: Sequence[Message]) -> None:
+    for message in messages:
+        message.wait()
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:

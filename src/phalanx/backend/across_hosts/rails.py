@@ -149,7 +149,7 @@ class Rail:
 
         `buffer` is scratch: it may be written before the ranks of the rail have agreed.
         """
-        reduces = schedule.operation in ("all_reduce", "reduce_scatter")
+        reduces = schedule.operation in ("all_reduce", "reduce", "reduce_scatter")
         shorter = reduces and self._wire.rounds(buffer.dtype)
         lost: Tensor | None = None
         code = dtype_of(buffer.dtype).code

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Each segment costs two gates in memory and, per step, a message on each rail; smaller ones overlap better.
-_MOST_BYTES = 2**20
+_MOST_BYTES = 2**21
 _LEAST_BYTES = 2**19
 _WANTED = 8
 # Segments under way at once: as long as the link is busy with them, nobody has to be on time.

@@ -24,7 +24,7 @@ from phalanx.arena.recorder import KINDS
 from phalanx.backend import failures
 from phalanx.backend.across_hosts.attendant import Attendant
 from phalanx.backend.across_hosts.bulletin import OVER, Bulletin, Position, Story
-from phalanx.backend.across_hosts.call import BLOCK_BYTES, Call, digest_of, disagreement, split_blocks
+from phalanx.backend.across_hosts.call import BLOCK_BYTES, Call, digest_of, disagreement, payload_of, split_blocks
 from phalanx.backend.across_hosts.layout import Layout
 from phalanx.backend.across_hosts.rails import ConnectionBroken, Message, Rail
 from phalanx.backend.across_hosts.wire import Wire
@@ -174,10 +174,13 @@ class Session:
         return self._memory.place(span.site)
 
     @contextlib.contextmanager
-    def _collective(self, call: Call, span: Span, *, early: bool = False) -> Iterator[Deadline]:
+    def _collective(
+        self, call: Call, span: Span, *, early: bool = False, payload: bytes | None = None
+    ) -> Iterator[Deadline]:
         """Agree on `call` with all ranks; what fails inside becomes the error that all ranks tell.
 
-        With `early` the body begins when the ranks of this host agree. It calls `_agree` before it waits for any other
+        A `payload` of up to PAYLOAD_BYTES travels with the fingerprint: the body finds all ranks' in `_brought`. With
+        `early` the body begins when the ranks of this host agree. It calls `_agree` before it waits for any other
         host's data, and writes nothing of the user's before that.
 
         Raises:
@@ -192,10 +195,13 @@ class Session:
             place = f" ({call.place})" if call.place else ""
             self._position = Position(self._seq, True, f"is in {label}{place}")
             deadline = Deadline.after(span.timeout_s)
+            self._core.set_awaited(span.awaited)  # a thread in the background leaves the core to who computes
             with self._recorded(call, span), self._told(self._here(label), span, deadline):
-                self._begin_to_agree(call, span, deadline)
+                self._begin_to_agree(call, span, deadline, payload or b"")
                 if not early:
                     self._agree()
+                if payload is not None:
+                    self._share_what_came(span, deadline)
                 yield deadline
             self._position = Position(self._seq, False, f"last finished {label}{place}")
 
@@ -267,9 +273,9 @@ class Session:
         self._story = self._bulletin.post(Story("lost", f"{who} {text}", ranks=(self.rank,)))
         self._end()
 
-    def _begin_to_agree(self, call: Call, span: Span, deadline: Deadline) -> None:
+    def _begin_to_agree(self, call: Call, span: Span, deadline: Deadline, payload: bytes) -> None:
         layout = self.layout
-        self._mine[:] = call.block(self._seq)
+        self._mine[:] = call.block(self._seq, payload)
         self._digest = digest_of(self._mine)
         blocks = torch.frombuffer(self._blocks, dtype=torch.uint8)
         parts = torch.split(blocks, [len(host) * BLOCK_BYTES for host in layout.topology.hosts])
@@ -297,6 +303,17 @@ class Session:
         if calls := disagreement(self._known(self.layout.by_host if everybody else self.layout.local_ranks)):
             raise Disagreement(calls, complete=everybody)
 
+    def _share_what_came(self, span: Span, deadline: Deadline) -> None:
+        """The ranks without a rail have not seen what the other hosts' ranks bring."""
+        if len(self.layout.local_ranks) > self.layout.num_rails:
+            blocks = torch.frombuffer(self._blocks, dtype=torch.uint8)
+            self._broadcast_here(blocks, 0, span, deadline)
+
+    def _brought(self) -> list[bytes]:
+        """The ranks' payloads, by rank."""
+        known = self._known(range(self.world_size))
+        return [payload_of(known[r]) for r in range(self.world_size)]
+
     def _known(self, ranks: Sequence[int]) -> dict[int, bytes]:
         blocks = split_blocks(bytes(self._blocks), self.layout.by_host)
         return {r: blocks[r] for r in ranks}
@@ -323,6 +340,11 @@ class Session:
                 mine.shape,
             )
         )
+
+    def _broadcast_here(self, data: torch.Tensor, local_root: int, span: Span, deadline: Deadline) -> None:
+        """`data` (bytes) becomes that of `local_root`, on every rank of the host."""
+        at, size = data.data_ptr(), len(data)
+        self._checked(self._core.broadcast(at, size, 0, local_root, timeout_ns(deadline.left_s), span.site, data.shape))
 
     # -- stories -------------------------------------------------------------------------------------------------
 

@@ -172,6 +172,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         if waits and self._lane.idle and self._interrupted is None:
             operation(span)
             return self._done
+        span.awaited = waits
         work = self._queue(self._lane, lambda: operation(span), outputs)
         if waits and self._interrupted is not None:
             work.wait()
