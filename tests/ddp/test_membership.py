@@ -145,16 +145,31 @@ def test_a_parameter_frozen_between_steps_is_left_out_where_parameters_may_be(ba
 
 def test_the_tree_is_walked_only_after_something_was_registered(monkeypatch):
     model = _model()
-    membership = Membership(model, [p for p in model.parameters() if p.requires_grad], [])
+    membership = Membership(model, [])
     walks = []
     walk = model.named_parameters
     monkeypatch.setattr(model, "named_parameters", lambda *args: walks.append(1) or walk(*args))
-    for expected in (1, 1):
-        assert membership.find_newcomers() == []
-        assert len(walks) == expected
-    nn.Linear(1, 1)  # anywhere
     assert membership.find_newcomers() == []
-    assert len(walks) == 2
+    assert walks == []
+    nn.Linear(1, 1)  # anywhere
+    assert membership.find_newcomers() == membership.find_newcomers() == []
+    assert walks == [1]
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_tensors_that_stand_in_for_parameters_are_no_newcomers(scale):
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        nn.Linear(1, 1)  # something was registered: the tree is walked
+        stand_ins = {
+            name: nn.Parameter(p.detach().clone()) if scale is None else p * scale for name, p in ddp.named_parameters()
+        }
+        loss = torch.func.functional_call(ddp, stand_ins, (torch.ones(1, 2) * rank,)).sum()
+        loss.backward()
+        return [p.grad is None for p in ddp.parameters()], stand_ins["module.1.weight"].is_leaf
+
+    gradients = [scale is None, True, scale is None, scale is None]
+    assert run_ranks(fn, 2) == [(gradients, scale is None)] * 2
 
 
 def test_the_hooks_of_torch_go_with_the_wrapper():

@@ -213,23 +213,6 @@ def test_a_rank_whose_backward_reaches_no_parameter_does_not_keep_the_others_wai
     assert run_ranks(fn, 2, backend=backend, timeout=30) == [[0.5] * 4] * 2
 
 
-def test_a_backward_that_reaches_no_parameter_is_an_error_where_all_must_take_part():
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, inputs, skip):
-            return inputs * 2 if skip else self.layer(inputs)
-
-    def fn(rank, world_size):
-        ddp, x = DistributedDataParallel(Skips()), torch.ones(1, 2, requires_grad=True)
-        with pytest.raises(RuntimeError, match="backward left 2 of 2 parameters without a gradient"):
-            ddp(x, skip=True).sum().backward()
-
-    run_ranks(fn, 2, backend="gloo")
-
-
 def test_gradients_that_are_only_asked_for_make_no_round():
     def fn(rank, world_size):
         ddp, x = DistributedDataParallel(Experts(), find_unused_parameters=True), torch.ones(2, 3, requires_grad=True)

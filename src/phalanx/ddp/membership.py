@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -13,36 +13,52 @@ from torch.nn.modules.module import (
 
 
 class Membership:
-    """Notices parameters of `module` that need a gradient and are not among `trained`.
+    """Notices parameters of `module` that were added or unfrozen since, and need a gradient.
+
+    Torch's hooks for registrations tell what is added. Tensors that stand in for parameters for the length of a call
+    (`torch.func.functional_call`) are not registered, and are nobody's newcomers.
 
     Cost: a look at each frozen parameter per call of `find_newcomers`. The tree of modules is walked only after a
-    parameter or module was registered somewhere in this process, which torch's hooks for that tell.
+    parameter or module was registered somewhere in this process.
     """
 
-    def __init__(self, module: nn.Module, trained: Sequence[Tensor], ignored: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._module = module
         self._ignored = ignored
-        self._trained = {id(parameter) for parameter in trained}  # they live as long as the buckets
-        self._frozen: list[Tensor] = []
-        self._tree_changed = True
+        self._frozen = [p for name, p in module.named_parameters() if name not in ignored and not p.requires_grad]
+        self._arrived: list[weakref.ref[Tensor | nn.Module]] = []  # anywhere in the process, since the last look
         told = _when_registered(weakref.ref(self))
         for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
             weakref.finalize(self, register(told).remove)
 
     def find_newcomers(self) -> list[str]:
-        """Names of the parameters that need a gradient now and have no place in a bucket."""
-        if not self._tree_changed and not any(parameter.requires_grad for parameter in self._frozen):
+        """Names of the parameters that need a gradient now and did not when `module` was wrapped."""
+        if not self._arrived and not any(parameter.requires_grad for parameter in self._frozen):
             return []
-        named = [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
-        newcomers = [name for name, p in named if p.requires_grad and id(p) not in self._trained]
+        watched = {id(parameter) for parameter in (*self._frozen, *self._list_arrived())}
+        candidates = [
+            (name, parameter)
+            for name, parameter in self._module.named_parameters()
+            if id(parameter) in watched and name not in self._ignored
+        ]
+        newcomers = [name for name, parameter in candidates if parameter.requires_grad]
         if not newcomers:
-            self._frozen = [parameter for _, parameter in named if not parameter.requires_grad]
-            self._tree_changed = False
+            self._frozen = [parameter for _, parameter in candidates]
+            self._arrived.clear()
         return newcomers
 
-    def on_registration(self) -> None:
+    def _list_arrived(self) -> Iterator[Tensor]:
+        for reference in self._arrived:
+            arrived = reference()
+            if isinstance(arrived, nn.Module):
+                yield from arrived.parameters()
+            elif arrived is not None:
+                yield arrived
+
+    def on_registration(self, registered: Tensor | nn.Module | None) -> None:
         """Some module of this process was given a parameter or a module."""
-        self._tree_changed = True
+        if registered is not None:
+            self._arrived.append(weakref.ref(registered))
 
 
 def explain_newcomers(names: Sequence[str], rank: int) -> str:
@@ -56,10 +72,12 @@ def explain_newcomers(names: Sequence[str], rank: int) -> str:
     )
 
 
-def _when_registered(membership: weakref.ref[Membership]) -> Callable[[nn.Module, str, object], None]:
-    def hook(_module: nn.Module, _name: str, _registered: object) -> None:
+def _when_registered(
+    membership: weakref.ref[Membership],
+) -> Callable[[nn.Module, str, Tensor | nn.Module | None], None]:
+    def hook(_module: nn.Module, _name: str, registered: Tensor | nn.Module | None) -> None:
         alive = membership()
         if alive is not None:
-            alive.on_registration()
+            alive.on_registration(registered)
 
     return hook

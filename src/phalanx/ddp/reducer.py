@@ -232,8 +232,8 @@ class Reducer:
         """Runs when autograd has nothing left to do in this backward."""
         reached_none = not self._started and self._backward_syncs and self._backward_writes
         self._end_backward()
-        if reached_none:  # the other ranks wait for this one's part all the same
-            self._started = True
+        if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
+            self._started = True  # the other ranks wait for this one's part all the same
             self._skip_unused()
         if not self._started:  # torch.autograd.grad, or a backward that only accumulates
             return
