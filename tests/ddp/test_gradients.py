@@ -178,6 +178,21 @@ def test_gradients_that_the_user_replaced_are_accumulated_on(backend):
     run_ranks(fn, 2, backend=backend)
 
 
+@pytest.mark.parametrize("as_view", [True, False])
+def test_other_memory_under_a_gradient_is_accumulated_on(backend, as_view):
+    # With gradient_as_bucket_view=True PyTorch's own loses the mean here.
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp(), gradient_as_bucket_view=as_view)
+        expected = _mean_gradients(_mlp(), _plain, world_size)
+        _plain(ddp, rank)
+        for parameter in ddp.parameters():
+            parameter.grad.data = torch.ones_like(parameter)
+        _plain(ddp, rank)
+        _assert_gradients(ddp, {name: gradient + 1 for name, gradient in expected.items()})
+
+    run_ranks(fn, 2, backend=backend)
+
+
 def test_without_zeroing_gradients_accumulate(backend):
     def fn(rank, world_size):
         ddp = DistributedDataParallel(_mlp())
@@ -214,6 +229,25 @@ def test_no_sync_accumulates_here_and_the_next_backward_averages_the_sum(backend
             _assert_gradients(ddp, _mean_gradients(_mlp(), three, world_size))
 
     run_ranks(fn, 2, backend=backend)
+
+
+def test_a_static_graph_may_begin_with_accumulation():
+    # PyTorch's own ends in an internal assertion: "expect_autograd_hooks_ INTERNAL ASSERT FAILED".
+    def both(model, rank):
+        for step in range(2):
+            model(_batch(rank, step)).square().mean().backward()
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_mlp(), static_graph=True)
+        expected = _mean_gradients(_mlp(), both, world_size)
+        for _ in range(3):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(_batch(rank, 0)).square().mean().backward()
+            ddp(_batch(rank, 1)).square().mean().backward()
+            _assert_gradients(ddp, expected)
+
+    run_ranks(fn, 2)
 
 
 def test_each_forward_decides_for_its_own_backward():
@@ -257,13 +291,13 @@ def _twice_through_one_graph(model, rank):
 @pytest.mark.parametrize(
     "backward", [_two_forwards_one_backward, _two_forwards_two_backwards, _twice_through_one_graph]
 )
-def test_several_forwards_and_backwards_leave_the_mean_of_their_sum(backward):
+def test_several_forwards_and_backwards_leave_the_mean_of_their_sum(backend, backward):
     # After two forwards and two backwards PyTorch's gradients differ between ranks: it averages only the first.
     def fn(rank, world_size):
         for find_unused in (False, True):
             _agrees(backward, find_unused_parameters=find_unused)(rank, world_size)
 
-    run_ranks(fn, 2, backend="gloo")
+    run_ranks(fn, 2, backend=backend)
 
 
 def test_gradient_clipping_sees_the_mean(backend):

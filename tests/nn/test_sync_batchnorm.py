@@ -445,6 +445,23 @@ def test_activation_checkpointing_runs_its_collectives_again(use_reentrant):
     assert run_ranks(fn, 2) == [True, True]
 
 
+def test_a_layer_costs_one_collective_forward_and_one_backward(monkeypatch):
+    def fn(rank, world_size):
+        calls = []
+        for name in ("all_gather", "all_reduce"):
+            real = getattr(dist, name)
+            monkeypatch.setattr(
+                dist, name, lambda *args, real=real, name=name, **more: calls.append(name) or real(*args, **more)
+            )
+        model = nn.Sequential(SyncBatchNorm(CHANNELS), nn.Tanh(), SyncBatchNorm(CHANNELS))
+        y = model(torch.randn(4 + rank, CHANNELS, 5, requires_grad=True))
+        forward, calls[:] = list(calls), []
+        y.sum().backward()
+        return forward, calls
+
+    assert run_ranks(fn, 2) == [(["all_gather"] * 2, ["all_reduce"] * 2)] * 2
+
+
 def test_autocast_hands_it_half_types():
     def fn(rank, world_size):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

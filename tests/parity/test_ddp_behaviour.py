@@ -91,6 +91,57 @@ def _trained(ddp, rank):
         optimizer.step()
 
 
+def _scaled_and_clipped(ddp, rank):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = _loss(ddp, rank, step)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def _handled_by_the_user(ddp, rank):
+    """Between backwards `.grad` is dropped, replaced, written into and zeroed by the script."""
+    trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    for step in range(5):
+        _loss(ddp, rank, step).backward()
+        for parameter in trained:
+            if step == 0:
+                parameter.grad = None
+            elif step == 1:
+                parameter.grad = parameter.grad.clone()
+            elif step == 2:
+                parameter.grad.mul_(0.5)
+            elif step == 3:
+                parameter.grad.zero_()
+
+
+def _hooked(ddp, rank):
+    ddp.module.branch.weight.register_hook(lambda gradient: 2 * gradient)
+    ddp.module.block.register_full_backward_hook(lambda _module, given, _received: (given[0] * 0.5,))
+    _every_step(ddp, rank)
+
+
+def _called_functionally(ddp, rank):
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        inputs = torch.randn(3, 2, 4, 4, generator=generator)
+        state = {**dict(ddp.named_parameters()), **dict(ddp.named_buffers())}
+        out, hidden = torch.func.functional_call(ddp, state, (inputs,), {"branch": True})["out"]
+        (out.square().mean() + hidden.abs().mean()).backward()
+
+
+def _asked_for_by_name(ddp, rank):
+    for step in range(2):
+        trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+        _loss(ddp, rank, step).backward(inputs=trained)
+
+
 UNUSED = {"find_unused_parameters": True}
 SCENARIOS = [
     (_every_step, {}),
@@ -108,6 +159,13 @@ SCENARIOS = [
     (_branch_never_after_the_first, UNUSED),
     (_evaluated_between, {}),
     (_trained, {}),
+    (_trained, {"static_graph": True}),
+    (_scaled_and_clipped, {}),
+    (_handled_by_the_user, {}),
+    (_handled_by_the_user, {"gradient_as_bucket_view": False}),
+    (_hooked, {}),
+    (_called_functionally, {}),
+    (_asked_for_by_name, {}),
 ]
 
 
