@@ -22,7 +22,7 @@ def register() -> None:
     # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
     dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
-    _extend_env_rendezvous()
+    _extend_rendezvous()
     _extend_monitored_barrier()
     _offer_mpi()
 
@@ -33,17 +33,24 @@ def _create(options: Any, backend_options: Any) -> Any:
     return create_process_group(options, backend_options)
 
 
-def _extend_env_rendezvous() -> None:
-    """Let `env://` also work where only our launcher or an MPI's says who we are; torch's handler does the rest."""
+def _extend_rendezvous() -> None:
+    """Let `env://` also work where only our launcher or an MPI's says who we are; torch's handler does the rest.
+
+    Where that does not reach the others, by `env://` or `tcp://`, its error says who waited where.
+    """
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package shows a function of that name
-    original = rendezvous._rendezvous_handlers["env"]
 
-    def handler(url: str, timeout: Any = rendezvous.default_pg_timeout, **kwargs: Any) -> Any:
-        from phalanx.backend.rendezvous import env_rendezvous
+    def extend(scheme: str, name: str) -> None:
+        original = rendezvous._rendezvous_handlers[scheme]
 
-        return env_rendezvous(original, url, timeout, **kwargs)
+        def handler(url: str, timeout: Any = rendezvous.default_pg_timeout, **kwargs: Any) -> Any:
+            home = importlib.import_module("phalanx.backend.rendezvous")
+            return getattr(home, name)(original, url, timeout, **kwargs)
 
-    rendezvous._rendezvous_handlers["env"] = handler
+        rendezvous._rendezvous_handlers[scheme] = handler
+
+    extend("env", "env_rendezvous")
+    extend("tcp", "address_rendezvous")
 
 
 def _extend_monitored_barrier() -> None:

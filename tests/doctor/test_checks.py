@@ -40,6 +40,14 @@ def the(topic, facts):
     return finding
 
 
+def test_a_container_is_told_with_what_it_means():
+    assert the("container", HEALTHY).fact == "none: the machine's own process numbers and users"
+    inside = the("container", on("kernel", namespaces=("pid", "user")))
+    assert inside.status is Status.OK
+    assert "pid namespace of its own: ranks in other containers share memory with those here" in inside.fact
+    assert "user namespace of its own: ranks in other containers count as another host" in inside.fact
+
+
 def test_a_healthy_host_has_nothing_to_do():
     findings = judge(HEALTHY)
     assert len(findings) == len(CHECKS)
@@ -81,6 +89,14 @@ GPU = {"gpus": ("NVIDIA L4, 535.1",), "gpu_tool": WORKS}
         (on("host", **GPU), "GPUs", "this PyTorch is built without CUDA", "install the CUDA build"),
         (on("kernel", core=Probe(False, "no module")), "C core", "cannot be imported: no module", "gcc"),
         (on("kernel", pidfd=Probe(False, "EPERM")), "kernel", "pidfd does not work (EPERM)", "seccomp"),
+        (on("kernel", pidfd=Probe(False, "EPERM")), "kernel", "pidfd does not work (EPERM)", "through pipes"),
+        (
+            on("kernel", memfd=Probe(False, "EPERM")),
+            "kernel",
+            "memfd does not work (EPERM)",
+            "unlinked files in /dev/shm",
+        ),
+        (on("kernel", unix_sockets=Probe(False, "EPERM")), "kernel", "Unix socket does not work", "run over Gloo"),
         (on("torch", backends=()), "torch", "gloo is missing", "official build"),
     ],
 )

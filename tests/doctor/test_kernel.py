@@ -4,12 +4,14 @@ import sys
 import pytest
 
 from phalanx.doctor.kernel import examine_kernel
+from phalanx.testing import UNIX_SOCKETS, contained, forbid, run_ranks, why_no_containers, why_no_seccomp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has them")
 def test_what_works_here_is_tried_and_found():
     kernel = examine_kernel()
-    assert (kernel.core.works, kernel.futex.works, kernel.memfd.works, kernel.pidfd.works) == (True,) * 4
+    probes = (kernel.core, kernel.futex, kernel.memfd, kernel.pidfd, kernel.unix_sockets)
+    assert [probe.works for probe in probes] == [True] * 5
 
 
 def test_a_core_that_cannot_be_imported_is_a_finding_and_no_crash():
@@ -37,3 +39,20 @@ print(kernel.memfd, kernel.pidfd)
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert run.stdout.count("works=False") == 2
     assert "Too many open files" in run.stdout
+
+
+def _contained(rank, world_size):
+    def look():
+        forbid("memfd_create", "pidfd_open", UNIX_SOCKETS)
+        return examine_kernel()
+
+    return contained(look, namespaces=("pid",))
+
+
+@pytest.mark.skipif(bool(why_no_containers() or why_no_seccomp()), reason=why_no_containers() or why_no_seccomp())
+def test_what_a_container_and_its_filter_take_away_is_found():
+    (kernel,) = run_ranks(_contained, 1, init=False)
+    assert kernel.namespaces[:1] == ("pid",)
+    for probe in (kernel.memfd, kernel.pidfd, kernel.unix_sockets):
+        assert not probe.works
+        assert "Operation not permitted" in probe.detail

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -62,6 +61,16 @@ def sparse_memory(name: str, nbytes: int) -> Iterator[Sparse]:
         yield sparse
 
 
+def create(name: str) -> int:
+    """An empty nameless file that grows as it is written; the caller closes it.
+
+    Raises:
+        PhalanxError: as `memory`.
+    """
+    with _first_that_works(name, 0, reserved=False) as sparse:
+        return os.dup(sparse.fd)
+
+
 def obstacle() -> str:
     """Why there can be no nameless memory in this process, in words, or nothing."""
     try:
@@ -74,7 +83,7 @@ def obstacle() -> str:
 @contextlib.contextmanager
 def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = True) -> Iterator[Sparse]:
     problems = []
-    for folder in ("", "/dev/shm", tempfile.gettempdir()):
+    for folder in _folders():
         try:
             fd = _nameless_file(folder) if folder else os.memfd_create(name, os.MFD_CLOEXEC)
         except OSError as error:
@@ -103,10 +112,20 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = T
     raise PhalanxError(f"no memory can be shared ({'; '.join(problems)})")
 
 
+def _folders() -> Iterator[str]:
+    yield ""  # a memfd
+    yield "/dev/shm"
+    import tempfile  # here, because the agent starts in a few milliseconds
+
+    yield tempfile.gettempdir()
+
+
 def _nameless_file(folder: str) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
     except OSError:  # this file system has no such files
+        import tempfile
+
         fd, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)
         os.unlink(path)
         return fd

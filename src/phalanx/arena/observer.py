@@ -78,6 +78,25 @@ def show(agent: str, card: Card, control: int) -> bool:
     return True
 
 
+def fetch_store(agent: str, timeout_s: float = 5.0) -> int | None:
+    """The descriptor of the job's store from the agent with address `agent`, or None; the caller owns it.
+
+    For ranks that do not see the agent's process in their /proc.
+    """
+    name, _, token = agent.rpartition(":")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(timeout_s)
+            sock.connect(f"\0{name}")
+            sock.send(json.dumps({"kind": "store", "token": token}).encode())
+            _, fds, _, _ = socket.recv_fds(sock, 16, 1)
+    except OSError:
+        return None
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return fds[0] if fds else None
+
+
 class Observer:
     """The agent's view of one group. Owns the descriptor `control`; reads, and never writes.
 

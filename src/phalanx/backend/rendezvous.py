@@ -11,18 +11,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.arena.handover import Counter, fetch
 from phalanx.arena.nameless import memory
+from phalanx.arena.observer import fetch_store
 from phalanx.arena.watch import start_ticks
+from phalanx.backend import unreachable
 from phalanx.backend.addresses import own_addresses, reachable
+from phalanx.backend.unreachable import explained
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import Launcher, start, why_not
 from phalanx.errors import DeadlineError, PhalanxError
@@ -86,12 +91,41 @@ def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: An
         yield _from_agent(path)
     elif "RANK" not in os.environ and "?" not in url and (launch := mpi_launch(os.environ)) is not None:
         if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-            yield from original(f"{url}?rank={launch.rank}&world_size={launch.world_size}", timeout, **kwargs)
+            yield from address_rendezvous(
+                original, f"{url}?rank={launch.rank}&world_size={launch.world_size}", timeout, **kwargs
+            )
         else:
             yield _from_mpi(launch, Deadline.after(timeout))
     else:
-        yield from original(url, timeout, **kwargs)
+        yield from address_rendezvous(original, url, timeout, **kwargs)
     raise RuntimeError("env:// cannot rendezvous again; destroy the group and initialise anew")
+
+
+def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
+    """torch's handler of `tcp://`, or of `env://` with an address: its errors say who waited where."""
+    with explained(_place(url, timeout)):
+        yield from original(url, timeout, **kwargs)
+
+
+def _place(url: str, timeout: timedelta) -> unreachable.Meeting:
+    """What the URL says of the meeting, or else the environment; torch has yet to find out what is wrong with it."""
+    parts = urlsplit(url)
+    asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
+
+    def number(name: str, variable: str) -> int:
+        text = asked.get(name, os.environ.get(variable, ""))
+        return int(text) if text.isdigit() else -1
+
+    tcp = parts.scheme == "tcp"
+    host = parts.hostname if tcp else os.environ.get("MASTER_ADDR")
+    port = parts.netloc.rpartition(":")[2] if tcp else os.environ.get("MASTER_PORT", "")
+    return unreachable.Meeting(
+        host or "",
+        int(port) if port.isdigit() else 0,
+        number("rank", "RANK"),
+        number("world_size", "WORLD_SIZE"),
+        timeout,
+    )
 
 
 def agent_address() -> str:
@@ -113,8 +147,30 @@ def _next_prefix() -> str:
 def _from_agent(path: str) -> Meeting:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = FileStore(path, size)
+    store = FileStore(path if _is_nameless(path) else _store_of_agent(path), size)
     return PrefixStore(f"start-{attempt}/{_next_prefix()}", store), rank, size
+
+
+def _is_nameless(path: str) -> bool:
+    """Whether the agent's file is what this path leads to: in another pid namespace the number is somebody else's."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_uid == os.getuid()
+
+
+def _store_of_agent(path: str) -> str:
+    """The store from the hands of the agent, for a rank that does not see the agent's process."""
+    fd = fetch_store(agent_address())
+    if fd is None:
+        raise PhalanxError(
+            f"init_process_group under phalanx run: the job's store, {path}, cannot be opened, and the agent does not "
+            "hand it over.\nThis rank is in another pid namespace (a container, unshare) and another network namespace "
+            "than `phalanx run`: start `phalanx run` inside, or let the container use the host's network."
+        )
+    _kept.append(fd)
+    return f"/proc/self/fd/{fd}"
 
 
 def mpi_rendezvous(deadline: Deadline) -> Meeting | None:

@@ -135,7 +135,12 @@ def check_core(facts: Facts) -> Finding:
 def check_kernel(facts: Facts) -> Finding:
     """Whether the kernel offers what the core is built on."""
     kernel = facts.kernel
-    probes = {"futex": kernel.futex, "memfd": kernel.memfd, "pidfd": kernel.pidfd}
+    probes = {
+        "futex": kernel.futex,
+        "memfd": kernel.memfd,
+        "pidfd": kernel.pidfd,
+        "Unix socket": kernel.unix_sockets,
+    }
     tried = {name: probe for name, probe in probes.items() if probe is not None}
     missing = {name: probe for name, probe in tried.items() if not probe.works}
     if not missing:
@@ -144,9 +149,30 @@ def check_kernel(facts: Facts) -> Finding:
         "kernel",
         Status.WARNING,
         "; ".join(f"{name} does not work ({probe.detail})" for name, probe in missing.items()),
-        "A sandbox or a seccomp filter forbids it, or the kernel is older than 5.3: allow it in the container's profile"
-        " (Docker: --security-opt seccomp=...), or use backend 'gloo'.",
+        " ".join(_WITHOUT[name] for name in missing)
+        + " A sandbox or a seccomp filter forbids it, or the kernel is older than 5.3: allow it in the container's"
+        " profile (Docker: --security-opt seccomp=...).",
     )
+
+
+_WITHOUT = {
+    "futex": "Without futex use backend 'gloo'.",
+    "memfd": "Without memfd the ranks' memory lies in unlinked files in /dev/shm, which must be large enough.",
+    "pidfd": "Without pidfd ranks hear of each other's end through pipes, up to 250 on a host.",
+    "Unix socket": "Without Unix sockets collectives run over Gloo, many times slower on one host.",
+}
+
+
+def check_containers(facts: Facts) -> Finding:
+    """Whether this is a container, and what that means for ranks in several of them."""
+    own = facts.kernel.namespaces
+    if not own:
+        return Finding("container", Status.OK, "none: the machine's own process numbers and users")
+    meaning = {
+        "pid": "ranks in other containers share memory with those here, and hear of their end through pipes",
+        "user": "ranks in other containers count as another host",
+    }
+    return Finding("container", Status.OK, "; ".join(f"{kind} namespace of its own: {meaning[kind]}" for kind in own))
 
 
 def check_torch(facts: Facts) -> Finding:
@@ -300,6 +326,7 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     check_shm,
     check_core,
     check_kernel,
+    check_containers,
     check_torch,
     check_gpus,
     check_name,

@@ -40,12 +40,17 @@ class Host:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the memory between ranks is made of, each tried for real. None where the platform has no such thing."""
+    """What the memory between ranks is made of, each tried for real. None where the platform has no such thing.
+
+    `namespaces` are the kinds ("pid", "user") that this process has of its own: it is in a container.
+    """
 
     core: Probe
     futex: Probe | None = None
     memfd: Probe | None = None
     pidfd: Probe | None = None
+    unix_sockets: Probe | None = None
+    namespaces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Try what the memory between ranks is made of: the C core, futex, memfd, pidfd.
+"""Try what the memory between ranks is made of: the C core, futex, memfd, pidfd, Unix sockets, namespaces.
 
 Each may be missing on an old kernel, in a sandbox such as gVisor, or behind a seccomp filter; asking for a version
 number would not tell, so each is used once.
@@ -11,6 +11,7 @@ import importlib
 import mmap
 import os
 import platform
+import socket
 import sys
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ from phalanx.doctor.facts import Kernel, Probe
 
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}
 _FUTEX_WAKE = 1
+# The machine's own namespaces have the same numbers everywhere (include/linux/proc_ns.h); the network's has not.
+_FIRST_NAMESPACES = {"pid": "pid:[4026531836]", "user": "user:[4026531837]"}
 
 
 def examine_kernel() -> Kernel:
@@ -25,7 +28,14 @@ def examine_kernel() -> Kernel:
     core = _try(_use_core)
     if sys.platform != "linux":
         return Kernel(core=core)
-    return Kernel(core=core, futex=_try(_use_futex), memfd=_try(_use_memfd), pidfd=_try(_use_pidfd))
+    return Kernel(
+        core=core,
+        futex=_try(_use_futex),
+        memfd=_try(_use_memfd),
+        pidfd=_try(_use_pidfd),
+        unix_sockets=_try(_use_unix_sockets),
+        namespaces=tuple(kind for kind, first in _FIRST_NAMESPACES.items() if _namespace(kind) not in ("", first)),
+    )
 
 
 def _try(use: Callable[[], str]) -> Probe:
@@ -66,6 +76,22 @@ def _use_memfd() -> str:
     finally:
         os.close(descriptor)
     return "shared by two mappings"
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
+
+
+def _use_unix_sockets() -> str:
+    """Listen under a name without a file, as the first rank of a host does, and connect to it."""
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as visitor:
+        listener.bind(f"\0phalanx-doctor-{os.getpid()}")
+        listener.listen()
+        visitor.connect(listener.getsockname())
+    return "connect"
 
 
 def _use_pidfd() -> str:

@@ -9,9 +9,11 @@ Nothing but namespaces: the files are those of the host.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import pickle
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,18 +24,17 @@ _MS_REC_PRIVATE = 0x4000 | 0x40000
 _PR_SET_PDEATHSIG = 1
 
 
+@functools.cache
 def why_no_containers() -> str:
     """Why `contained` cannot work here, or nothing: for `pytest.mark.skipif`."""
     if sys.platform != "linux":
         return "namespaces are Linux's"
-    child = os.fork()
-    if child == 0:
-        try:
-            _unshare(_CLONE_NEWNS | _NAMESPACES["pid"] | _NAMESPACES["net"])
-            os._exit(0)
-        except OSError as error:
-            os._exit(error.errno or 255)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    flags = _CLONE_NEWNS | _NAMESPACES["pid"] | _NAMESPACES["net"]
+    probe = (
+        "import ctypes; libc = ctypes.CDLL(None, use_errno=True); "
+        f"raise SystemExit(libc.unshare({flags}) and ctypes.get_errno())"
+    )
+    code = subprocess.run([sys.executable, "-S", "-c", probe], check=False).returncode
     return f"namespaces are not permitted: {os.strerror(code)}" if code else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx.arena.nameless import create
 from phalanx.launch import wire
 from phalanx.launch.agent.door import Door
 from phalanx.launch.agent.flights import Flights
@@ -50,6 +52,7 @@ class Attempt:
         self._pids: dict[int, int] = {}
         self._dumps: dict[int, int] = {}
         self._stacks: dict[int, int] = {}
+        self._store: int | None = None
         self._swept = False
         self.zygote_lost = False
         self.state = Supervision(plan.num_ranks, plan.settings.grace_s)
@@ -61,7 +64,7 @@ class Attempt:
         What is in `flights` stays until `close`.
         """
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        store = _create_store()
+        store = self._store = _create_store()
         try:
             with reports, theirs:
                 self._reports = reports
@@ -153,10 +156,14 @@ class Attempt:
         visit = self._host.door.read(fd)
         if visit is None:
             return
-        if visit.message.get("kind") == "group" and visit.message.get("token") == self._host.door.token:
+        knows_us = visit.message.get("token") == self._host.door.token
+        if visit.message.get("kind") == "group" and knows_us:
             visit.sock.close()
             self.flights.add(visit.message, visit.fds)
             return
+        if visit.message.get("kind") == "store" and knows_us and self._store is not None:
+            with contextlib.suppress(OSError):  # it did not wait
+                socket.send_fds(visit.sock, [b"store"], [self._store])
         if visit.message.get("kind") == "look":
             living = [rank for rank in self.state.running if rank in self._pids]
             observed = self.flights.observed
@@ -214,16 +221,16 @@ class Attempt:
 
 def _create_scratch(name: str) -> int:
     """A file without a name that a rank writes, and we read when it can't speak any more; a write adds to its end."""
-    if not hasattr(os, "memfd_create"):
+    if sys.platform != "linux":
         return os.open(os.devnull, os.O_RDWR)
-    fd = os.memfd_create(name)
+    fd = create(name)
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     return fd
 
 
 def _create_store() -> int | None:
     """A file without a name, which the ranks open through this process: gone with it, and no port opened."""
-    return os.memfd_create("phalanx-store") if sys.platform == "linux" else None
+    return create("phalanx-store") if sys.platform == "linux" else None
 
 
 def describe_signal_end(state: Supervision) -> str:

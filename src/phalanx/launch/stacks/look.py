@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from phalanx.arena.nameless import create
 from phalanx.arena.observer import Card
 from phalanx.arena.peer import peer_of
 from phalanx.errors import LaunchError
@@ -52,7 +53,7 @@ class Look:
 
 def answer(sock: socket.socket, look: Look, stacks: Sequence[int], controls: Sequence[int]) -> None:
     """The agent's side; never waits: a visitor that has gone, or does not read, gets nothing."""
-    description = os.memfd_create("phalanx-look")
+    description = create("phalanx-look")
     try:
         os.write(description, look.to_bytes())
         fds = [description, *stacks, *controls]
@@ -80,7 +81,10 @@ def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[Look, list[in
                 sock.connect(f"\0{name}")
                 peer = peer_of(sock)
                 if peer.uid != os.getuid() or peer.pid != agent:
-                    raise LaunchError(f"phalanx stacks: job {agent}: another process answers in its name; not asked")
+                    raise LaunchError(
+                        f"phalanx stacks: job {agent}: another process answers in its name; not asked. "
+                        "If it runs in a container with process numbers of its own, ask inside."
+                    )
                 sock.send(b'{"kind": "look"}')
                 look = _receive(sock, fds)
             except TimeoutError:

@@ -1,0 +1,69 @@
+"""`phalanx run` whose ranks are in containers of their own, or under a seccomp filter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.system.phalanx_command import run, write_script
+
+from phalanx.testing import why_no_containers, why_no_seccomp
+
+needs_containers = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
+needs_seccomp = pytest.mark.skipif(bool(why_no_seccomp()), reason=why_no_seccomp())
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from phalanx.testing import contained, forbid
+
+def train():
+    assert os.getpid() == 1
+    dist.init_process_group("phalanx")
+    total = torch.full((3,), dist.get_rank() + 1.0)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total[0].item()
+
+print(contained(train, namespaces=NAMESPACES))
+"""
+
+
+@needs_containers
+def test_ranks_that_do_not_see_the_agent_get_the_store_from_its_hands(tmp_path: Path) -> None:
+    finished = run("--nproc-per-node", "2", write_script(tmp_path, SCRIPT.replace("NAMESPACES", "('pid',)")))
+    assert finished.code == 0, finished.err
+    assert {line.partition("] ")[2] for line in finished.lines} == {"3.0"}
+
+
+@needs_containers
+def test_ranks_that_cannot_reach_the_agent_at_all_say_so(tmp_path: Path) -> None:
+    finished = run("--nproc-per-node", "2", write_script(tmp_path, SCRIPT.replace("NAMESPACES", "('pid', 'net')")))
+    assert finished.code == 1
+    assert "cannot be opened, and the agent does not hand it over." in finished.err
+    assert "start `phalanx run` inside, or let the container use the host's network" in finished.err
+
+
+FORBIDDEN = """
+import os, sys
+from phalanx.testing import forbid
+forbid("memfd_create", "pidfd_open")
+os.execv(sys.executable, [sys.executable, "-m", "phalanx.cli", "run", "--nproc-per-node", "2", sys.argv[1]])
+"""
+
+PLAIN = """
+import torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+total = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(total)
+print(total[0].item(), dist.group.WORLD.shares_memory)
+dist.destroy_process_group()
+"""
+
+
+@needs_seccomp
+def test_the_whole_job_runs_under_a_filter_that_forbids_memfds_and_pidfds(tmp_path: Path) -> None:
+    command = [sys.executable, write_script(tmp_path, FORBIDDEN, "outer.py"), write_script(tmp_path, PLAIN, "inner.py")]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert {line.partition("] ")[2] for line in finished.stdout.splitlines()} == {"3.0 True"}
