@@ -9,6 +9,14 @@ typedef int (*plx_idle_fn)(void *context, uint64_t waited_ns);
 
 struct plx_mail; /* messages in both directions; see p2p.h */
 
+/* The processor's counter, set by the kernel's clock every few milliseconds; see recorder.c. */
+struct plx_stopwatch {
+  uint64_t ticks;   /* when it was set */
+  uint64_t ns;      /* CLOCK_MONOTONIC then */
+  uint64_t scale;   /* nanoseconds per tick, times 2^32; 0 while it is not known */
+  uint32_t distrust; /* the counter did not run as the clock does: ask the clock every time */
+};
+
 struct plx_group {
   unsigned char *base;
   struct plx_header *header;
@@ -27,6 +35,7 @@ struct plx_group {
   unsigned char **heaps;   /* world entries: where each rank's heap is mapped here; NULL without an arena */
   uint64_t heap_bytes;     /* of each heap */
   struct plx_mail *mail;
+  struct plx_stopwatch stopwatch;
 };
 
 /* One call into the core: how long it may take, and whom to ask while it waits. */
@@ -68,17 +77,6 @@ void plx_relax(void);
 _Atomic uint32_t *plx_low_half(_Atomic uint64_t *word);
 
 #define PLX_SLICE_NS 50000000ull /* how long a rank sleeps before it looks around */
-
-/* The flight recorder. `enter` returns the record to pass to `leave`; in a quiet group one that nobody reads. */
-struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                    uint32_t ndim, const uint64_t *shape);
-void plx_record_leave(struct plx_record *record, int status);
-/* As `enter`, in a quiet group too; `number` is that of the record, to pass to `end`, which may come much later. */
-struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                    uint32_t ndim, const uint64_t *shape, uint64_t *number);
-void plx_record_end(struct plx_group *g, uint64_t number, int status);
-/* Copy the record that `owner` wrote as its `number`th, counted from 0; 0 if it is being written, or never was. */
-int plx_record_read(const struct plx_rank *owner, uint64_t number, struct plx_record *copy);
 
 /* Publish `call` for this turn. */
 void plx_publish(struct plx_group *g, const struct plx_call *call);

@@ -13,6 +13,7 @@
 #include "board.h"
 #include "collectives.h"
 #include "p2p.h"
+#include "recorder.h"
 #include "reduce.h"
 
 typedef struct {
@@ -751,7 +752,7 @@ static PyObject *board_finish(Board *self, PyObject *const *a, Py_ssize_t n) {
   struct plx_record *record = plx_record_enter(&self->group->g, &call, t.origin.site, -1, t.origin.ndim, t.origin.shape);
   BEGIN(self->group, t.timeout_ns, spin_of(self->group))
   int code = plx_board_finish(&self->b, &wait);
-  plx_record_leave(record, code);
+  plx_record_leave(&self->group->g, record, code);
   END(self->group, code)
 }
 

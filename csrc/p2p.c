@@ -9,6 +9,8 @@
 #endif
 #include "p2p.h"
 
+#include "recorder.h"
+
 #include <pthread.h>
 #include <stdlib.h>
 #include <time.h>
@@ -148,7 +150,7 @@ int plx_send(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o
   pthread_mutex_lock(&g->mail->outlets[dst]);
   if (code == PLX_OK) code = put(g, w, dst, &head, data);
   pthread_mutex_unlock(&g->mail->outlets[dst]);
-  plx_record_leave(record, code);
+  plx_record_leave(g, record, code);
   return code;
 }
 
@@ -165,7 +167,7 @@ int plx_send_now(struct plx_group *g, struct plx_wait *w, const struct plx_origi
     struct plx_record *record = record_send(g, o, &head, dst);
     code = plx_poisoned(g, w);
     if (code == PLX_OK) code = put(g, w, dst, &head, data);
-    plx_record_leave(record, code);
+    plx_record_leave(g, record, code);
   }
   pthread_mutex_unlock(&g->mail->outlets[dst]);
   return code;
@@ -184,7 +186,7 @@ static void finish(struct plx_group *g, struct plx_receive *r, int code, int rec
   while (*at != NULL && *at != r) at = &(*at)->next;
   if (*at != NULL) *at = r->next;
   struct plx_record *record = record_of(g, r);
-  if (record != NULL) plx_record_leave(record, recorded_code);
+  if (record != NULL) plx_record_leave(g, record, recorded_code);
   g->mail->finished++;
   atomic_store_explicit(&r->status, code, memory_order_release);
   if (g->mail->waiting != 0) pthread_cond_broadcast(&g->mail->changed);

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "collectives.h"
+#include "recorder.h"
 
 /* Fill the fields that must agree. */
 static inline struct plx_call plx_new_call(struct plx_group *g, int kind, size_t count, int dtype, int redop, int root) {
@@ -48,7 +49,7 @@ static inline int plx_first_gate(struct plx_group *g, struct plx_wait *w, const 
 static inline int plx_finish(struct plx_group *g, struct plx_record *record, const struct plx_call *call, int code) {
   if (code == PLX_OK)
     atomic_store_explicit(&plx_rank_of(g, g->rank)->finished, call->seq, memory_order_release);
-  plx_record_leave(record, code);
+  plx_record_leave(g, record, code);
   return code;
 }
 

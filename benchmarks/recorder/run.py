@@ -44,7 +44,7 @@ dist.destroy_process_group()
 def build(folder: Path) -> dict[str, Path]:
     """Both programs; the core's objects are the same."""
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    sources = [str(path) for path in sorted(CORE.glob("*.c")) if path.name != "module.c"]
+    sources = [str(path) for path in sorted(CORE.glob("*.c")) if not path.name.startswith("module")]
     programs = {}
     for name, options in (("with", []), ("without", WRAPPED)):
         programs[name] = folder / name
@@ -76,8 +76,8 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=6, help="how often the two programs take turns")
-    parser.add_argument("--rounds", type=int, default=40, help="rounds per turn")
-    parser.add_argument("--calls", type=int, default=100, help="calls per round")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds per turn")
+    parser.add_argument("--calls", type=int, default=300, help="calls per round")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     machine = describe_machine()

@@ -18,6 +18,7 @@
 #include "board.h"
 #include "collectives.h"
 #include "p2p.h"
+#include "recorder.h"
 #include "reduce.h"
 
 #define MAX_WORLD 5u

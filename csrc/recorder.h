@@ -1,0 +1,20 @@
+/* The flight recorder: the last operations of a rank, in shared memory, readable while it hangs and after it has died. */
+#ifndef PLX_RECORDER_H
+#define PLX_RECORDER_H
+
+#include "group.h"
+
+/* An operation begins. Returns the record to pass to `leave`; in a quiet group one that nobody reads. Times are
+ * CLOCK_MONOTONIC, to a microsecond or so. */
+struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
+                                    uint32_t ndim, const uint64_t *shape);
+/* It is over, with this enum plx_status. */
+void plx_record_leave(struct plx_group *g, struct plx_record *record, int status);
+/* As `enter`, in a quiet group too; `number` is that of the record, to pass to `end`, which may come much later. */
+struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
+                                    uint32_t ndim, const uint64_t *shape, uint64_t *number);
+void plx_record_end(struct plx_group *g, uint64_t number, int status);
+/* Copy the record that `owner` wrote as its `number`th, counted from 0; 0 if it is being written, or never was. */
+int plx_record_read(const struct plx_rank *owner, uint64_t number, struct plx_record *copy);
+
+#endif
