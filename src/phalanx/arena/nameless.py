@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError
-from phalanx.log import get_logger, warn_once
-
-_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,9 +99,7 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = T
                 problems.append(str(error))
                 continue
             if folder and aloud:
-                warn_once(
-                    _logger, f"shared memory lies in files without a name in {folder}, because {'; '.join(problems)}"
-                )
+                _say_where(folder, problems)
             yield sparse
             return
         finally:
@@ -112,12 +107,23 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = T
     raise PhalanxError(f"no memory can be shared ({'; '.join(problems)})")
 
 
+def _say_where(folder: str, problems: Sequence[str]) -> None:
+    from phalanx.log import get_logger, warn_once  # here, because the agent starts in a few milliseconds
+
+    text = f"shared memory lies in files without a name in {folder}, because {'; '.join(problems)}"
+    warn_once(get_logger(__name__), text)
+
+
 def _folders() -> Iterator[str]:
     yield ""  # a memfd
     yield "/dev/shm"
-    import tempfile  # here, because the agent starts in a few milliseconds
+    import tempfile  # here, for the same reason
 
-    yield tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:  # there is none that we may write to
+        return
+    yield folder
 
 
 def _nameless_file(folder: str) -> int:

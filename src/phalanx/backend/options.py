@@ -45,7 +45,9 @@ class Options:
             problems.append(f"wire_dtype must be torch.bfloat16 or torch.float16, got {self.wire_dtype}")
         if self.error_feedback and self.wire_dtype is None:
             problems.append("error_feedback has no meaning without wire_dtype, which is what rounds")
-        if self.engine not in ENGINES:
+        if self.engine == "nccl":
+            problems.append(f"engine is for CPU tensors: {', '.join(ENGINES)}; CUDA tensors go through NCCL unasked")
+        elif self.engine not in ENGINES:
             problems.append(f"engine {self.engine!r} is unknown; there is: {', '.join(ENGINES)}")
         if problems:
             raise ValueError("phalanx.Options: " + "; ".join(problems))

@@ -1,0 +1,56 @@
+"""Ranks under `ulimit`: they make do with little, or name the limit."""
+
+import os
+import resource
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import phalanx
+from phalanx.errors import PhalanxError
+from phalanx.testing import RankFailed, run_ranks
+
+
+def _join(rank, world_size, path):
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+
+
+def _with_little_address_space(rank, world_size, path):
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    _join(rank, world_size, path)
+    shared = phalanx.shared_empty(1000).fill_(1.0)
+    dist.all_reduce(shared)
+    with pytest.raises(PhalanxError, match=r"the group's heap of [0-9]+ bytes per rank has no room"):
+        phalanx.shared_empty(1 << 26)
+    return shared[7].item()
+
+
+def test_a_heap_fits_into_what_address_space_is_left(tmp_path) -> None:
+    # It used to take half of the limit, whatever else lay there already, and could then not be mapped.
+    assert run_ranks(_with_little_address_space, 2, str(tmp_path / "store"), init=False) == [2.0, 2.0]
+
+
+def _with_few_files(rank, world_size, path, left):
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        taken = []
+        try:
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            for _ in range(left):
+                os.close(taken.pop())
+    _join(rank, world_size, path)
+
+
+def test_a_rank_that_may_open_too_few_files_names_the_limit(tmp_path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_with_few_files, 2, str(tmp_path / "store"), 3, init=False)
+    message = str(caught.value.errors[1])
+    assert message.startswith("init_process_group of group '0' on rank 1: ")
+    assert "open files" in message
+    assert "ulimit -n" in message
