@@ -67,10 +67,10 @@ def test_hooks_send_fewer_bytes_between_hosts_and_leave_the_same_bits():
     assert sent["power"] < 0.1 * sent["none"]
 
 
-def test_hooks_work_where_some_ranks_share_a_host():
-    on_hosts((2, 1), compressed_steps)
+def test_where_some_ranks_share_a_host_hooks_and_training_apart_leave_the_same_bits():
+    def both(rank, world_size, machines):
+        compressed_steps(rank, world_size, machines)
+        return apart(rank, world_size, machines)
 
-
-def test_replicas_that_train_apart_end_with_the_same_bits():
-    ended = on_hosts((2, 1), apart)
+    ended = on_hosts((2, 1), both)
     assert all(torch.equal(one, ended[0]) for one in ended)
