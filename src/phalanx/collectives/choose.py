@@ -10,6 +10,9 @@ from phalanx.collectives.network import Links, Topology
 from phalanx.collectives.schedule import Operation
 from phalanx.collectives.units import format_bytes, format_seconds
 
+# Predictions that are closer than this say nothing: measured runs are as far from them (benchmarks/algorithms).
+_CLOSE = 1.1
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -34,9 +37,10 @@ def choose(operation: Operation, nbytes: int, topology: Topology, links: Links, 
     if forced is not None and forced not in candidates:
         predict(forced, operation, nbytes, topology, links)  # raises, saying why it is not a candidate
     times = [(predict(name, operation, nbytes, topology, links).seconds, i) for i, name in enumerate(candidates)]
-    # Equal times (a hierarchy on one host is a ring) go to the one that `ALGORITHMS` lists first.
     predicted = tuple((candidates[i], seconds) for seconds, i in sorted(times))
-    chosen = forced or predicted[0][0]
+    # Times that are close go to the one that `ALGORITHMS` lists first: a ring keeps to two connections.
+    close = min(i for seconds, i in times if seconds <= predicted[0][1] * _CLOSE)
+    chosen = forced or candidates[close]
     return Choice(chosen, predicted, _why(operation, nbytes, topology, chosen, dict(predicted), forced is not None))
 
 
@@ -45,9 +49,13 @@ def _why(
 ) -> str:
     ranks, hosts = topology.world_size, len(topology.hosts)
     place = f"{operation} of {format_bytes(nbytes)} over {_count(ranks, 'rank')} on {_count(hosts, 'host')}"
-    said = "was asked for" if forced else "is predicted to be fastest"
-    why = f"{place}: {chosen} {said} ({format_seconds(predicted[chosen])})"
     others = [name for name in predicted if name != chosen]
+    fastest = min(predicted.values())
+    if forced:
+        said = "was asked for"
+    else:
+        said = "is predicted to be fastest" if predicted[chosen] == fastest else "is predicted to be as fast as any"
+    why = f"{place}: {chosen} {said} ({format_seconds(predicted[chosen])})"
     if others:
         best = others[0]
         why += f"; {'the fastest other' if forced else 'next'} is {best} ({format_seconds(predicted[best])})"

@@ -92,8 +92,15 @@ class Collectives(Session):
         operation: Operation = "all_reduce" if root < 0 else "reduce"
         root_host = 0 if root < 0 else self.layout.topology.host_of[root]
         slice_bytes = source.nbytes // self.layout.num_rails
-        algorithm = self._options.algorithm
-        schedule = plan(operation, self.layout.num_hosts, slice_bytes.bit_length(), root_host, algorithm)
+        options = self._options
+        schedule = plan(
+            operation,
+            self.layout.num_hosts,
+            slice_bytes.bit_length(),
+            root_host,
+            options.algorithm,
+            options.link,
+        )
         turns = Turns.of(source.nbytes, schedule.num_steps)
         ends = chunk_bounds(source.numel(), turns.num_segments)
         under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}

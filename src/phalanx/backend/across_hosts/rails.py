@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx import _core
 from phalanx.backend.across_hosts.wire import Widening, Wire
-from phalanx.collectives import Links, Schedule, Topology, build, choose, play
+from phalanx.collectives import Link, Links, Schedule, Topology, build, choose, play
 from phalanx.collectives.algorithms import find, offering
 from phalanx.collectives.schedule import Operation
 from phalanx.deadline import Deadline
@@ -72,10 +72,12 @@ def data_tag(call: int, number: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def plan(operation: Operation, num_hosts: int, log_bytes: int, root: int, algorithm: str | None) -> Schedule:
+def plan(
+    operation: Operation, num_hosts: int, log_bytes: int, root: int, algorithm: str | None, link: Link | None
+) -> Schedule:
     """The schedule between hosts for slices of about 2**log_bytes bytes. The same on every rank.
 
-    `algorithm` is used for the operations that it offers.
+    `algorithm` is used for the operations that it offers; `link` is what the choice takes the network for.
     """
     topology = Topology.flat(num_hosts)
     offered = algorithm is not None and find(algorithm) in offering(operation)
@@ -83,19 +85,29 @@ def plan(operation: Operation, num_hosts: int, log_bytes: int, root: int, algori
         # The ring's bytes in one step, and what is sent does not wait for what arrives. It costs twice the additions,
         # which the model counts and a pipeline hides behind the wire.
         return build("doubling", operation, topology)
-    chosen = choose(operation, 1 << log_bytes, topology, Links(), algorithm if offered else None).algorithm
+    links = Links() if link is None else Links(inter=link)
+    chosen = choose(operation, 1 << log_bytes, topology, links, algorithm if offered else None).algorithm
     return build("ring" if chosen == "hierarchical" else chosen, operation, topology, root)
 
 
 class Rail:
     """The ranks of one rail, by host. `run` is a collective of them."""
 
-    def __init__(self, engine: Engine, ranks: Sequence[int], host: int, algorithm: str | None, wire: Wire) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Sequence[int],
+        host: int,
+        algorithm: str | None,
+        wire: Wire,
+        link: Link | None = None,
+    ) -> None:
         self._engine = engine
         self._ranks = tuple(ranks)
         self._host = host
         self._algorithm = algorithm
         self._wire = wire
+        self._link = link
 
     def exchange(self, mine: Tensor, theirs: Sequence[Tensor | None], deadline: Deadline) -> list[Message]:
         """theirs[h] becomes what host h's rank of this rail sends all others; this host's own is None.
@@ -130,7 +142,7 @@ class Rail:
         Raises:
             ConnectionBroken: a peer is gone or late; `buffer` holds undefined values.
         """
-        schedule = plan(operation, len(self._ranks), buffer.nbytes.bit_length(), root, self._algorithm)
+        schedule = plan(operation, len(self._ranks), buffer.nbytes.bit_length(), root, self._algorithm, self._link)
         for _ in self.play(schedule, buffer, deadline, tag=tag, redop=redop, bounds=bounds, key=key):
             pass
 

@@ -101,7 +101,8 @@ class Session:
         self._engine = engine
         self._bulletin = bulletin
         if self.layout.rail:
-            self._rail = Rail(engine, self.layout.rail, self.layout.host, self._options.algorithm, self._wire)
+            options = self._options
+            self._rail = Rail(engine, self.layout.rail, self.layout.host, options.algorithm, self._wire, options.link)
         self._attendant = Attendant(self.group, bulletin, lambda: self._position, self._is_over, self._heard)
 
     @property
