@@ -150,6 +150,31 @@ def test_every_byte_crosses_a_hosts_edge_once():
     assert sent == {name: pytest.approx(parts, rel=0.05, abs=0.1) for name, parts in expected.items()}
 
 
+def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_travel_together():
+    def check(rank, world_size, machines):
+        memory = dist.group.WORLD._memory
+        log = []
+        exchange, play, agree = memory._rail.exchange, memory._rail.play, memory._agree
+
+        def logged(name, call):
+            def wrapped(*args, **kwargs):
+                log.append(name)
+                return call(*args, **kwargs)
+
+            return wrapped
+
+        memory._rail.exchange = logged("fingerprints go", exchange)
+        memory._rail.play = logged("data goes", play)
+        memory._agree = logged("wait for fingerprints", agree)
+        small, larger = torch.ones(64), torch.ones(65)
+        dist.all_reduce(small)
+        dist.all_reduce(larger)
+        return log, small[0].item(), larger[0].item()
+
+    expected = ["fingerprints go", "wait for fingerprints", "fingerprints go", "data goes", "wait for fingerprints"]
+    assert on_hosts((1, 1), check) == [(expected, 2.0, 2.0)] * 2
+
+
 def test_a_large_tensor_arrives_whole_although_it_travels_in_segments():
     def check(rank, world_size, machines):
         shape = (1_500_001,)

@@ -31,3 +31,10 @@ def test_small_tensors_are_not_cut_and_large_ones_into_segments_of_two_mebibytes
     assert Turns.of(1000, 1).num_segments == 1
     assert Turns.of(2**20, 1).num_segments == 2
     assert Turns.of(64 * 2**20, 1).num_segments == 32
+
+
+def test_segments_cover_the_tensor_and_the_outer_ones_are_half_as_long():
+    assert Turns(1, 1).bounds(10) == [0, 10]
+    assert Turns(2, 1).bounds(10) == [0, 5, 10]
+    assert Turns(5, 1).bounds(800) == [0, 100, 300, 500, 700, 800]
+    assert Turns(4, 1).bounds(1) == [0, 0, 0, 0, 1]

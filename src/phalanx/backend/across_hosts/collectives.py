@@ -102,7 +102,7 @@ class Collectives(Session):
             options.link,
         )
         turns = Turns.of(source.nbytes, schedule.num_steps)
-        ends = chunk_bounds(source.numel(), turns.num_segments)
+        ends = turns.bounds(source.numel())
         under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}
         opened = 0
         for turn in range(turns.count):

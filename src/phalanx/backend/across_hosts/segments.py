@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # Each segment costs two gates in memory and, per step, a message on each rail; smaller ones overlap better.
 _MOST_BYTES = 2**21
 _LEAST_BYTES = 2**19
-_WANTED = 8
+_WANTED = 16
 # Segments under way at once: as long as the link is busy with them, nobody has to be on time.
 _UNDER_WAY = 6
 
@@ -32,6 +32,14 @@ class Turns:
         """For a tensor of `nbytes` on this host, and so many steps between the hosts."""
         size = min(max(nbytes // _WANTED, _LEAST_BYTES), _MOST_BYTES)
         return cls(max(1, -(-nbytes // size)), num_steps)
+
+    def bounds(self, length: int) -> list[int]:
+        """Where the segments of `length` elements begin, and at last `length`.
+
+        The first and the last are half as long as the others: nothing travels while they are added up and gathered.
+        """
+        n = self.num_segments
+        return [0, *(length * (2 * i - 1) // (2 * n - 2) for i in range(1, n)), length]
 
     @property
     def per_step(self) -> int:
