@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.backend.across_hosts.call import PAYLOAD_BYTES
 from phalanx.backend.across_hosts.segments import Turns
 from phalanx.collectives import Links, Topology, build, hierarchical
 from phalanx.collectives.closed_form import predict
@@ -21,6 +22,8 @@ def of_backend(algorithm: str, nbytes: int, topology: Topology, links: Links, em
     It adds up in the memory of each host, runs `algorithm` between the hosts, and gathers in memory. `empty_s` is what
     it takes for nothing: the ranks agree.
     """
+    if nbytes <= PAYLOAD_BYTES:  # the tensor travels with what the ranks agree on, whatever the algorithm
+        return empty_s, empty_s
     whole = build(algorithm, "all_reduce", Topology.flat(len(topology.hosts)))
     num_segments = Turns.of(nbytes, whole.num_steps).num_segments
     if not topology.is_flat:

@@ -82,11 +82,12 @@ def rank_main(
             schedule = build(name, "all_reduce", Topology.flat(world_size))
             actions["schedule", name] = partial(_play, engine, schedule, rank, range(world_size))
 
-    swaps = {nbytes: [_swap(engine, nbytes, per_host) for _ in range(rounds)] for nbytes in SWAPPED}
+    # The first of each warms up: buffers, and connections that have not carried anything yet.
+    swaps = {nbytes: [_swap(engine, nbytes, per_host) for _ in range(rounds + 1)][1:] for nbytes in SWAPPED}
     mine, theirs = torch.ones(COMBINED // 4), torch.ones(COMBINED // 4)
-    combined = [_timed(lambda: mine.add_(theirs), 1) for _ in range(rounds)]
+    combined = [_timed(lambda: mine.add_(theirs), 1) for _ in range(rounds + 1)][1:]
     nothing = partial(_repeat, partial(dist.all_reduce, torch.empty(0)), _times(0))
-    empty = [_timed(nothing, _times(0)) for _ in range(rounds)]
+    empty = [_timed(nothing, _times(0)) for _ in range(rounds + 1)][1:]
     reductions: dict[tuple[str, str, int], list[Span]] = {}
     for size in sizes:
         for (how, name), action in actions.items():
