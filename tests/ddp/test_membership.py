@@ -145,7 +145,7 @@ def test_a_parameter_frozen_between_steps_is_left_out_where_parameters_may_be(ba
 
 def test_the_tree_is_walked_only_after_something_was_registered(monkeypatch):
     model = _model()
-    membership = Membership(model, [])
+    membership = Membership(model, [p for p in model.parameters() if p.requires_grad], [])
     walks = []
     walk = model.named_parameters
     monkeypatch.setattr(model, "named_parameters", lambda *args: walks.append(1) or walk(*args))
@@ -154,6 +154,20 @@ def test_the_tree_is_walked_only_after_something_was_registered(monkeypatch):
     nn.Linear(1, 1)  # anywhere
     assert membership.find_newcomers() == membership.find_newcomers() == []
     assert walks == [1]
+
+
+def test_a_model_may_become_a_part_of_another_and_be_compiled():
+    # All its parameters arrive once more, with the module that is registered.
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        outer = nn.Sequential(ddp, nn.ReLU())
+        torch.compile(ddp, backend="eager")(torch.ones(1, 2)).sum().backward()
+        outer.append(nn.Sequential(ddp.module[0]))
+        ddp.module.add_module("again", ddp.module[1])
+        ddp(torch.ones(1, 2)).sum().backward()
+        return ddp.module[1].bias.grad is not None
+
+    assert run_ranks(fn, 2) == [True, True]
 
 
 @pytest.mark.parametrize("scale", [None, 2.0])

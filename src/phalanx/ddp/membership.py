@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -22,8 +22,9 @@ class Membership:
     parameter or module was registered somewhere in this process.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, trained: Iterable[Tensor], ignored: Collection[str]) -> None:
         self._module = module
+        self._trained = {id(parameter) for parameter in trained}  # they live as long as the buckets
         self._ignored = ignored
         self._frozen = [p for name, p in module.named_parameters() if name not in ignored and not p.requires_grad]
         self._arrived: list[weakref.ref[Tensor | nn.Module]] = []  # anywhere in the process, since the last look
@@ -35,7 +36,8 @@ class Membership:
         """Names of the parameters that need a gradient now and did not when `module` was wrapped."""
         if not self._arrived and not any(parameter.requires_grad for parameter in self._frozen):
             return []
-        watched = {id(parameter) for parameter in (*self._frozen, *self._list_arrived())}
+        # What was trained all along arrives too, when the model becomes a part of another, or is compiled.
+        watched = {id(parameter) for parameter in (*self._frozen, *self._list_arrived())} - self._trained
         candidates = [
             (name, parameter)
             for name, parameter in self._module.named_parameters()

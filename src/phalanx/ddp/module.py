@@ -159,7 +159,7 @@ class DistributedDataParallel(nn.Module):
             static_graph=static_graph,
             watch=FirstSteps([name for name, _ in trained], parameters, self.process_group) if watched else None,
         )
-        self._membership = Membership(module, self._ignored)
+        self._membership = Membership(module, parameters, self._ignored)
         self._epoch_order = EpochOrder() if watched and self.process_group.rank() == 0 else None
         self._has_comm_hook = False
         self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
