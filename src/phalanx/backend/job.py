@@ -54,7 +54,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta = 1800.0) -> 
     span = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if not dist.is_initialized():
         name = backend or "phalanx"
-        if _was_launched():
+        if _was_launched() or name == "mpi":  # MPI knows who we are, also alone
             dist.init_process_group(name, timeout=span)
         else:
             dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=span)

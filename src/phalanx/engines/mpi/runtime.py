@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
 import sys
@@ -76,7 +77,10 @@ class Runtime:
         while True:
             time.sleep(_PAUSE_S)
             for listen in list(self._listeners):
-                if self.is_over or not listen():
+                goes_on = False
+                with contextlib.suppress(RuntimeError):  # MPI failed: whoever waits there will say so
+                    goes_on = not self.is_over and listen()
+                if not goes_on:
                     with self._guard:
                         self._listeners.remove(listen)
                         if not self._listeners:
