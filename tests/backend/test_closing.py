@@ -309,3 +309,31 @@ def test_more_ranks_than_cores_work(world_size):
         assert tensor[0] == 2 * rank + (1 if rank % 2 == 0 else -1)
 
     run_ranks(check, world_size)
+
+
+def test_eight_ranks_carry_a_mixed_load_in_step():
+    """All kinds at once, more ranks than cores: sizes of one gate and of many, queued and waited for, and messages."""
+
+    def check(rank, world_size):
+        after, before = (rank + 1) % world_size, (rank - 1) % world_size
+        total = sum(range(world_size))
+        for size in (1, 3_000, 90_001):
+            mine = torch.full((size,), float(rank))
+            queued = [mine.clone() for _ in range(3)]
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in queued]
+            received = torch.zeros(size)
+            incoming = dist.irecv(received, before)
+            dist.send(mine, after)
+            incoming.wait()
+            assert received[-1] == before
+            gathered = torch.zeros(world_size * size)
+            dist.all_gather_single(gathered, mine)
+            assert gathered[::size].tolist() == list(range(world_size))
+            turned = torch.zeros(world_size)
+            dist.all_to_all_single(turned, torch.arange(world_size, dtype=torch.float32) * 10 + rank)
+            assert turned.tolist() == [10.0 * rank + r for r in range(world_size)]
+            for work in works:
+                work.wait()
+            assert all(bool((tensor == total).all()) for tensor in queued)
+
+    run_ranks(check, 8)

@@ -1,4 +1,4 @@
-"""What the core writes into the flight recorder: when an operation ran, and its shape, however often a line is reused."""
+"""What the core writes into the flight recorder: when an operation ran, and its shape, however often lines recur."""
 
 import time
 
