@@ -13,7 +13,7 @@
 
 /* Up to here one gate and P-1 reads beat two gates; measured with benchmarks/collectives. */
 static size_t direct_limit(const struct plx_group *g) {
-  if (g->world == 2) return SIZE_MAX;
+  if (g->world == 2 || g->num_gone != 0) return SIZE_MAX; /* the slice of a rank that left would be nobody's */
   return g->crowded ? 65536 : 16384;
 }
 

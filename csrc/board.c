@@ -1,5 +1,5 @@
 /* The board of buckets; the picture and the proof are in board.h. */
-#include "board.h"
+#include "attendance.h"
 
 #include <sched.h>
 #include <string.h>
@@ -54,28 +54,30 @@ static uint64_t slice_start(const struct plx_bucket *k, uint32_t rank, uint32_t 
   return at < bytes ? at : bytes;
 }
 
-static void reduce_slice(struct plx_board *b, uint32_t bucket) {
+void plx_board_reduce(struct plx_board *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index) {
   struct plx_group *g = b->g;
   const struct plx_bucket *k = &b->buckets[bucket];
   const void *src[PLX_MAX_WORLD];
   unsigned char *home[PLX_MAX_WORLD];
-  for (uint32_t r = 0; r < g->world; r++) home[r] = g->heaps[r] + flags_of(b, r, bucket)->offset;
-  uint64_t end = slice_start(k, g->rank + 1, g->world);
+  for (uint32_t i = 0; i < n; i++) home[i] = g->heaps[ranks[i]] + flags_of(b, ranks[i], bucket)->offset;
+  uint64_t end = slice_start(k, index + 1, n);
   size_t block = 16384 / k->width * k->width; /* the result stays in the first-level cache while it is handed out */
-  for (uint64_t at = slice_start(k, g->rank, g->world); at < end; at += block) {
-    size_t n = end - at < block ? end - at : block;
-    for (uint32_t r = 0; r < g->world; r++) src[r] = home[r] + at;
-    unsigned char *mine = home[g->rank] + at;
-    k->kernel(mine, src, g->world, n / k->width);
-    for (uint32_t i = 1; i < g->world; i++) memcpy(home[(g->rank + i) % g->world] + at, mine, n);
+  for (uint64_t at = slice_start(k, index, n); at < end; at += block) {
+    size_t size = end - at < block ? end - at : block;
+    for (uint32_t i = 0; i < n; i++) src[i] = home[i] + at;
+    unsigned char *mine = home[index] + at;
+    k->kernel(mine, src, n, size / k->width);
+    for (uint32_t i = 1; i < n; i++) memcpy(home[(index + i) % n] + at, mine, size);
   }
 }
 
 uint32_t plx_board_poll(struct plx_board *b) {
+  uint32_t everybody[PLX_MAX_WORLD];
+  for (uint32_t r = 0; r < b->g->world; r++) everybody[r] = r;
   for (uint32_t i = 0; i < b->num_buckets && b->left != 0; i++) {
     struct plx_bucket *k = &b->buckets[i];
     if (k->reduced || !all_ready(b, i)) continue;
-    reduce_slice(b, i);
+    plx_board_reduce(b, i, everybody, b->g->world, b->g->rank);
     k->reduced = 1;
     b->left--;
     atomic_store_explicit(&flags_of(b, b->g->rank, i)->done, b->round, memory_order_release);
@@ -88,6 +90,12 @@ static int is_ready(const struct plx_board *b, uint32_t rank) {
   for (uint32_t k = 0; k < b->num_buckets; k++)
     if (!reached(b, &flags_of(b, rank, k)->ready)) return 0;
   return 1;
+}
+
+int plx_board_has_begun(const struct plx_board *b, uint32_t rank) {
+  for (uint32_t k = 0; k < b->num_buckets; k++)
+    if (reached(b, &flags_of(b, rank, k)->ready)) return 1;
+  return 0;
 }
 
 static int is_done(const struct plx_board *b, uint32_t rank) {
@@ -113,6 +121,7 @@ static uint32_t find_late(const struct plx_board *b) {
 int plx_board_finish(struct plx_board *b, struct plx_wait *w) {
   struct plx_group *g = b->g;
   uint64_t since = plx_now_ns();
+  if (g->apart || g->num_gone != 0) return PLX_APART; /* who was out of the last step still waits where it was */
   for (uint32_t looks = 1;; looks++) {
     uint32_t owed = plx_board_poll(b), late = find_late(b);
     if (owed == 0 && late == g->rank) return PLX_OK;
@@ -138,10 +147,11 @@ int plx_board_finish(struct plx_board *b, struct plx_wait *w) {
     if (code != PLX_OK) return code;
     w->culprit = (int32_t)late;
     if (!is_ready(b, late)) {
+      if (g->uneven && plx_gone(g, late, UINT64_MAX) && !is_ready(b, late)) return PLX_APART;
       if (!plx_peer_alive(g, late) && !is_ready(b, late)) return plx_poison(g, PLX_PEER_LOST, late);
       /* It stands at a gate that we have not reached, and has not given its gradients: it does something else. */
       if (atomic_load_explicit(&plx_rank_of(g, late)->step, memory_order_acquire) > g->step && !is_ready(b, late))
-        return plx_poison(g, PLX_MISMATCH, g->rank);
+        return g->uneven ? PLX_APART : plx_poison(g, PLX_MISMATCH, g->rank);
     } else if (!plx_peer_alive(g, late) && find_late(b) == late) {
       return plx_poison(g, PLX_PEER_LOST, late);
     }

@@ -49,7 +49,12 @@ void plx_board_begin(struct plx_board *b);
 int plx_board_ready(struct plx_board *b, uint32_t bucket, uint64_t offset);
 /* Reduce our slice of every bucket that all ranks have. Never waits. Returns how many slices we still owe. */
 uint32_t plx_board_poll(struct plx_board *b);
-/* Wait until all slices of all buckets are done by everybody. All buckets must be ready here. */
+/* Reduce slice `index` of a bucket over `n` ranks, which all have it: into the memory of each. */
+void plx_board_reduce(struct plx_board *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index);
+/* Wait until all slices of all buckets are done by everybody. All buckets must be ready here. PLX_APART, with
+ * g->uneven: some rank is out of this round; nothing is reduced, and plx_board_meet goes on (attendance.h). */
 int plx_board_finish(struct plx_board *b, struct plx_wait *w);
+/* Whether `rank` has given a bucket of this round. */
+int plx_board_has_begun(const struct plx_board *b, uint32_t rank);
 
 #endif

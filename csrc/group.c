@@ -2,7 +2,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "group.h"
+#include "attendance.h"
 
 #include <linux/futex.h>
 #include <poll.h>
@@ -189,6 +189,16 @@ static int wait_for_each(struct plx_group *g, struct plx_wait *w, uint64_t step)
   return PLX_OK;
 }
 
+static int somebody_gone(const struct plx_group *g) {
+  return atomic_load_explicit(&g->header->gone, memory_order_seq_cst) != 0;
+}
+
+static int all_reached(const struct plx_group *g, uint64_t step) {
+  for (uint32_t r = 0; r < g->world; r++)
+    if (atomic_load_explicit(&plx_rank_of(g, r)->step, memory_order_seq_cst) < step) return 0;
+  return 1;
+}
+
 /* More ranks than cores: yield the core a few times to those who still have to arrive, then sleep at the gate. */
 static int wait_at_gate(struct plx_group *g, struct plx_wait *w, uint64_t step) {
   uint64_t since = plx_now_ns();
@@ -207,6 +217,7 @@ static int wait_at_gate(struct plx_group *g, struct plx_wait *w, uint64_t step) 
     seen = atomic_load_explicit(&g->header->gate, memory_order_acquire);
     if ((int32_t)(seen - (uint32_t)step) >= 0) return PLX_OK;
     uint32_t late = g->rank;
+    if (somebody_gone(g) && all_reached(g, step)) return PLX_OK;
     for (uint32_t r = 0; r < g->world; r++) {
       if (atomic_load_explicit(&plx_rank_of(g, r)->step, memory_order_acquire) >= step) continue;
       late = r;
@@ -230,7 +241,9 @@ int plx_gate(struct plx_group *g, struct plx_wait *w) {
     if (atomic_load_explicit(&me->sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(plx_low_half(&me->step));
     return wait_for_each(g, w, step);
   }
-  if (atomic_fetch_add_explicit(&g->header->arrivals, 1, memory_order_acq_rel) + 1 == step * g->world) {
+  /* Ranks that left arrive at no gate: then the last of the others finds that all steps are reached. */
+  if (atomic_fetch_add_explicit(&g->header->arrivals, 1, memory_order_acq_rel) + 1 == step * g->world ||
+      (somebody_gone(g) && all_reached(g, step))) {
     atomic_store_explicit(&g->header->gate, (uint32_t)step, memory_order_seq_cst);
     if (atomic_load_explicit(&g->header->gate_sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(&g->header->gate);
     return PLX_OK;
@@ -245,11 +258,14 @@ void plx_publish(struct plx_group *g, const struct plx_call *call) {
 }
 
 int plx_agree(struct plx_group *g, const struct plx_call *mine) {
+  int code = g->uneven ? plx_roll_call(g, mine) : PLX_OK;
+  if (code != PLX_OK) return code;
   for (uint32_t r = 0; r < g->world; r++) {
+    if (g->num_gone != 0 && plx_gone(g, r, g->step)) continue;
     const struct plx_call *c = &plx_rank_of(g, r)->call[g->turn & 1];
     if (c->seq != mine->seq || c->count != mine->count || c->digest != mine->digest || c->kind != mine->kind ||
         c->dtype != mine->dtype || c->redop != mine->redop || c->root != mine->root)
       return plx_poison(g, PLX_MISMATCH, g->rank);
   }
-  return PLX_OK;
+  return plx_meet(g, mine);
 }

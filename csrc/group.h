@@ -36,6 +36,17 @@ struct plx_group {
   uint64_t heap_bytes;     /* of each heap */
   struct plx_mail *mail;
   struct plx_stopwatch stopwatch;
+
+  /* Uneven inputs; see attendance.h. */
+  int uneven;    /* training steps may do without ranks that wait at something else */
+  uint32_t role; /* of the call to come: PLX_FLAG_* */
+  int apart;     /* some rank was out of a step since all met */
+  int newly_gone;
+  uint64_t missed; /* rounds of gradients without everybody, since all met */
+  uint32_t num_gone;
+  unsigned char absent[PLX_MAX_WORLD]; /* out of the latest step */
+  struct plx_call step_call;           /* what those in the step called when we found ourselves apart */
+  struct plx_record *resumed;          /* of the call that will be made again */
 };
 
 /* One call into the core: how long it may take, and whom to ask while it waits. */

@@ -20,7 +20,7 @@
 #include <stdint.h>
 
 #define PLX_MAGIC 0x31584e414c414850ull /* "PHALANX1", little endian */
-#define PLX_VERSION 1u
+#define PLX_VERSION 2u
 #define PLX_LINE 128u /* two cache lines: the adjacent-line prefetcher couples them */
 #define PLX_PAGE 4096u
 #define PLX_MAX_WORLD 1024u
@@ -48,6 +48,10 @@ _Static_assert(sizeof(struct plx_call) == 64, "a call is one cache line");
 
 #define PLX_NO_HEAP UINT64_MAX
 #define PLX_FLAG_SPLITS 1u /* all_to_all: the sizes are in the table */
+/* The role of a call, where groups train with uneven inputs (attendance.h); without any, the rank's program waits. */
+#define PLX_FLAG_STEP 2u       /* part of a training step */
+#define PLX_FLAG_BACKGROUND 4u /* the program goes on meanwhile */
+#define PLX_FLAG_STANDS_IN 8u  /* zeros, of a rank that is out of the step */
 
 /* One line of the flight recorder. */
 struct plx_record {
@@ -89,6 +93,7 @@ struct plx_header {
   _Alignas(PLX_LINE) _Atomic uint64_t arrivals;
   _Alignas(PLX_LINE) _Atomic uint32_t gate; /* low half of the last step that everybody reached; a futex */
   _Atomic uint32_t gate_sleepers;
+  _Atomic uint32_t gone; /* ranks that left in order, and for whom no gate waits */
 };
 _Static_assert(sizeof(struct plx_header) <= PLX_PAGE, "the header is one page");
 
@@ -103,6 +108,7 @@ struct plx_rank {
   _Alignas(PLX_LINE) _Atomic uint32_t life;
   int32_t pid;
   uint64_t start_ticks; /* /proc/PID/stat field 22: tells a reused pid */
+  _Atomic uint64_t left_after; /* 0, or 1 + the gates that it had reached when it left in order */
   _Atomic uint64_t finished; /* sequence number of the last collective that returned */
   _Atomic uint64_t next_record;
   _Atomic uint32_t num_sites;
@@ -177,7 +183,10 @@ enum plx_status {
   PLX_INTERRUPTED = 4, /* a signal handler raised in this rank */
   PLX_INVALID = 5,     /* arguments that no world could make right; nothing was published */
   PLX_NO_MEMORY = 6,
-  PLX_CLOSED = 7 /* this process left the group, or is a fork of a rank */
+  PLX_CLOSED = 7, /* this process left the group, or is a fork of a rank */
+  /* never in `poison`: what the calls of one turn tell of uneven inputs (attendance.h) */
+  PLX_APART = 8, /* some ranks are in a training step, some wait at something else: call again */
+  PLX_REJOIN = 9 /* all wait here, and some were out of training steps: bring them up to date, call again */
 };
 
 #endif

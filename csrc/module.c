@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "attendance.h"
 #include "board.h"
 #include "collectives.h"
 #include "p2p.h"
@@ -67,6 +68,18 @@ static int idle(void *context, uint64_t waited_ns) {
   if ((code) == PLX_INTERRUPTED && PyErr_Occurred()) return NULL; \
   return PyLong_FromLong(code);
 
+/* A collective's `code` is the call's, made again for as long as the ranks find themselves apart; that they come further
+ * in between is a sign of life, so each attempt has the whole time. */
+#define COLLECTIVE(self, t, call)                                                                    \
+  (self)->g.role = (t).role;                                                                         \
+  int code = (call);                                                                                 \
+  while (code == PLX_APART) {                                                                        \
+    wait.deadline_ns = (t).timeout_ns < UINT64_MAX - plx_now_ns() ? plx_now_ns() + (t).timeout_ns : UINT64_MAX; \
+    code = plx_stand_in(&(self)->g, &wait);                                                          \
+    if (code == PLX_OK) code = (call);                                                               \
+    else plx_give_up(&(self)->g, code);                                                              \
+  }
+
 /* Arguments. Every operation ends with (timeout_ns, site, shape). */
 static int to_u64(PyObject *o, uint64_t *v) {
   *v = PyLong_AsUnsignedLongLong(o);
@@ -87,6 +100,7 @@ static int to_address(PyObject *o, void **v) {
 
 struct tail {
   uint64_t timeout_ns;
+  uint32_t role; /* PLX_FLAG_* of a collective: the bits of `site` above its lower 16 */
   struct plx_origin origin;
   uint64_t shape[PLX_MAX_DIMS];
 };
@@ -102,7 +116,8 @@ static int to_tail(Group *self, PyObject *const *args, struct tail *t) {
   if (!is_open(self)) return -1;
   if (to_u64(args[0], &t->timeout_ns) != 0 || to_u64(args[1], &site) != 0) return -1;
   Py_ssize_t dims = PyTuple_Check(args[2]) ? PyTuple_Size(args[2]) : 0;
-  t->origin.site = (uint32_t)site;
+  t->origin.site = (uint32_t)site & 0xffff;
+  t->role = (uint32_t)(site >> 16);
   t->origin.ndim = (uint32_t)dims;
   for (Py_ssize_t i = 0; i < dims && i < (Py_ssize_t)PLX_MAX_DIMS; i++)
     if (to_u64(PyTuple_GetItem(args[2], i), &t->shape[i]) != 0) return -1;
@@ -141,7 +156,7 @@ static PyObject *group_barrier(Group *self, PyObject *const *a, Py_ssize_t n) {
   struct tail t;
   if (want(n, 3, "barrier") != 0 || to_tail(self, a, &t) != 0) return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
-  int code = plx_barrier(&self->g, &wait, &t.origin);
+  COLLECTIVE(self, t, plx_barrier(&self->g, &wait, &t.origin))
   END(self, code)
 }
 
@@ -154,7 +169,7 @@ static PyObject *group_all_reduce(Group *self, PyObject *const *a, Py_ssize_t n)
       to_int(a[3], &dtype) || to_int(a[4], &redop) || to_int(a[5], &root) || to_tail(self, a + 6, &t))
     return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
-  int code = plx_all_reduce(&self->g, &wait, &t.origin, in, out, count, dtype, redop, root);
+  COLLECTIVE(self, t, plx_all_reduce(&self->g, &wait, &t.origin, in, out, count, dtype, redop, root))
   END(self, code)
 }
 
@@ -167,7 +182,7 @@ static PyObject *group_broadcast(Group *self, PyObject *const *a, Py_ssize_t n) 
       to_int(a[3], &root) || to_tail(self, a + 4, &t))
     return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
-  int code = plx_broadcast(&self->g, &wait, &t.origin, data, bytes, dtype, root);
+  COLLECTIVE(self, t, plx_broadcast(&self->g, &wait, &t.origin, data, bytes, dtype, t.role & PLX_FLAG_STEP ? plx_present_root(&self->g, root) : root))
   END(self, code)
 }
 
@@ -184,7 +199,7 @@ static PyObject *group_reduce_scatter(Group *self, PyObject *const *a, Py_ssize_
     return NULL;
   }
   BEGIN(self, t.timeout_ns, spin_of(self))
-  int code = plx_reduce_scatter(&self->g, &wait, &t.origin, (const void *const *)in, counts, out, dtype, redop);
+  COLLECTIVE(self, t, plx_reduce_scatter(&self->g, &wait, &t.origin, (const void *const *)in, counts, out, dtype, redop))
   free(in);
   free(counts);
   END(self, code)
@@ -203,7 +218,7 @@ static PyObject *group_gather(Group *self, PyObject *const *a, Py_ssize_t n) {
     return NULL;
   }
   BEGIN(self, t.timeout_ns, spin_of(self))
-  int code = plx_gather(&self->g, &wait, &t.origin, in, (void *const *)out, bytes, dtype, root);
+  COLLECTIVE(self, t, plx_gather(&self->g, &wait, &t.origin, in, (void *const *)out, bytes, dtype, root))
   free(out);
   free(bytes);
   END(self, code)
@@ -220,7 +235,7 @@ static PyObject *group_scatter(Group *self, PyObject *const *a, Py_ssize_t n) {
   uint64_t *in = to_array(a[0], self->g.world);
   if (in == NULL) return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
-  int code = plx_scatter(&self->g, &wait, &t.origin, (const void *const *)in, out, bytes, dtype, root);
+  COLLECTIVE(self, t, plx_scatter(&self->g, &wait, &t.origin, (const void *const *)in, out, bytes, dtype, root))
   free(in);
   END(self, code)
 }
@@ -236,8 +251,8 @@ static PyObject *group_all_to_all(Group *self, PyObject *const *a, Py_ssize_t n)
       return NULL;
     }
   BEGIN(self, t.timeout_ns, spin_of(self))
-  int code = plx_all_to_all(&self->g, &wait, &t.origin, (const void *const *)v[0], v[1], (void *const *)v[2], v[3], dtype,
-                            splits);
+  COLLECTIVE(self, t, plx_all_to_all(&self->g, &wait, &t.origin, (const void *const *)v[0], v[1], (void *const *)v[2], v[3], dtype,
+                            splits))
   for (int i = 0; i < 4; i++) free(v[i]);
   END(self, code)
 }
@@ -439,7 +454,9 @@ static PyObject *group_state(Group *self, PyObject *arg) {
   struct plx_rank *r = plx_rank_of(&self->g, rank);
   PyObject *note = text_of(r->note, sizeof r->note);
   if (note == NULL) return NULL;
-  return Py_BuildValue("IiKKKN", (unsigned)atomic_load(&r->life), (int)r->pid, (unsigned long long)r->start_ticks,
+  /* Who leaves in order says so in two words, this one first. */
+  unsigned life = atomic_load(&r->left_after) != 0 ? PLX_LEFT : atomic_load(&r->life);
+  return Py_BuildValue("IiKKKN", life, (int)r->pid, (unsigned long long)r->start_ticks,
                        (unsigned long long)atomic_load(&r->step), (unsigned long long)atomic_load(&r->finished), note);
 }
 
@@ -569,6 +586,39 @@ static PyObject *group_is_released(Group *self, PyObject *arg) {
   return PyBool_FromLong(all);
 }
 
+/* From now on training steps may do without ranks that wait at another collective. All ranks say so together. */
+static PyObject *group_allow_uneven(Group *self, PyObject *unused) {
+  (void)unused;
+  self->g.uneven = 1;
+  Py_RETURN_NONE;
+}
+
+/* The ranks that were out of the latest step. */
+static PyObject *group_get_absent(PyObject *object, void *unused) {
+  const struct plx_group *g = &((Group *)object)->g;
+  (void)unused;
+  PyObject *list = PyList_New(0);
+  for (uint32_t r = 0; list != NULL && r < g->world; r++) {
+    PyObject *rank = g->absent[r] ? PyLong_FromUnsignedLong(r) : NULL;
+    if (rank != NULL && PyList_Append(list, rank) != 0) Py_CLEAR(list);
+    Py_XDECREF(rank);
+  }
+  return list;
+}
+
+/* How many steps some ranks were out of, since all met. */
+static PyObject *group_get_missed(PyObject *self, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLongLong(((Group *)self)->g.missed);
+}
+
+static PyObject *group_leave_in_order(Group *self, PyObject *unused) {
+  (void)unused;
+  if (!is_open(self)) return NULL;
+  plx_leave_in_order(&self->g);
+  Py_RETURN_NONE;
+}
+
 /* Leave: peers that wait for us hear it at once. The mapping itself belongs to the arena. */
 static PyObject *group_close(Group *self, PyObject *unused) {
   (void)unused;
@@ -688,6 +738,8 @@ static PyMethodDef group_methods[] = {
     {"claim", (PyCFunction)group_claim, METH_O, NULL},
     {"release", (PyCFunction)group_release, METH_O, NULL},
     {"is_released", (PyCFunction)group_is_released, METH_O, NULL},
+    {"allow_uneven", (PyCFunction)group_allow_uneven, METH_NOARGS, NULL},
+    {"leave_in_order", (PyCFunction)group_leave_in_order, METH_NOARGS, NULL},
     {"close", (PyCFunction)group_close, METH_NOARGS, NULL},
     {"abandon", (PyCFunction)group_abandon, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL}};
@@ -695,6 +747,8 @@ static PyMethodDef group_methods[] = {
 static PyGetSetDef group_getset[] = {{"culprit", group_get_culprit, NULL, NULL, NULL},
                                      {"seq", group_get_seq, NULL, NULL, NULL},
                                      {"crowded", group_get_crowded, NULL, NULL, NULL},
+                                     {"absent", group_get_absent, NULL, NULL, NULL},
+                                     {"missed", group_get_missed, NULL, NULL, NULL},
                                      {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot group_slots[] = {{Py_tp_init, group_init},
@@ -752,8 +806,34 @@ static PyObject *board_finish(Board *self, PyObject *const *a, Py_ssize_t n) {
   struct plx_record *record = plx_record_enter(&self->group->g, &call, t.origin.site, -1, t.origin.ndim, t.origin.shape);
   BEGIN(self->group, t.timeout_ns, spin_of(self->group))
   int code = plx_board_finish(&self->b, &wait);
-  plx_record_leave(&self->group->g, record, code);
+  if (code == PLX_APART)
+    self->group->g.resumed = record;
+  else
+    plx_record_leave(&self->group->g, record, code);
   END(self->group, code)
+}
+
+/* After finish() returned PLX_APART: the mean over the ranks that are in this round. A collective. */
+static PyObject *board_meet(Board *self, PyObject *const *a, Py_ssize_t n) {
+  struct tail t;
+  if (want(n, 3, "meet") != 0 || to_tail(self->group, a, &t) != 0) return NULL;
+  BEGIN(self->group, t.timeout_ns, spin_of(self->group))
+  COLLECTIVE(self->group, t, plx_board_meet(&self->b, &wait, &t.origin))
+  END(self->group, code)
+}
+
+/* How many rounds have begun; a rank that was out of some takes the others' number before the next one begins. */
+static PyObject *board_get_round(PyObject *self, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLong(((Board *)self)->b.round);
+}
+
+static int board_set_round(PyObject *self, PyObject *value, void *unused) {
+  uint64_t round;
+  (void)unused;
+  if (value == NULL || to_u64(value, &round) != 0) return -1;
+  ((Board *)self)->b.round = (uint32_t)round;
+  return 0;
 }
 
 /* Board(group, offset of the flags in the heap, ((count, dtype, redop), ...)): the same on every rank. */
@@ -813,11 +893,14 @@ static void board_dealloc(PyObject *object) {
 }
 
 #define BOARD_FAST(name) {#name, (PyCFunction)(void (*)(void))board_##name, METH_FASTCALL, NULL}
-static PyMethodDef board_methods[] = {BOARD_FAST(begin), BOARD_FAST(ready), BOARD_FAST(finish), {NULL, NULL, 0, NULL}};
+static PyMethodDef board_methods[] = {
+    BOARD_FAST(begin), BOARD_FAST(ready), BOARD_FAST(finish), BOARD_FAST(meet), {NULL, NULL, 0, NULL}};
+static PyGetSetDef board_getset[] = {{"round", board_get_round, board_set_round, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot board_slots[] = {{Py_tp_init, board_init},
                                     {Py_tp_dealloc, board_dealloc},
                                     {Py_tp_methods, board_methods},
+                                    {Py_tp_getset, board_getset},
                                     {Py_tp_doc, (void *)"Buckets in the shared heap, reduced as soon as all ranks have them."},
                                     {0, NULL}};
 

@@ -3,6 +3,7 @@
  * All go in turns: write into the own stage, one gate, read from the others' stages. Each byte is written once into
  * shared memory and read once by each rank that wants it.
  */
+#include "attendance.h"
 #include "staged.h"
 
 int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o) {
@@ -10,7 +11,7 @@ int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   plx_publish(g, &call);
   int code = plx_first_gate(g, w, &call);
-  g->turn++;
+  if (code == PLX_OK) g->turn++;
   return plx_finish(g, record, &call, code);
 }
 
@@ -93,7 +94,7 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
   size_t part = (g->stage_bytes - table) / others / 64 * 64;
   /* With splits on any rank, totals need not agree; the table is compared instead. Even calls agree on the count. */
   struct plx_call call = plx_new_call(g, PLX_ALL_TO_ALL, splits ? 0 : in_bytes[0], dtype, PLX_SUM, -1);
-  call.flags = splits ? PLX_FLAG_SPLITS : 0;
+  call.flags |= splits ? PLX_FLAG_SPLITS : 0;
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   size_t at = 0, longest = 0;
   int code = PLX_OK;
@@ -108,6 +109,7 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
         plx_copy(mine + table + (r - (r > g->rank)) * part, (const char *)in[r] + at, plx_min(part, in_bytes[r] - at));
     if (at == 0) {
       code = plx_gate(g, w);
+      if (code == PLX_OK && g->uneven) code = plx_roll_call(g, &call);
       if (code != PLX_OK) break;
       int uneven = 0, fits = 1;
       struct plx_call expected = call;
@@ -127,6 +129,7 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
         code = plx_poison(g, PLX_MISMATCH, g->rank);
         break;
       }
+      if ((code = plx_meet(g, &call)) != PLX_OK) break;
       if (uneven) { /* the receiver alone sees a wrong size: let it speak before anybody writes */
         code = plx_gate(g, w);
         if (code == PLX_OK) code = plx_poisoned(g, w);

@@ -99,7 +99,14 @@ static void write_end(struct plx_record *r, int status, uint64_t now) {
 struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
                                     uint32_t ndim, const uint64_t *shape) {
   uint64_t number;
-  if (g->quiet) return &g->unseen;
+  int is_message = call->kind == PLX_SEND || call->kind == PLX_RECV;
+  if (g->quiet || (!is_message && (g->role & PLX_FLAG_STANDS_IN))) return &g->unseen;
+  if (!is_message && g->resumed != NULL) { /* the same call, made again: one line */
+    struct plx_record *same = g->resumed;
+    g->resumed = NULL;
+    if (call->kind != PLX_GRADIENTS) atomic_store_explicit(&same->seq, call->seq, memory_order_release);
+    return same;
+  }
   return write_entry(g, call, site, peer, ndim, shape, time_of(g, call->kind), &number);
 }
 

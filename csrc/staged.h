@@ -20,6 +20,7 @@ static inline struct plx_call plx_new_call(struct plx_group *g, int kind, size_t
   c.dtype = (uint8_t)dtype;
   c.redop = (uint8_t)redop;
   c.root = root;
+  c.flags = g->role;
   return c;
 }
 
@@ -47,9 +48,13 @@ static inline int plx_first_gate(struct plx_group *g, struct plx_wait *w, const 
 }
 
 static inline int plx_finish(struct plx_group *g, struct plx_record *record, const struct plx_call *call, int code) {
+  if (code == PLX_APART) { /* the call goes on: it will be made again */
+    if (!(call->flags & PLX_FLAG_STANDS_IN)) g->resumed = record;
+    return code;
+  }
   if (code == PLX_OK)
     atomic_store_explicit(&plx_rank_of(g, g->rank)->finished, call->seq, memory_order_release);
-  plx_record_leave(g, record, code);
+  plx_record_leave(g, record, code == PLX_REJOIN ? PLX_OK : code);
   return code;
 }
 

@@ -208,6 +208,10 @@ class Arena:
             raise InternalError(f"address {address:#x} is not in the group's heap. Please report this.")
         return address - self._heap - self.rank * self._heap_bytes
 
+    def holds(self, address: int) -> bool:
+        """Whether an address lies in the heap, this rank's piece or another's."""
+        return self._heap is not None and 0 <= address - self._heap < self._heap_bytes * self.world_size
+
     def _collect(self) -> None:
         """Leader: take back the blocks that all have let go, and give their pages to the system."""
         if self._placement is None:

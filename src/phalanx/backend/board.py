@@ -10,7 +10,8 @@ from torch import Tensor
 
 from phalanx import _core
 from phalanx.backend.arguments import reduction_of
-from phalanx.backend.failures import closed
+from phalanx.backend.attendance import STEP, WAITS
+from phalanx.backend.failures import APART, closed
 from phalanx.backend.shared import shared_empty
 from phalanx.backend.shared_memory import Span
 from phalanx.backend.sites import calling_site
@@ -31,8 +32,7 @@ class SharedBoard:
         self._tensors = list(tensors)  # the heap's blocks stay ours as long as the board does
         words = _core.board_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
-        span = self._span()
-        self._memory.barrier(span)  # nobody raises a flag before all flags are down
+        self._memory.barrier(self._span(WAITS))  # nobody raises a flag before all flags are down
         self._board = _core.Board(
             self._memory.core,
             self._offset(self._flags),
@@ -43,8 +43,8 @@ class SharedBoard:
         """Where in the heap the tensor lies; it is the same on every rank."""
         return int(self._memory.arena.heap_offset(tensor.data_ptr()))
 
-    def _span(self) -> Span:
-        return Span(self._group._timeout_s, self._memory.site(calling_site(3)))
+    def _span(self, role: int = STEP) -> Span:
+        return Span(self._group._timeout_s, self._memory.site(calling_site(3)), role)
 
     def begin(self) -> None:
         """Open a round; the last one has finished."""
@@ -62,8 +62,24 @@ class SharedBoard:
         self._board.ready(number, self._offset(self._tensors[number] if instead is None else instead))
 
     def finish(self) -> None:
-        """Return when every tensor holds the reduction on every rank."""
+        """Return when every tensor holds the reduction on every rank, or on every rank that is in this round.
+
+        Others are out of it (see `attendance`): then the reduction is over those that are in.
+        """
         if self._memory.arena.closed:
             raise closed(self._memory.group)
         span = self._span()
-        self._memory.check(self._board.finish(span.timeout_ns, span.site, ()), span)
+        status = self._board.finish(span.timeout_ns, span.site, ())
+        if status == APART:
+            with self._memory.lock:
+                status = self._board.meet(span.timeout_ns, span.site, ())
+        self._memory.check(status, span)
+
+    @property
+    def round(self) -> int:
+        """How many rounds have begun; to be set where all ranks meet, by a rank that was out of some."""
+        return self._board.round
+
+    @round.setter
+    def round(self, number: int) -> None:
+        self._board.round = number

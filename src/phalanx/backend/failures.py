@@ -8,13 +8,14 @@ from phalanx import _core
 from phalanx.arena.arena import Arena
 from phalanx.arena.recorder import Record, read, story
 from phalanx.arena.watch import wait_status
+from phalanx.backend.attendance import JOIN_ADVICE, tell_absence
 from phalanx.backend.elsewhere import whereabouts
 from phalanx.backend.meeting import ranks
 from phalanx.backend.unreached import ADVICE, tell_earlier_parting, tell_left_alone, tell_parting
 from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
 
 # enum plx_status
-OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED = range(8)
+OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED, APART, REJOIN = range(10)
 _LEFT = 2  # enum plx_life
 SEND, RECV = 10, 11  # enum plx_kind
 
@@ -101,8 +102,12 @@ def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
     # A round of gradients has no gate at its beginning: buckets that all ranks had are averaged already.
     in_round = any(call.startswith("gradients") for call in calls.values())
     changed = "some gradients may be averaged already" if in_round else "no tensor was changed"
+    absence = tell_absence(arena.core.absent, arena.core.missed)
+    short_of_data = f"If a rank has run out of data: {JOIN_ADVICE}" if in_round and not absence else ""
     advice = "Make every rank call the same operation with the same dtype, size and options, in the same order."
-    told = (f"{here}: the ranks called different things; {changed}.", lines, parting, advice, ADVICE if parting else "")
+    told = [f"{here}: the ranks called different things; {changed}.", lines, absence, short_of_data, parting, advice]
+    if parting:
+        told.append(ADVICE)
     return MismatchError("\n".join(filter(None, told)) + f" {_OVER}", calls=calls)
 
 

@@ -202,6 +202,6 @@ def _never_came(group: str, missing: list[int], world_size: int, timeout_s: floa
     )
 
 
-def ranks(which: list[int] | tuple[int, ...]) -> str:
+def ranks(which: Sequence[int]) -> str:
     """'rank 3' or 'ranks 1, 3, 5'."""
     return f"rank {which[0]}" if len(which) == 1 else "ranks " + ", ".join(map(str, which))

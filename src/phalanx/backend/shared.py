@@ -59,6 +59,8 @@ def _allocate(
     memory = group._memory
     span = Span(group._timeout_s, memory.site(place))
     nbytes = math.prod(shape) * dtype.itemsize
+    if memory.attendance is not None:
+        memory.barrier(span)  # where all meet again, if some were out of training steps
     with memory.lock:
         buffer = memory.arena.allocate(
             nbytes, Deadline.after(group._timeout_s), span.site, lambda status: memory.check(status, span), owner=owner

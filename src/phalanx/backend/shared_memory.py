@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.arena.arena import Arena, timeout_ns
 from phalanx.arena.recorder import read
 from phalanx.backend import failures
+from phalanx.backend.attendance import Attendance
 from phalanx.backend.elsewhere import remember, whereabouts
 from phalanx.backend.meeting import NOTICE_S, ranks
 from phalanx.backend.sites import short
@@ -23,18 +24,20 @@ _MAX_SITES = 256
 
 
 class Span:
-    """How long an operation may take, and where it was called: `timeout_s` seconds, `site` in the rank's table.
+    """How long an operation may take, where it was called, and in which role (see `attendance`).
+
+    `timeout_s` seconds; `site` is the place in the rank's table, and above its lower 16 bits the role.
 
     `awaited`: whoever called it waits for it, whichever thread carries it out.
     """
 
     __slots__ = ("awaited", "site", "timeout_ns", "timeout_s")
 
-    def __init__(self, timeout_s: float, site: int) -> None:
+    def __init__(self, timeout_s: float, site: int, role: int = 0) -> None:
         self.awaited = False
         self.timeout_s = timeout_s
         self.timeout_ns = timeout_ns(timeout_s)
-        self.site = site
+        self.site = site | role << 16
 
 
 class SharedMemory:
@@ -46,6 +49,7 @@ class SharedMemory:
     def __init__(self, group: str) -> None:
         self.group = group
         self.lock = threading.Lock()
+        self.attendance: Attendance | None = None  # of those who train over the group
         self.arena: Arena = None  # type: ignore[assignment]  # set by `attach`, once: the arena needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
@@ -135,16 +139,25 @@ class SharedMemory:
             raise failures.failure(status, self.arena, self.group, span.timeout_s, kind=kind, peer=peer)
 
     def _collective(self, span: Span, call: Callable[[], int]) -> None:
-        with self.lock:
-            if self.arena.closed:
-                raise failures.closed(self.group)
-            try:
-                status = call()
-            except BaseException as error:
-                self._interrupted(error)
-                raise
+        status = failures.REJOIN
+        while status == failures.REJOIN:
+            with self.lock:
+                if self.arena.closed:
+                    raise failures.closed(self.group)
+                try:
+                    status = call()
+                except BaseException as error:
+                    self._interrupted(error)
+                    raise
+            if status == failures.REJOIN:
+                self._rejoin()
         if status:
             self.check(status, span)
+
+    def _rejoin(self) -> None:
+        """All wait at this collective, and some were out of training steps; after this it is called again."""
+        assert self.attendance is not None  # it is what made the core look
+        self.attendance.rejoin()
 
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
@@ -177,7 +190,10 @@ class SharedMemory:
             except BaseException as error:
                 self._interrupted(error)
                 raise
-        if status:
+        if status == failures.REJOIN:
+            self._rejoin()
+            self.sum_in_place(tensor, code, timeout_s, place)
+        elif status:
             self.check(status, Span(timeout_s, 0))
 
     def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: Any = None) -> None:

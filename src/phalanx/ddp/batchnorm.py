@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.backend.attendance import training_step
 from phalanx.log import get_logger
 from phalanx.nn.sync_batchnorm import SyncBatchNorm, find_batchnorms
 
@@ -52,23 +53,26 @@ def span_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
     SyncBatchNorm.convert_sync_batchnorm(module, None if group is dist.group.WORLD else group)
 
 
-def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
     """Convert the module's BatchNorm layers if the batch per rank is below `SYNC_BELOW`; log one line on rank 0.
 
-    Collective: ranks agree on the smallest batch among them. Without such layers, or alone, nothing happens.
+    Returns whether it did. Collective: ranks agree on the smallest batch among them. Without such layers, or alone,
+    nothing happens.
     """
     num_layers = len(find_batchnorms(module))
     if not num_layers or group.size() == 1:
-        return
+        return False
     size = batch_size(inputs)
-    smallest_tensor = torch.tensor(_UNKNOWN if size is None else size, device=device)
-    dist.all_reduce(smallest_tensor, op=dist.ReduceOp.MIN, group=group)
-    smallest = int(smallest_tensor)
+    # The smallest batch by a maximum: zero, from a rank that has no batch at all, then decides nothing.
+    below_unknown = torch.tensor(0 if size is None else _UNKNOWN - size, device=device)
+    with training_step(group):
+        dist.all_reduce(below_unknown, op=dist.ReduceOp.MAX, group=group)
+    smallest = _UNKNOWN - int(below_unknown)
     sync = decide_sync(smallest)
     if sync:
         span_ranks(module, group)
     if group.rank() != 0:
-        return
+        return sync
     if sync:
         _logger.warning(
             'sync_batchnorm="auto": the smallest batch of a rank is %d, below %d, so the BatchNorm layers (%d) now '
@@ -85,3 +89,4 @@ def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.Proce
             shown,
             num_layers,
         )
+    return sync

@@ -42,8 +42,17 @@ class BoardExchange:
             self._board.ready(number, None if bucket.in_place is None else _real(bucket.in_place))
         return self
 
+    @property
+    def round(self) -> int:
+        """How many rounds have begun. A rank that was out of some takes the others' number, between two rounds."""
+        return self._board.round
+
+    @round.setter
+    def round(self, number: int) -> None:
+        self._board.round = number
+
     def wait(self) -> None:
-        """Return when every bucket of the round holds the mean."""
+        """Return when every bucket of the round holds the mean, over the ranks that are in it."""
         if self._open:
             self._open = False
             self._board.finish()

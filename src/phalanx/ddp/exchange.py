@@ -7,12 +7,13 @@ affair: one for any backend is here, one for buckets in the shared heap in `boar
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.attendance import absent_ranks, training_step
 from phalanx.backend.sharing import shares_memory
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
@@ -32,6 +33,13 @@ class Exchange(Protocol):
 
     def launch(self, bucket: DenseBucket) -> Pending:
         """Start on a bucket that is complete on this rank; the same order of buckets on every rank."""
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """An exchange whose rounds have numbers, which must be the same on every rank."""
+
+    round: int
 
 
 class WorkExchange:
@@ -76,7 +84,8 @@ class SparsePending:
         self._grad = grad.coalesce()
         count = torch.tensor([self._grad.values().shape[0]], device=parameter.device)
         self._counts = [torch.empty_like(count) for _ in range(group.size())]
-        self._work = dist.all_gather(self._counts, count, group=group, async_op=True)
+        with training_step(group):
+            self._work = dist.all_gather(self._counts, count, group=group, async_op=True)
 
     def wait(self) -> None:
         """Exchange the entries, now that all know how many there are, and leave their mean with the bucket."""
@@ -84,7 +93,8 @@ class SparsePending:
         self._work.wait()
         counts = [int(count) for count in self._counts]
         indices = _gather(self._grad.indices().t(), counts, self._group)
-        values = _gather(self._grad.values(), counts, self._group) / self._group.size()
+        values = _gather(self._grad.values(), counts, self._group)
+        values /= self._group.size() - len(absent_ranks(self._group))
         summed = torch.sparse_coo_tensor(indices.t(), values, self._grad.shape, check_invariants=False)
         self._bucket.mean = summed.coalesce()
 
@@ -94,5 +104,6 @@ def _gather(rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     received = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(received, padded, group=group)
+    with training_step(group):
+        dist.all_gather(received, padded, group=group)
     return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)])

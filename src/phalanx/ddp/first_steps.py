@@ -100,8 +100,12 @@ class FirstSteps:
         self._begin_step()
         if len(self._steps) < NUM_STEPS:
             return True
-        self._optimizers.close()
+        self.close()
         return False
+
+    def close(self) -> None:
+        """Look at no more steps."""
+        self._optimizers.close()
 
     def _observe(self, parameters: Tensor) -> Observation:
         nan_gradients = [index for index, nan in self._nan_gradients.items() if nan.item()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
+from phalanx.backend.attendance import Reunion, take_part, training_step
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
@@ -24,8 +25,9 @@ from phalanx.ddp.graph import tensors_in
 from phalanx.ddp.membership import Membership, explain_newcomers
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.reducer import Reducer
-from phalanx.ddp.replicate import broadcast_tensors
+from phalanx.ddp.replicate import broadcast_tensors, replicate
 from phalanx.ddp.structure import describe, verify_same
+from phalanx.ddp.uneven import UnevenInputs, decide_source
 from phalanx.nn.sync_batchnorm import find_batchnorms
 
 _PREFIX = "module."
@@ -89,6 +91,7 @@ class DistributedDataParallel(nn.Module):
         *,
         sync_batchnorm: SyncChoice = False,
         check: bool = True,
+        uneven_inputs: bool = True,
     ) -> None:
         super().__init__()
         refuse(
@@ -129,6 +132,7 @@ class DistributedDataParallel(nn.Module):
                 "sync_batchnorm": sync_batchnorm,
                 "BatchNorm layers": len(find_batchnorms(module)),  # some have no parameter or buffer to be seen by
                 "check": check,
+                "uneven_inputs": uneven_inputs,
             }
             verify_same(describe(module, self._ignored), settings, self.process_group, device)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -140,6 +144,7 @@ class DistributedDataParallel(nn.Module):
         if sync_batchnorm is True:
             span_ranks(module, self.process_group)
         self._batchnorm_undecided = sync_batchnorm == "auto"
+        self._batchnorm_synced = False  # by that decision
         self._inputs_to = decide_device({parameter.device for _, parameter in named}, device_ids, output_device)
         self.device = device
         if init_sync:
@@ -149,6 +154,7 @@ class DistributedDataParallel(nn.Module):
             broadcast_tensors(tensors, self.process_group)
         parameters = [parameter for _, parameter in trained]
         watched = check and self.process_group.size() > 1
+        uneven = uneven_inputs and take_part(self.process_group, self)
         self._reducer = Reducer(
             _specify(module, trained),
             parameters,
@@ -158,6 +164,7 @@ class DistributedDataParallel(nn.Module):
             find_unused=find_unused_parameters,
             static_graph=static_graph,
             watch=FirstSteps([name for name, _ in trained], parameters, self.process_group) if watched else None,
+            uneven=UnevenInputs(self.process_group, parameters) if uneven else None,
         )
         self._membership = Membership(module, parameters, self._ignored)
         self._epoch_order = EpochOrder() if watched and self.process_group.rank() == 0 else None
@@ -196,7 +203,9 @@ class DistributedDataParallel(nn.Module):
                 raise RuntimeError(explain_newcomers(newcomers, self.process_group.rank()))
             self._look_at(inputs)
         if self.broadcast_buffers and self._buffers_stale:
-            broadcast_tensors(self._synced_buffers(), self.process_group)
+            # In evaluation it is where ranks that have run out of data wait for the others.
+            with training_step(self.process_group) if grad_enabled else nullcontext():
+                broadcast_tensors(self._synced_buffers(), self.process_group)
         # As in PyTorch: the forward after one that trained starts from rank 0's buffers, in evaluation as well.
         self._buffers_stale = sync
         return sync if grad_enabled else None
@@ -205,7 +214,7 @@ class DistributedDataParallel(nn.Module):
         """Decide what depends on the batch, and watch for mistakes."""
         if self._batchnorm_undecided and self.training:
             self._batchnorm_undecided = False
-            sync_if_small(self.module, tensors_in(inputs), self.process_group, self.device)
+            self._batchnorm_synced = sync_if_small(self.module, tensors_in(inputs), self.process_group, self.device)
         if self._reducer.watch is not None:
             self._reducer.watch.before_forward(tensors_in(inputs))
         if self._epoch_order is not None and self._epoch_order.repeats(tensors_in(inputs)):
@@ -237,6 +246,36 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @property
+    def in_round(self) -> bool:
+        """Whether this rank has given some of a step's gradients, and not yet got all of their mean."""
+        return self._reducer.in_round
+
+    def rejoin(self, reunion: Reunion) -> None:
+        """Bring ranks up to date that ran out of data: the wrapper's own affair, before a collective where all meet."""
+        mine = [*self._reducer.rounds, self._batchnorm_undecided, self._batchnorm_synced]
+        everyone = reunion.gather(mine)
+        source = decide_source([row[0] for row in everyone])
+        self._reducer.end_watch()
+        self._buffers_stale = True
+        if source is None:
+            return
+        num_rounds, board_round, undecided, synced = everyone[source]
+        if self._batchnorm_undecided and synced:
+            span_ranks(self.module, self.process_group)
+        self._batchnorm_undecided = bool(undecided)
+        named = [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
+        tensors: list[Tensor] = [parameter for _, parameter in named]
+        if self.broadcast_buffers:
+            tensors += self._synced_buffers()
+
+        def broadcast(packed: Tensor) -> bool:
+            reunion.broadcast(packed, source)
+            return self.process_group.rank() != source
+
+        replicate(tensors, broadcast)
+        self._reducer.catch_up([num_rounds, board_round])
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` combine each bucket in the place of all_reduce; it returns a future of a tensor.

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.backend.attendance import absent_ranks, training_step
 from phalanx.backend.sharing import shares_memory
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
-from phalanx.ddp.exchange import Exchange, Pending, SparsePending, WorkExchange
+from phalanx.ddp.exchange import Counted, Exchange, Pending, SparsePending, WorkExchange
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
+from phalanx.ddp.uneven import UnevenInputs
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
     from phalanx.backend.pool import SharedPool
@@ -57,6 +59,7 @@ class Reducer:
         find_unused: bool,
         static_graph: bool,
         watch: FirstSteps | None = None,
+        uneven: UnevenInputs | None = None,
     ) -> None:
         self._specs = list(specs)
         self._parameters = list(parameters)
@@ -69,6 +72,7 @@ class Reducer:
         self._fires_expected = [1] * len(self._parameters)
         self._idle: frozenset[int] = frozenset()  # parameters of a static graph that no rank uses
         self._watch = watch
+        self._uneven = uneven
         self._exchange: Exchange
         self._custom_exchange: Exchange | None = None
         self._pool = _share_memory_for(self._specs, group) if as_view else None
@@ -117,6 +121,29 @@ class Reducer:
     def watch(self) -> FirstSteps | None:
         """Who looks at the first rounds; None once they are over."""
         return self._watch
+
+    @property
+    def in_round(self) -> bool:
+        """Whether this rank has begun a round that has not ended."""
+        return self._started
+
+    @property
+    def rounds(self) -> list[int]:
+        """How many rounds have ended, and how many have begun on the board: what `catch_up` takes."""
+        return [self._num_rounds, self._exchange.round if isinstance(self._exchange, Counted) else 0]
+
+    def catch_up(self, rounds: Sequence[int]) -> None:
+        """Count on from where the others are, after rounds that this rank was out of, or that others were out of."""
+        self._num_rounds = rounds[0]
+        if isinstance(self._exchange, Counted):
+            self._exchange.round = rounds[1]
+        self.end_watch()
+
+    def end_watch(self) -> None:
+        """Look at no more first rounds: not all ranks make the same ones."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def prepare_forward(self) -> None:
         """Check that the round before this forward has ended.
@@ -265,19 +292,24 @@ class Reducer:
         used_by_none = self._agree_on_unused()
         for pending in self._pending:
             pending.wait()
+        absent = absent_ranks(self._group) if self._uneven is not None else []
+        if self._uneven is not None:
+            self._uneven.look(absent, self._num_rounds)
         for bucket in self._buckets:
             for position, slot in enumerate(bucket.plan.slots):
                 if slot.parameter not in used_by_none:
                     bucket.publish(position)
         order = [*self._order, *(index for index in range(len(self._parameters)) if index not in self._order)]
-        if self._learning:
+        if self._learning and not absent:  # what is learnt, all ranks must learn in the same round
             self._learning = False
             self._fires_expected, self._idle = list(self._fires), used_by_none
         self._begin_round()
         self._reach = None
         self._used = [False] * len(self._parameters)
         self._num_rounds += 1
-        if self._rebuild_pending:
+        if absent:
+            self.end_watch()
+        elif self._rebuild_pending:
             self._rebuild_pending = False
             self._rebuild(order)
         if self._watch is not None and not self._watch.compare():
@@ -288,7 +320,8 @@ class Reducer:
         if not (self._learning or self._find_unused):
             return self._idle
         used = torch.tensor(self._used, dtype=torch.int32, device=self._parameters[0].device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        with training_step(self._group):
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         return frozenset(index for index, flag in enumerate(used.tolist()) if not flag)
 
     # The plan

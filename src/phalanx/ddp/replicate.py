@@ -1,8 +1,8 @@
-"""Rank 0's tensors, made everybody's."""
+"""One rank's tensors, made everybody's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,22 @@ from torch import Tensor
 
 _MESSAGE_BYTES = 32 * 1024 * 1024  # bounds the memory beside the model
 
+Broadcast = Callable[[Tensor], bool]
+"""Makes one rank's tensor everybody's; whether it may have been another rank's."""
+
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite `tensors` on every rank with rank 0's, bit by bit.
+    """Overwrite `tensors` on every rank with rank 0's, bit by bit."""
+
+    def broadcast(packed: Tensor) -> bool:
+        dist.broadcast(packed, group=group, group_src=0)
+        return group.rank() != 0
+
+    replicate(tensors, broadcast)
+
+
+def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
+    """Overwrite `tensors` with those of whichever rank `broadcast` takes for the source, bit by bit.
 
     They travel as bytes, so one message carries any mixture of dtypes. Widest elements go first, which keeps each
     tensor's place in the message aligned for its dtype. Version counters stay as they are: autograd may have saved a
@@ -30,16 +43,15 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
             message.append(tensor)
             num_bytes += tensor.numel() * tensor.dtype.itemsize
             if num_bytes >= _MESSAGE_BYTES:
-                _broadcast(message, group)
+                _broadcast(message, broadcast)
                 message, num_bytes = [], 0
         if message:
-            _broadcast(message, group)
+            _broadcast(message, broadcast)
 
 
-def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+def _broadcast(tensors: list[Tensor], broadcast: Broadcast) -> None:
     packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-    dist.broadcast(packed, group=group, group_src=0)
-    if group.rank() == 0:
+    if not broadcast(packed):
         return
     start = 0
     for tensor in tensors:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.arena.arena import Arena
 from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.arguments import timeout_of
+from phalanx.backend.attendance import BACKGROUND, WAITS, Attendance
 from phalanx.backend.failures import closed
 from phalanx.backend.mpi.operations import OverMpi
 from phalanx.backend.shared_memory import SharedMemory, Span
@@ -64,6 +65,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         self._closed = False
         self._closing = threading.Lock()
         self._done = DoneWork()
+        self._attendance: Attendance | None = None  # once somebody trains over the group
         _groups.add(self)
 
     # -- identity ------------------------------------------------------------------------------------------------
@@ -157,18 +159,31 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def _span(self, options: Any, depth: int) -> Span:
+    def _span(self, options: Any, depth: int, role: int = WAITS) -> Span:
         if self._closed or self._memory.closed:  # the latter alone in a forked child, which has no lanes
             raise closed(self._name)
-        return Span(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)))
+        return Span(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)), role)
+
+    def _role(self, *, waits: bool) -> int:
+        """Of a call that the program waits for, or not; only groups that somebody trains over tell them apart."""
+        if self._attendance is None:
+            return WAITS
+        return self._attendance.role or (WAITS if waits else BACKGROUND)
 
     def _is_free(self) -> bool:
-        return self._lane.idle and self._interrupted is None and not self._closed and not self._memory.closed
+        """Whether a call that is waited for can be carried out without asking any further."""
+        return (
+            self._lane.idle
+            and self._interrupted is None
+            and not self._closed
+            and not self._memory.closed
+            and (self._attendance is None or self._attendance.role == WAITS)
+        )
 
     def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
-        span = self._span(options, 4)
         waits = not getattr(options, "asyncOp", True)
+        span = self._span(options, 4, self._role(waits=waits))
         if waits and self._lane.idle and self._interrupted is None:
             operation(span)
             return self._done
@@ -190,13 +205,13 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Finish what is queued, then leave the group."""
-        self._leave(_JOIN_S)
+        self._leave(_JOIN_S, in_order=True)
 
     def abort(self) -> None:
         """Leave the group at once; whoever waits in it gets an error."""
         self._leave(0.0)
 
-    def _leave(self, patience_s: float) -> None:
+    def _leave(self, patience_s: float, *, in_order: bool = False) -> None:
         with self._closing:
             if self._closed:
                 return
@@ -205,12 +220,15 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
             _groups.discard(self)
             return
         ended = all([lane.close(patience_s) for lane in self._lanes()])
+        in_order = in_order and ended
         if not ended and not self._memory.closed:
             self._memory.leave_in_flight()
             ended = all([lane.close(_JOIN_S) for lane in self._lanes()])
         self._recent.clear()
         with self._memory.lock:
             if ended:
+                if in_order and self._attendance is not None:
+                    self._attendance.leave()
                 self._memory.close()
         _groups.discard(self)
 

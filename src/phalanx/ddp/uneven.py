@@ -1,0 +1,85 @@
+"""Ranks that run out of data before others: what is said, what is refused, and how they catch up.
+
+              rank 0                rank 1                     rank 2: 2 batches
+ step 2       mean of 3             mean of 3                  mean of 3
+ step 3       mean of 2             mean of 2                  waits in barrier
+ step 4       mean of 2             mean of 2                      |
+ barrier      ---------------- all are here -----------------------|
+              rank 0's parameters, buffers, counts of steps  ----> |
+ next epoch   mean of 3             mean of 3                  mean of 3
+
+How the ranks that go on agree on who is out is the affair of `backend/attendance.py` and csrc/attendance.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.arena.recorder import story
+from phalanx.backend.attendance import EVEN_ADVICE
+from phalanx.backend.meeting import ranks
+from phalanx.errors import MismatchError
+from phalanx.log import get_logger
+
+_LEFT = 2  # enum plx_life
+
+_logger = get_logger("phalanx.ddp")
+
+
+class UnevenInputs:
+    """What the ranks that go on notice of those that don't. One of each wrapper, where its group can do without ranks.
+
+    Cost: until somebody is out, one call of the core per step.
+    """
+
+    def __init__(self, group: Any, parameters: Iterable[Tensor]) -> None:
+        self._group = group
+        self._parameters = list(parameters)
+        self._said = False
+
+    def look(self, absent: Sequence[int], num_steps: int) -> None:
+        """At the end of a step without `absent`, after `num_steps` that were made with all; logs the first time.
+
+        Raises:
+            MismatchError: parameters lie in memory of which each rank updates a part, and nobody would update theirs.
+        """
+        if not absent:
+            return
+        if any(self._group.arena.holds(parameter.data_ptr()) for parameter in self._parameters):
+            from phalanx.backend.failures import MISMATCH  # needs the C core, which a group that shares memory has
+
+            self._group.arena.core.set_poison(MISMATCH, self._group.rank())
+            raise MismatchError(
+                f"DistributedDataParallel on rank {self._group.rank()}: {ranks(absent)} ran out of data after "
+                f"{_steps(num_steps)}, and with ZeroRedundancyOptimizer every rank updates a part of the parameters, "
+                f"which nobody else can. {EVEN_ADVICE}."
+            )
+        if self._said:
+            return
+        self._said = True
+        present = [rank for rank in range(self._group.size()) if rank not in absent]
+        if self._group.rank() == present[0]:
+            _logger.warning("%s", describe(absent, present, num_steps, self._stories(absent)))
+
+    def _stories(self, absent: Sequence[int]) -> list[str]:
+        core = self._group.arena.core
+        return ["has left" if core.state(rank)[0] == _LEFT else story(core, rank) for rank in absent]
+
+
+def describe(absent: Sequence[int], present: Sequence[int], num_steps: int, stories: Sequence[str]) -> str:
+    """The line about ranks that are out of a step for the first time; `stories` say where they are instead."""
+    where = "; ".join(f"rank {rank} {story}" for rank, story in zip(absent, stories, strict=True))
+    go_on = f"{ranks(present)} {'goes' if len(present) == 1 else 'go'} on, averaging over those that are left"
+    return f"{ranks(absent)} ran out of data after {_steps(num_steps)} ({where}); {go_on}"
+
+
+def decide_source(num_steps: Sequence[int]) -> int | None:
+    """Of the ranks' numbers of steps: the lowest rank that made the most; None if all made as many."""
+    return None if len(set(num_steps)) == 1 else num_steps.index(max(num_steps))
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
