@@ -156,6 +156,10 @@ class DenseBucket:
             self.views[position].copy_(grad)
             self.parameters[position].grad = self.views[position]
 
+    def rescale(self, factor: float) -> None:
+        """Multiply what the bucket holds."""
+        (self.buffer if self.in_place is None else self.in_place).mul_(factor)
+
 
 class SparseBucket:
     """One parameter whose gradient is sparse: it keeps what autograd made, and has no memory of its own."""
@@ -184,6 +188,11 @@ class SparseBucket:
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
         """Nothing: there is no memory to move to."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what the ranks have gathered."""
+        if self.mean is not None:
+            self.mean = self.mean * factor
 
 
 def _form(tensor: Tensor) -> str:

@@ -69,11 +69,10 @@ class SparsePending:
     Numerics: summed in the order of ranks; bitwise equal on all ranks.
     """
 
-    def __init__(self, bucket: SparseBucket, group: dist.ProcessGroup) -> None:
+    def __init__(self, bucket: SparseBucket, grad: Tensor | None, group: dist.ProcessGroup) -> None:
         self._bucket = bucket
         self._group = group
         parameter = bucket.parameters[0]
-        grad = parameter.grad
         if grad is None:  # nothing to contribute, and still the others wait for it
             grad = torch.sparse_coo_tensor(
                 torch.empty(1, 0, dtype=torch.int64, device=parameter.device),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
@@ -22,6 +23,7 @@ from phalanx.ddp.comm_hook import Hook, HookExchange
 from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
 from phalanx.ddp.first_steps import FirstSteps, warn_of
 from phalanx.ddp.graph import tensors_in
+from phalanx.ddp.join import Shadow, Stance, find_last, refuse_shadow, take_census
 from phalanx.ddp.membership import Membership, explain_newcomers
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.reducer import Reducer
@@ -33,7 +35,7 @@ from phalanx.nn.sync_batchnorm import find_batchnorms
 _PREFIX = "module."
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Train one model on many ranks: each computes its own batch's gradients, and backward leaves their mean on all.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`; on `"phalanx"`
@@ -94,6 +96,7 @@ class DistributedDataParallel(nn.Module):
         uneven_inputs: bool = True,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)  # disables what happens in its context
         refuse(
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
@@ -116,6 +119,7 @@ class DistributedDataParallel(nn.Module):
         # Two names of PyTorch for one thing; they differ with False, and then only in what happens at construction.
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.broadcast_buffers = True if given is None else given
+        self._divide_by_initial_world_size = True
         self._buffers_stale = True  # ranks' buffers may differ since the last forward that trained
 
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -196,6 +200,7 @@ class DistributedDataParallel(nn.Module):
             return None  # checkpointing runs the forward again in the middle of a backward that has been announced
         grad_enabled = torch.is_grad_enabled()
         sync = grad_enabled and self.require_backward_grad_sync
+        source = self._announce(sync) if self._join_config.enable else 0
         if sync:
             reducer.prepare_forward()
             newcomers = self._membership.find_newcomers()
@@ -203,9 +208,10 @@ class DistributedDataParallel(nn.Module):
                 raise RuntimeError(explain_newcomers(newcomers, self.process_group.rank()))
             self._look_at(inputs)
         if self.broadcast_buffers and self._buffers_stale:
-            # In evaluation it is where ranks that have run out of data wait for the others.
-            with training_step(self.process_group) if grad_enabled else nullcontext():
-                broadcast_tensors(self._synced_buffers(), self.process_group)
+            # In evaluation it is where ranks that have run out of data wait for the others. In Join nobody waits so.
+            in_step = grad_enabled and not self._join_config.enable
+            with training_step(self.process_group) if in_step else nullcontext():
+                broadcast_tensors(self._synced_buffers(), self.process_group, source)
         # As in PyTorch: the forward after one that trained starts from rank 0's buffers, in evaluation as well.
         self._buffers_stale = sync
         return sync if grad_enabled else None
@@ -247,6 +253,84 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """PyTorch's context for uneven inputs, on any backend: ranks that have left it shadow those still in it.
+
+        Where ranks share memory none is needed; there the mean is over the ranks that still have data.
+
+        Arguments:
+            divide_by_initial_world_size: divide the sum of gradients by the group's size, that is, count the ranks that
+                have left as zeros. False divides by the number of ranks that still train.
+            enable: False does nothing.
+            throw_on_early_termination: raise RuntimeError on all ranks when the first one has left.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What `torch.distributed.algorithms.Join` calls on a rank that has left it."""
+        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return Shadow(self._stand_in, self._take_over)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` puts what it sends."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Over which `Join` counts ranks."""
+        return self.process_group
+
+    def _announce(self, sync: bool) -> int:
+        """In a Join context, before forward: let the ranks that have left follow; whose buffers serve all."""
+        self._reducer.end_watch()  # not all ranks would see the same
+        counted = Join.notify_join_context(self)
+        if counted is not None:
+            counted.wait()
+        stance = Stance(active=True, syncs=sync, decides=self._batchnorm_undecided and self.training and sync)
+        census = take_census(stance, self.process_group, self.device)
+        divides_by_all = self._divide_by_initial_world_size
+        self._reducer.rescale = 1.0 if divides_by_all else self.process_group.size() / census.num_active
+        return census.source
+
+    def _stand_in(self) -> None:
+        """In a Join context, on a rank that has left: what the others' forward and backward need of this rank.
+
+        Raises:
+            RuntimeError: a layer or an optimizer needs something of every rank that only its own batch could give.
+        """
+        self._reducer.end_watch()
+        refuse_shadow(self.module, self.process_group)
+        census = take_census(Stance(active=False), self.process_group, self.device)
+        if census.decides:
+            self._batchnorm_undecided = False
+            sync_if_small(self.module, (), self.process_group, self.device)
+            refuse_shadow(self.module, self.process_group)
+        if self.broadcast_buffers and self._buffers_stale:
+            broadcast_tensors(self._synced_buffers(), self.process_group, census.source)
+        self._buffers_stale = census.syncs
+        if census.syncs:
+            self._reducer.stand_in()
+
+    def _take_over(self, is_last: bool) -> None:
+        """At the end of a Join context: the model of a rank that left last becomes everybody's."""
+        source = find_last(is_last, self.process_group, self.device)
+        broadcast_tensors(self._state(), self.process_group, source)
+        self._reducer.rescale = 1.0
+
+    def _state(self) -> list[Tensor]:
+        """What ranks bring each other up to date with: parameters, and buffers unless each rank has its own."""
+        named = [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._ignored]
+        tensors: list[Tensor] = [parameter for _, parameter in named]
+        return tensors + self._synced_buffers() if self.broadcast_buffers else tensors
+
     @property
     def in_round(self) -> bool:
         """Whether this rank has given some of a step's gradients, and not yet got all of their mean."""
@@ -265,16 +349,12 @@ class DistributedDataParallel(nn.Module):
         if self._batchnorm_undecided and synced:
             span_ranks(self.module, self.process_group)
         self._batchnorm_undecided = bool(undecided)
-        named = [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
-        tensors: list[Tensor] = [parameter for _, parameter in named]
-        if self.broadcast_buffers:
-            tensors += self._synced_buffers()
 
         def broadcast(packed: Tensor) -> bool:
             reunion.broadcast(packed, source)
             return self.process_group.rank() != source
 
-        replicate(tensors, broadcast)
+        replicate(self._state(), broadcast)
         self._reducer.catch_up([num_rounds, board_round])
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:

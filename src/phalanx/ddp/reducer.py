@@ -85,6 +85,7 @@ class Reducer:
         self._reach: Reach | None = None  # of all forwards since the last round; None where nobody looked
         self._used = [False] * len(self._parameters)  # since the last round, local backwards included
         self._num_rounds = 0
+        self.rescale = 1.0  # what the mean is multiplied by
         # What one round writes; `_begin_round` sets them all.
         self._started: bool
         self._fires: list[int]
@@ -249,7 +250,7 @@ class Reducer:
             bucket = self._buckets[self._num_launched]
             self._num_launched += 1
             if isinstance(bucket, SparseBucket):
-                self._pending.append(SparsePending(bucket, self._group))
+                self._pending.append(SparsePending(bucket, bucket.parameters[0].grad, self._group))
             else:
                 self._pending.append(self._exchange.launch(bucket))
 
@@ -292,6 +293,9 @@ class Reducer:
         used_by_none = self._agree_on_unused()
         for pending in self._pending:
             pending.wait()
+        if self.rescale != 1.0 and self._custom_exchange is None:  # hooks divide as they like
+            for bucket in self._buckets:
+                bucket.rescale(self.rescale)
         absent = absent_ranks(self._group) if self._uneven is not None else []
         if self._uneven is not None:
             self._uneven.look(absent, self._num_rounds)
@@ -314,6 +318,41 @@ class Reducer:
             self._rebuild(order)
         if self._watch is not None and not self._watch.compare():
             self._watch = None
+
+    def stand_in(self) -> None:
+        """A round of zeros, beside the others' round of gradients; this rank's own gradients stay as they are.
+
+        Raises:
+            RuntimeError: it would be the first round with static_graph=True, which every rank must see.
+        """
+        if self._learning:
+            raise RuntimeError(
+                f"{self._here()}: static_graph=True learns the graph in the first step, and this rank has no batch for "
+                "it. Give every rank at least one batch."
+            )
+        kept = {bucket.plan.index: bucket.buffer.clone() for bucket in self._buckets if isinstance(bucket, DenseBucket)}
+        used, self._used = self._used, [False] * len(self._parameters)
+        for bucket in self._buckets:
+            if isinstance(bucket, SparseBucket):
+                self._pending.append(SparsePending(bucket, None, self._group))
+            else:
+                bucket.in_place = None
+                bucket.buffer.zero_()
+                self._pending.append(self._exchange.launch(bucket))
+        self._agree_on_unused()
+        for pending in self._pending:
+            pending.wait()
+        for bucket in self._buckets:
+            if isinstance(bucket, SparseBucket):
+                bucket.mean = None
+            else:
+                bucket.buffer.copy_(kept[bucket.plan.index])
+        self._used = used
+        self._begin_round()
+        self._num_rounds += 1
+        if self._rebuild_pending:
+            self._rebuild_pending = False
+            self._rebuild(list(range(len(self._parameters))))
 
     def _agree_on_unused(self) -> frozenset[int]:
         """Parameters that no rank has used since the last round: their `.grad` stays as it is."""

@@ -14,12 +14,12 @@ Broadcast = Callable[[Tensor], bool]
 """Makes one rank's tensor everybody's; whether it may have been another rank's."""
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite `tensors` on every rank with rank 0's, bit by bit."""
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0) -> None:
+    """Overwrite `tensors` on every rank with those of rank `src`, bit by bit."""
 
     def broadcast(packed: Tensor) -> bool:
-        dist.broadcast(packed, group=group, group_src=0)
-        return group.rank() != 0
+        dist.broadcast(packed, group=group, group_src=src)
+        return group.rank() != src
 
     replicate(tensors, broadcast)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from phalanx.arena.recorder import story
 from phalanx.backend.attendance import EVEN_ADVICE
 from phalanx.backend.meeting import ranks
+from phalanx.backend.sharing import shares_memory
 from phalanx.errors import MismatchError
 from phalanx.log import get_logger
 
@@ -48,7 +49,7 @@ class UnevenInputs:
         """
         if not absent:
             return
-        if any(self._group.arena.holds(parameter.data_ptr()) for parameter in self._parameters):
+        if are_shared(self._parameters, self._group):
             from phalanx.backend.failures import MISMATCH  # needs the C core, which a group that shares memory has
 
             self._group.arena.core.set_poison(MISMATCH, self._group.rank())
@@ -67,6 +68,11 @@ class UnevenInputs:
     def _stories(self, absent: Sequence[int]) -> list[str]:
         core = self._group.arena.core
         return ["has left" if core.state(rank)[0] == _LEFT else story(core, rank) for rank in absent]
+
+
+def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
+    """Whether ranks have one memory for some parameter, of which each updates a part: ZeroRedundancyOptimizer's."""
+    return shares_memory(group) and any(group.arena.holds(parameter.data_ptr()) for parameter in parameters)
 
 
 def describe(absent: Sequence[int], present: Sequence[int], num_steps: int, stories: Sequence[str]) -> str:
