@@ -87,6 +87,12 @@ def test_the_others_wait_in_a_barrier(world_size):
         assert message.endswith(f"\n{ADVICE} The group can no longer be used.")
 
 
+def train_and_meet(model):
+    """Ours trains on, as if rank 0 had run out of data, and then the ranks do not meet."""
+    train(model)
+    dist.barrier()
+
+
 @pytest.mark.parametrize("wrapper", [phalanx.DistributedDataParallel, nn.parallel.DistributedDataParallel])
 def test_the_others_stand_in_the_next_step_of_training(wrapper):
     def check(rank, world_size):
@@ -96,7 +102,7 @@ def test_the_others_stand_in_the_next_step_of_training(wrapper):
         # torch's own hears of it through a future, which can carry the text of an error and not its class
         ours = rank == 0 or wrapper is phalanx.DistributedDataParallel
         with pytest.raises(MismatchError if ours else RuntimeError) as caught:
-            evaluate() if rank == 0 else train(model)
+            evaluate() if rank == 0 else train_and_meet(model)
         return plain(str(caught.value))
 
     for message in run_ranks(check, 3):
