@@ -28,13 +28,24 @@ void plx_board_begin(struct plx_board *b) {
 
 int plx_board_ready(struct plx_board *b, uint32_t bucket, uint64_t offset) {
   if (bucket >= b->num_buckets) return PLX_INVALID;
-  const struct plx_bucket *k = &b->buckets[bucket];
+  struct plx_bucket *k = &b->buckets[bucket];
+  k->all = 1;
   if (offset > b->g->heap_bytes || k->count * k->width > b->g->heap_bytes - offset) return PLX_INVALID;
   struct plx_flags *flags = flags_of(b, b->g->rank, bucket);
   flags->offset = offset;
   atomic_store_explicit(&flags->ready, b->round, memory_order_release);
   ring(b);
   return PLX_OK;
+}
+
+int plx_board_ready_slice(struct plx_board *b, uint32_t bucket, uint64_t offset, uint64_t start, uint64_t stop) {
+  if (bucket >= b->num_buckets || start > stop || stop > b->buckets[bucket].count) return PLX_INVALID;
+  int code = plx_board_ready(b, bucket, offset);
+  struct plx_bucket *k = &b->buckets[bucket];
+  k->all = 0;
+  k->start = start;
+  k->stop = stop;
+  return code;
 }
 
 /* A rank may be a round ahead of us: it leaves a round when it has seen all flags, and we may not have looked yet. */
@@ -71,13 +82,27 @@ void plx_board_reduce(struct plx_board *b, uint32_t bucket, const uint32_t *rank
   }
 }
 
+/* The slice that this rank alone needs, into its own memory. */
+static void reduce_needed(struct plx_board *b, uint32_t bucket) {
+  struct plx_group *g = b->g;
+  const struct plx_bucket *k = &b->buckets[bucket];
+  const void *src[PLX_MAX_WORLD];
+  size_t block = 16384 / k->width;
+  for (uint64_t at = k->start; at < k->stop; at += block) {
+    size_t n = k->stop - at < block ? k->stop - at : block;
+    for (uint32_t r = 0; r < g->world; r++) src[r] = g->heaps[r] + flags_of(b, r, bucket)->offset + at * k->width;
+    k->kernel((void *)(uintptr_t)src[g->rank], src, g->world, n);
+  }
+}
+
 uint32_t plx_board_poll(struct plx_board *b) {
   uint32_t everybody[PLX_MAX_WORLD];
   for (uint32_t r = 0; r < b->g->world; r++) everybody[r] = r;
   for (uint32_t i = 0; i < b->num_buckets && b->left != 0; i++) {
     struct plx_bucket *k = &b->buckets[i];
     if (k->reduced || !all_ready(b, i)) continue;
-    plx_board_reduce(b, i, everybody, b->g->world, b->g->rank);
+    if (k->all) plx_board_reduce(b, i, everybody, b->g->world, b->g->rank);
+    else reduce_needed(b, i);
     k->reduced = 1;
     b->left--;
     atomic_store_explicit(&flags_of(b, b->g->rank, i)->done, b->round, memory_order_release);

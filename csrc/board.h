@@ -10,6 +10,9 @@
  *                      the order of the ranks, writes the result to slice r of all heaps; done[b] = round
  *   at the end:        wait until done[b] == round on every rank, for all b
  *
+ *   Where each rank needs a slice of its own only (a sharded optimizer), r reads that slice of all heaps and writes it
+ *   to its own.
+ *
  * A bucket's slices are written by one rank each, and read by others only before its owner wrote them (ready, not done)
  * or after (done everywhere), so no byte is ever read while it is written.
  */
@@ -30,6 +33,9 @@ struct plx_bucket {
   size_t width;    /* bytes per element */
   plx_reduce_fn kernel;
   int reduced; /* our slice, in this round */
+  /* In this round: which elements this rank needs, and nobody else; where `all` is set, every rank needs all. */
+  int all;
+  uint64_t start, stop;
 };
 
 struct plx_board {
@@ -47,6 +53,9 @@ size_t plx_board_bytes(uint32_t num_buckets);
 void plx_board_begin(struct plx_board *b);
 /* Our part of the bucket is complete, and lies at `offset` of our heap, until the round has finished. */
 int plx_board_ready(struct plx_board *b, uint32_t bucket, uint64_t offset);
+/* The same, where this rank needs elements `start` to `stop` of the result only. All ranks say so, or none: together
+ * they need every element once. */
+int plx_board_ready_slice(struct plx_board *b, uint32_t bucket, uint64_t offset, uint64_t start, uint64_t stop);
 /* Reduce our slice of every bucket that all ranks have. Never waits. Returns how many slices we still owe. */
 uint32_t plx_board_poll(struct plx_board *b);
 /* Reduce slice `index` of a bucket over `n` ranks, which all have it: into the memory of each. */

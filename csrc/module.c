@@ -787,9 +787,14 @@ static PyObject *board_begin(Board *self, PyObject *const *a, Py_ssize_t n) {
 static PyObject *board_ready(Board *self, PyObject *const *a, Py_ssize_t n) {
   int bucket;
   uint64_t offset;
-  if (want(n, 2, "ready") != 0 || to_int(a[0], &bucket) != 0 || to_u64(a[1], &offset) != 0 || !board_open(self)) return NULL;
-  if (plx_board_ready(&self->b, (uint32_t)bucket, offset) != PLX_OK) {
-    PyErr_Format(PyExc_ValueError, "no bucket %d, or it lies outside the heap", bucket);
+  uint64_t slice[2]; /* the third and fourth argument, if there are any: the elements that this rank needs */
+  if (n != 4 && want(n, 2, "ready") != 0) return NULL;
+  if (to_int(a[0], &bucket) != 0 || to_u64(a[1], &offset) != 0 || !board_open(self)) return NULL;
+  if (n == 4 && (to_u64(a[2], &slice[0]) != 0 || to_u64(a[3], &slice[1]) != 0)) return NULL;
+  int code = n == 4 ? plx_board_ready_slice(&self->b, (uint32_t)bucket, offset, slice[0], slice[1])
+                    : plx_board_ready(&self->b, (uint32_t)bucket, offset);
+  if (code != PLX_OK) {
+    PyErr_Format(PyExc_ValueError, "no bucket %d, or it lies outside the heap, or it has no such slice", bucket);
     return NULL;
   }
   uint32_t left;
@@ -868,7 +873,7 @@ static int board_init(PyObject *object, PyObject *args, PyObject *kwargs) {
       if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a bucket is (count, dtype, redop)");
       return -1;
     }
-    struct plx_bucket k = {count, plx_dtype_size(dtype), plx_reduce_kernel(dtype, redop), 0};
+    struct plx_bucket k = {count, plx_dtype_size(dtype), plx_reduce_kernel(dtype, redop), 0, 1, 0, 0};
     if (k.kernel == NULL || count * k.width > b->g->heap_bytes) {
       PyErr_Format(PyExc_ValueError, "bucket %u: no such reduction, or it is larger than the heap", i);
       return -1;

@@ -447,7 +447,7 @@ static void stress(uint32_t world, int crowded, enum ending ending, uint32_t ope
     t->out = malloc(MOST * 4 * world);
     static const uint64_t counts[NUM_BUCKETS] = {1, 17, 1000, 4097, 9999};
     for (uint64_t b = 0, at = BUCKETS + 128 * r; b < NUM_BUCKETS; at += (4 * counts[b] + 63) / 64 * 64, b++)
-      t->buckets[b] = (struct plx_bucket){counts[b], 4, plx_reduce_kernel(PLX_I32, PLX_SUM), 0}, t->offsets[b] = at;
+      t->buckets[b] = (struct plx_bucket){counts[b], 4, plx_reduce_kernel(PLX_I32, PLX_SUM), 0, 1, 0, 0}, t->offsets[b] = at;
     t->board = (struct plx_board){.g = &t->g, .flags = FLAGS, .num_buckets = NUM_BUCKETS, .buckets = t->buckets};
   }
   struct reader reader = {.threads = threads};

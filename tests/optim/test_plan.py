@@ -39,11 +39,18 @@ def test_cuts_lie_on_lines_of_128_bytes_from_the_parameters_start(itemsize):
         assert all(s.start * itemsize % LINE == 0 for s in slices)
 
 
-def test_cut_ranges_differ_by_a_line_at_most():
-    loads = [
-        sum(-(-(s.stop - s.start) * 4 // LINE) for s in slices) for slices in plan_cut(_extents([5, 100_003, 64, 1]), 4)
-    ]
-    assert max(loads) - min(loads) <= 1
+@pytest.mark.parametrize(("sizes", "most"), [([5, 40_003, 64, 1], 1), ([5, 100_003, 64, 70_001, 1], 3)])
+def test_cut_ranges_differ_by_a_line_at_most_for_each_large_parameter_and_for_all_small_ones(sizes, most):
+    loads = [sum(-(-(s.stop - s.start) * 4 // LINE) for s in slices) for slices in plan_cut(_extents(sizes), 4)]
+    assert max(loads) - min(loads) <= most
+
+
+def test_a_large_parameter_is_cut_between_all_ranks_and_small_ones_together():
+    large, small = 70_000, 320
+    assert plan_cut(_extents([small, large, small]), 2) == (
+        (Slice(0, 0, small), Slice(1, 0, 35_008)),
+        (Slice(1, 35_008, large), Slice(2, 0, small)),
+    )
 
 
 def test_a_parameter_with_fewer_lines_than_ranks_leaves_some_with_nothing():

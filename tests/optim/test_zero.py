@@ -42,6 +42,17 @@ EVERY_CLASS = [
 ]
 
 
+class NormSGD(optim.SGD):
+    """Not element-wise: each parameter's step has the length lr."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad / p.grad.norm().clamp_min(1e-8), alpha=group["lr"])
+
+
 def _compare(make_plain, make_sharded, rank, **training):
     plain, sharded = wrapped(), wrapped()
     expected = train(plain, make_plain(plain.parameters()), rank, STEPS, **training)
@@ -91,16 +102,6 @@ def test_half_double_and_complex_parameters_are_updated_like_the_plain_optimizer
 
 
 def test_whole_parameters_are_given_to_a_class_that_is_not_known():
-    class NormSGD(optim.SGD):
-        """Not element-wise: each parameter's step has the length lr."""
-
-        def step(self, closure=None):
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.sub_(p.grad / p.grad.norm().clamp_min(1e-8), alpha=group["lr"])
-
     def normed(rank, world_size):
         def sharded(params):
             return ZeroRedundancyOptimizer(params, NormSGD, lr=0.1)
@@ -465,3 +466,98 @@ def test_a_rank_whose_optimizer_fails_ends_the_step_for_all():
         return same(values(ddp), before)
 
     assert run_ranks(fussy, 2) == [True, None]
+
+
+class Large(nn.Module):
+    """Parameters that are cut between all ranks, among small ones; one is complex."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(192, 301)
+        self.second = nn.Linear(301, 333)
+        self.spectrum = nn.Parameter(torch.randn(333, 111, dtype=torch.complex64))
+
+    def forward(self, images):
+        hidden = torch.tanh(self.second(torch.tanh(self.first(images.flatten(1)))))
+        return (hidden.to(torch.complex64) @ self.spectrum).abs()
+
+
+_WITHOUT_GATHER = {"gather_gradients": False}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("made", [optim.AdamW, NormSGD])
+def test_without_gathering_gradients_the_weights_are_the_same(world_size, made):
+    def fn(rank, world_size):
+        plain, sharded = phalanx.DistributedDataParallel(Large()), phalanx.DistributedDataParallel(Large())
+        expected = train(plain, made(plain.parameters(), lr=0.01), rank, STEPS)
+        optimizer = ZeroRedundancyOptimizer(sharded.parameters(), made, lr=0.01, **_WITHOUT_GATHER)
+        assert same(train(sharded, optimizer, rank, STEPS), expected)
+        return same([p.grad for p in sharded.parameters()], [p.grad for p in plain.parameters()])
+
+    assert all(run_ranks(fn, world_size)) == (world_size == 1)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_its_own_clipping_is_that_of_torch_and_needs_no_gathered_gradients(norm_type):
+    def fn(rank, world_size):
+        plain, sharded = phalanx.DistributedDataParallel(Large()), phalanx.DistributedDataParallel(Large())
+        one = optim.SGD(plain.parameters(), lr=0.1)
+        other = ZeroRedundancyOptimizer(sharded.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
+        for step in range(3):
+            for ddp, optimizer in ((plain, one), (sharded, other)):
+                optimizer.zero_grad()
+                backward(ddp, rank, step)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+            norm = other.clip_grad_norm_(0.01, norm_type)
+            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)  # two ways to add 200,000 numbers
+            one.step(), other.step()
+        torch.testing.assert_close(values(sharded), values(plain))
+        return norm.item()
+
+    norms = run_ranks(fn, 3)
+    assert len(set(norms)) == 1
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error():
+    def fn(rank, world_size):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+        backward(ddp, rank, 0)
+        ddp.module.hidden.weight.grad.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 is nan"):
+            optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+    run_ranks(fn, 2)
+
+
+def test_gradients_changed_by_whoever_sees_a_slice_only_are_refused():
+    def fn(rank, world_size):
+        ddp = phalanx.DistributedDataParallel(Large())
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
+        backward(ddp, rank, 0)
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
+        with pytest.raises(RuntimeError, match=r"was changed after backward.*optimizer\.clip_grad_norm_"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"still holds the mean of the backward before.*zero_grad"):
+            backward(ddp, rank, 1)
+
+    run_ranks(fn, 2)
+
+
+def test_gradients_accumulate_under_no_sync_without_gathering():
+    def fn(rank, world_size):
+        plain, sharded = phalanx.DistributedDataParallel(Large()), phalanx.DistributedDataParallel(Large())
+        one = optim.SGD(plain.parameters(), lr=0.1)
+        other = ZeroRedundancyOptimizer(sharded.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
+        for step in range(3):
+            for ddp, optimizer in ((plain, one), (sharded, other)):
+                optimizer.zero_grad()
+                with ddp.no_sync():
+                    backward(ddp, rank, 10 * step)
+                backward(ddp, rank, 10 * step + 1)
+                optimizer.step()
+        return same(values(sharded), values(plain))
+
+    assert run_ranks(fn, 2) == [True] * 2

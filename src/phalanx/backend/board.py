@@ -52,14 +52,18 @@ class SharedBoard:
             raise closed(self._memory.group)
         self._board.begin()
 
-    def ready(self, number: int, instead: Tensor | None = None) -> None:
+    def ready(self, number: int, instead: Tensor | None = None, needed: tuple[int, int] | None = None) -> None:
         """This rank's tensor, or the one `instead` of it, is complete.
+
+        `needed`: this rank needs these elements (start, stop) of the result only, and what lies elsewhere stays as it
+        is. All ranks say so, or none does; together they need each element once.
 
         Also reduces, without waiting, every tensor that all ranks have.
         """
         if self._memory.arena.closed:
             raise closed(self._memory.group)
-        self._board.ready(number, self._offset(self._tensors[number] if instead is None else instead))
+        offset = self._offset(self._tensors[number] if instead is None else instead)
+        self._board.ready(number, offset, *(needed or ()))
 
     def finish(self) -> None:
         """Return when every tensor holds the reduction on every rank, or on every rank that is in this round.

@@ -6,6 +6,10 @@ import sys
 
 import torch.distributed as dist
 
+# From this size on a gradient has a bucket to itself, lies where autograd wrote it, and is cut between ranks: for a
+# smaller one a copy, in the cache, costs less than its own bookkeeping.
+LARGE_BYTES = 256 * 1024
+
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` share memory. The backend's name does not tell: they may be on several hosts."""

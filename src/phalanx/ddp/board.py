@@ -39,7 +39,8 @@ class BoardExchange:
             self._board.begin()
         number = self._numbers.get(id(bucket))
         if number is not None:
-            self._board.ready(number, None if bucket.in_place is None else _real(bucket.in_place))
+            instead = None if bucket.in_place is None else _real(bucket.in_place)
+            self._board.ready(number, instead, _needed(bucket))
         return self
 
     @property
@@ -62,6 +63,14 @@ def _content(bucket: DenseBucket) -> Tensor:
     """The bucket's memory; of a single gradient only that, since one that lies elsewhere has nothing behind it."""
     (first, *others) = bucket.plan.slots
     return bucket.buffer if others else bucket.buffer[: first.numel]
+
+
+def _needed(bucket: DenseBucket) -> tuple[int, int] | None:
+    """The elements that this rank needs of a bucket, as the board counts them: complex ones in two parts."""
+    if bucket.needed is None:
+        return None
+    parts = 2 if bucket.plan.dtype.is_complex else 1
+    return bucket.needed.start * parts, bucket.needed.stop * parts
 
 
 def _real(buffer: Tensor) -> Tensor:

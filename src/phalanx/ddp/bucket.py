@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.sharing import shares_memory
+from phalanx.backend.slices import NeededSlice, find_needed
 from phalanx.backend.strides import is_dense, same_order
 from phalanx.ddp.plan import Bucket
 
@@ -40,7 +41,8 @@ class DenseBucket:
     """A planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
 
     With `as_view` a parameter's `.grad` becomes the view in the bucket; without it, gradients are copied in and out.
-    `pool` is where autograd may have written the gradient of a bucket that has but one; with `as_view` only.
+    `pool`, of `group`, is where autograd may have written the gradient of a bucket that has but one; with `as_view`
+    only. Of such a gradient this rank may need the mean of a slice only.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class DenseBucket:
         *,
         as_view: bool,
         pool: SharedPool | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.plan = plan
         self.parameters = list(parameters)
         self.buffer = buffer
         self._as_view = as_view
         self._pool = pool if as_view and len(plan.slots) == 1 else None
+        self._group = group
+        self.needed: NeededSlice | None = None  # in this round; None for all of it
         self.in_place: Tensor | None = None  # this round's gradient, if the pool holds it
         self.views = [self._view(position) for position in range(len(plan.slots))]
         self._addresses = [buffer.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots]
@@ -80,7 +85,9 @@ class DenseBucket:
             RuntimeError: a gradient does not fit: it is sparse, was built with create_graph=True, or the parameter
                 changed its dtype, device or shape since it was wrapped.
         """
-        self.in_place = None
+        self.in_place = self.needed = None
+        if self._pool is not None and self._group is not None:
+            self.needed = find_needed(self.parameters[0], self._group)
         slots, grads = [], []
         for position, parameter in enumerate(self.parameters):
             grad, view = parameter.grad, self.views[position]
@@ -107,6 +114,13 @@ class DenseBucket:
 
     def _check(self, grad: Tensor, position: int) -> None:
         slot, parameter = self.plan.slots[position], self.parameters[position]
+        if self.needed is not None and self.needed.is_mean(grad):
+            raise RuntimeError(
+                f"Gradient of {slot.name!r} still holds the mean of the backward before, of a slice only, because the "
+                "optimizer was built with gather_gradients=False. Call optimizer.zero_grad(), with set_to_none=True as "
+                "it is by default, before each backward; accumulate under no_sync(), or leave gather_gradients=False "
+                "out."
+            )
         if grad.requires_grad:
             raise RuntimeError(
                 f"Gradient of {slot.name!r}: backward(create_graph=True) under DistributedDataParallel is refused, "
@@ -145,6 +159,8 @@ class DenseBucket:
         if self._as_view:
             if parameter.grad is not view:
                 parameter.grad = view
+            if self.needed is not None:
+                self.needed.mark(view)
         elif parameter.grad is None:
             parameter.grad = view.clone()
         else:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.backend.attendance import absent_ranks, training_step
-from phalanx.backend.sharing import shares_memory
+from phalanx.backend.sharing import LARGE_BYTES, shares_memory
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Counted, Exchange, Pending, SparsePending, WorkExchange
 from phalanx.ddp.first_steps import FirstSteps
@@ -36,9 +36,6 @@ if TYPE_CHECKING:  # needs the C core, which may not be there
     from phalanx.backend.pool import SharedPool
 
 _SHOWN = 8  # parameter names in a message
-# Gradients of this size are written where all ranks can read them; for smaller ones a copy, in the cache, costs less
-# than a bucket each.
-_ALONE_BYTES = 256 * 1024
 
 
 class Reducer:
@@ -76,7 +73,7 @@ class Reducer:
         self._exchange: Exchange
         self._custom_exchange: Exchange | None = None
         self._pool = _share_memory_for(self._specs, group) if as_view else None
-        self._alone_bytes = None if self._pool is None else _ALONE_BYTES
+        self._alone_bytes = None if self._pool is None else LARGE_BYTES
 
         self._forward_syncs = False  # what the latest forward decided
         self._backward_syncs: bool | None = None  # what the backward in progress does; None before it is known
@@ -390,7 +387,9 @@ class Reducer:
                 self._buckets.append(SparseBucket(bucket, members[0]))
             else:
                 memory = allocate(bucket, self._group)
-                self._buckets.append(DenseBucket(bucket, members, memory, as_view=self._as_view, pool=self._pool))
+                self._buckets.append(
+                    DenseBucket(bucket, members, memory, as_view=self._as_view, pool=self._pool, group=self._group)
+                )
         self._places = {
             slot.parameter: (bucket.index, position)
             for bucket in plan.buckets
@@ -441,7 +440,7 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
         nbytes
         for spec in specs
         if not spec.sparse and spec.device.type == "cpu"
-        if (nbytes := spec.numel * spec.dtype.itemsize) >= _ALONE_BYTES
+        if (nbytes := spec.numel * spec.dtype.itemsize) >= LARGE_BYTES
     )
     if not sizes or not shares_memory(group):
         return None

@@ -2,14 +2,16 @@
 
              w1                        b1     w2
 memory   [ . . . . . . . . . . . . ][ . .  ][ . . . . . . . . ]     each parameter starts on a line of 128 bytes
-cut        rank 0      |  rank 1              |   rank 2            equal ranges of lines
+cut        rank 0| rank 1 | rank 2    0    0   1  |  1   |  2       equal ranges of lines: of a large one, of all small
 whole      rank 0                    rank 1     rank 1              each parameter to one rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from phalanx.backend.sharing import LARGE_BYTES
 
 # A cut lies at a multiple of this from the parameter's start. torch's kernels take two vector registers, at most 128
 # bytes, at a time, and what is left at the end one by one; the two ways may round differently (fused SGD's do). On
@@ -26,9 +28,14 @@ class Extent:
     itemsize: int
 
     @property
+    def nbytes(self) -> int:
+        """What its elements take."""
+        return self.numel * self.itemsize
+
+    @property
     def num_lines(self) -> int:
         """The room that it takes."""
-        return -(-self.numel * self.itemsize // LINE)
+        return -(-self.nbytes // LINE)
 
 
 @dataclass(frozen=True)
@@ -54,22 +61,33 @@ def plan_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
 
 
 def plan_cut(extents: Sequence[Extent], world_size: int) -> Plan:
-    """Equal ranges of lines, in the order of memory; a parameter may be cut. Empty ones are rank 0's."""
-    total = sum(extent.num_lines for extent in extents)
+    """Equal ranges of lines: of each large parameter, and of the small ones, one after the other, together.
+
+    So every rank averages and updates its share of each large gradient, as it comes. Empty ones are rank 0's.
+    """
+    small = [index for index, extent in enumerate(extents) if extent.nbytes < LARGE_BYTES]
+    rows = [[index] for index, extent in enumerate(extents) if extent.nbytes >= LARGE_BYTES] + [small]
     plan = []
     for rank in range(world_size):
-        low, high = total * rank // world_size, total * (rank + 1) // world_size
-        slices, at = [], 0
-        for index, extent in enumerate(extents):
-            per_line = LINE // extent.itemsize
-            first, last = max(low - at, 0), min(high - at, extent.num_lines)
-            if first < last:
-                slices.append(Slice(index, first * per_line, min(last * per_line, extent.numel)))
-            elif extent.numel == 0 and rank == 0:
-                slices.append(Slice(index, 0, 0))
-            at += extent.num_lines
-        plan.append(tuple(slices))
+        slices = [part for row in rows for part in _cut(extents, row, rank, world_size)]
+        plan.append(tuple(sorted(slices, key=lambda part: part.index)))
     return tuple(plan)
+
+
+def _cut(extents: Sequence[Extent], row: Sequence[int], rank: int, world_size: int) -> Iterator[Slice]:
+    """One rank's part of the parameters in `row`, laid end to end."""
+    total = sum(extents[index].num_lines for index in row)
+    low, high = total * rank // world_size, total * (rank + 1) // world_size
+    at = 0
+    for index in row:
+        extent = extents[index]
+        per_line = LINE // extent.itemsize
+        first, last = max(low - at, 0), min(high - at, extent.num_lines)
+        if first < last:
+            yield Slice(index, first * per_line, min(last * per_line, extent.numel))
+        elif extent.numel == 0 and rank == 0:
+            yield Slice(index, 0, 0)
+        at += extent.num_lines
 
 
 def plan_whole(extents: Sequence[Extent], world_size: int) -> Plan:

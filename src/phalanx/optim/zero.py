@@ -11,20 +11,24 @@ forward       reads all parameters          reads all parameters         the sam
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from phalanx.backend.sharing import shares_memory
+from phalanx.backend.slices import NeededSlice, find_needed, need_slice
 from phalanx.optim.arguments import check_parameters, decide_group, refuse
 from phalanx.optim.element_wise import decide_cut
 from phalanx.optim.home import Home
 from phalanx.optim.piece import Piece
-from phalanx.optim.plan import plan_cut, plan_whole
+from phalanx.optim.plan import Slice, plan_cut, plan_whole
 from phalanx.optim.state import StateDict, cut_state, merge_state_dicts
 from phalanx.optim.undo import Undo
 
@@ -53,6 +57,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         process_group: the default group if None.
         parameters_as_bucket_view: parameters are views of shared memory whether it is set or not.
         overlap_with_ddp: refused; there is no broadcast to hide.
+        gather_gradients: ours. With False, `DistributedDataParallel` leaves the mean of a large gradient (256 KiB or
+            more) in the slices that this rank updates only, and its own gradient elsewhere: what nobody needs is not
+            written. Clip with this class's `clip_grad_norm_`, and let `zero_grad` set gradients to None; what would
+            go wrong instead is refused. On any other group it changes nothing.
         defaults: options of `optimizer_class`.
 
     Raises:
@@ -69,6 +77,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        gather_gradients: bool = True,
         **defaults: Any,
     ) -> Any:
         """An instance of this class where ranks share memory; of PyTorch's where they don't."""
@@ -87,6 +96,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        gather_gradients: bool = True,
         **defaults: Any,
     ) -> None:
         self._cut = decide_cut(optimizer_class)
@@ -95,6 +105,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.gather_gradients = gather_gradients
         self._optimizer_class = optimizer_class
         self._undo = Undo(self.process_group) if self.world_size > 1 else None
         self._homes: list[Home] = []
@@ -127,6 +138,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._pieces.append(pieces)
         if self._undo is not None:
             self._undo.cover(home, plan)
+        if not self.gather_gradients:
+            mine = {part.index: part for part in plan[self.rank]}
+            for index, parameter in enumerate(home.parameters):
+                part = mine.get(index, Slice(index, 0, 0))
+                need_slice(parameter, part.start, part.stop, self.process_group)
         local_group = {**_options(group), "params": [piece.tensor for piece in pieces]}
         if self._local is None:
             self._local = self._optimizer_class([local_group], **self.defaults)
@@ -161,21 +177,77 @@ class ZeroRedundancyOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_homes()
+        self._check_gradients()
         if self._consolidated:
             self.state.clear()
             self._consolidated = False
         self._pass_options()
+        with self._gradients(), self._undo.step() if self._undo is not None else contextlib.nullcontext():
+            self.optim.step()
+        self._show_options()
+        return loss
+
+    @contextlib.contextmanager
+    def _gradients(self) -> Iterator[list[Tensor]]:
+        """The tensors that this rank's optimizer updates, with their gradients."""
         pieces = [piece for group in self._pieces for piece in group]
         try:
             for piece in pieces:
                 piece.take_gradient()
-            with self._undo.step() if self._undo is not None else contextlib.nullcontext():
-                self.optim.step()
+            yield [piece.tensor for piece in pieces]
         finally:
             for piece in pieces:
                 piece.drop_gradient()
-        self._show_options()
-        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """Scale the gradients that the next step uses, so that their norm over all parameters is at most `max_norm`.
+
+        As `torch.nn.utils.clip_grad_norm_`, but each rank reads and scales only what it updates, so it is right with
+        `gather_gradients=False` as well. Collective. Returns the norm before, the same bits on every rank.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+        """
+        norm_type = float(norm_type)
+        with self._gradients() as tensors:
+            norm = get_total_norm([t.grad for t in tensors if t.grad is not None], norm_type, foreach=foreach).float()
+            if norm_type == math.inf:
+                dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self.process_group)
+            else:
+                norm = norm.pow(norm_type)
+                dist.all_reduce(norm, group=self.process_group)
+                norm = norm.pow(1 / norm_type)
+            if error_if_nonfinite and not norm.isfinite():
+                raise RuntimeError(
+                    f"ZeroRedundancyOptimizer.clip_grad_norm_: the total norm of order {norm_type} is {norm.item()}. "
+                    "To clip with it anyway, leave error_if_nonfinite out."
+                )
+            clip_grads_with_norm_(tensors, max_norm, norm, foreach=foreach)
+        for parameter, needed in self._needed_slices():
+            if parameter.grad is not None and needed.is_mean(parameter.grad):
+                needed.mark(parameter.grad)
+        return norm
+
+    def _needed_slices(self) -> Iterator[tuple[Tensor, NeededSlice]]:
+        if not self.gather_gradients:
+            for parameter in (parameter for home in self._homes for parameter in home.parameters):
+                needed = find_needed(parameter, self.process_group)
+                if needed is not None:
+                    yield parameter, needed
+
+    def _check_gradients(self) -> None:
+        """With gather_gradients=False: who changes a gradient of which it sees a slice only, sees the wrong thing."""
+        for parameter, needed in self._needed_slices():
+            if parameter.grad is not None and needed.is_touched(parameter.grad):
+                raise RuntimeError(
+                    f"ZeroRedundancyOptimizer.step on rank {self.rank}: the gradient of a parameter of shape "
+                    f"{tuple(parameter.shape)} was changed after backward, but with gather_gradients=False this rank "
+                    "has the mean of a slice of it only. Clip with optimizer.clip_grad_norm_(max_norm) in place of "
+                    "torch.nn.utils.clip_grad_norm_, or leave gather_gradients=False out."
+                )
 
     def _pass_options(self) -> None:
         """What users and schedulers have set, to this rank's optimizer."""

@@ -1,0 +1,58 @@
+"""Which slice of a gradient's mean a rank needs: said by whoever updates the parameter, asked by whoever averages it.
+
+An optimizer that is sharded over the ranks of a host updates a slice of each parameter, in memory that all of them see.
+Then a rank needs the mean in that slice only, and it need not be written anywhere else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, MutableMapping
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class NeededSlice:
+    """Elements `start` to `stop`, in the order of memory, of a gradient that is averaged over `ranks`."""
+
+    def __init__(self, start: int, stop: int, ranks: Iterable[int]) -> None:
+        self.start = start
+        self.stop = stop
+        self.ranks = tuple(ranks)
+        self._mean: weakref.ref[Tensor] | None = None
+        self._version = 0
+
+    def mark(self, gradient: Tensor) -> None:
+        """`gradient` holds the mean in the slice, and this rank's own values elsewhere."""
+        self._mean, self._version = weakref.ref(gradient), gradient._version
+
+    def is_mean(self, gradient: Tensor) -> bool:
+        """Whether this very tensor was marked."""
+        return self._mean is not None and self._mean() is gradient
+
+    def is_touched(self, gradient: Tensor) -> bool:
+        """Whether somebody changed or replaced the gradient that was marked, while that one lives."""
+        marked = None if self._mean is None else self._mean()
+        return marked is not None and (marked is not gradient or gradient._version != self._version)
+
+
+_needed: MutableMapping[Tensor, NeededSlice] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+
+def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGroup) -> None:
+    """From the next backward on, this rank needs elements `start` to `stop` of the parameter's mean gradient only.
+
+    Collective in this sense: every rank of `group` says so for the same parameters before the next backward, and every
+    element is needed by one of them.
+    """
+    _needed[parameter] = NeededSlice(start, stop, dist.get_process_group_ranks(group))
+
+
+def find_needed(parameter: Tensor, group: dist.ProcessGroup) -> NeededSlice | None:
+    """What this rank needs of a gradient that is averaged over `group`; None for all of it."""
+    needed = _needed.get(parameter)
+    if needed is None or needed.ranks != tuple(dist.get_process_group_ranks(group)):
+        return None
+    return needed
