@@ -38,7 +38,7 @@ class NeededSlice:
         return marked is not None and (marked is not gradient or gradient._version != self._version)
 
 
-_needed: MutableMapping[Tensor, NeededSlice] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_needed: MutableMapping[Tensor, NeededSlice] = WeakIdKeyDictionary()
 
 
 def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGroup) -> None:
