@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # torch's own DDP packs with them
 
 _MESSAGE_BYTES = 32 * 1024 * 1024  # bounds the memory beside the model
 
@@ -34,14 +36,14 @@ def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor.detach())
+            by_device.setdefault(tensor.device, []).append(tensor.data)
     for members in by_device.values():
-        members.sort(key=lambda tensor: -tensor.dtype.itemsize)
+        members.sort(key=_width)
         message: list[Tensor] = []
         num_bytes = 0
         for tensor in members:
             message.append(tensor)
-            num_bytes += tensor.numel() * tensor.dtype.itemsize
+            num_bytes += tensor.nbytes
             if num_bytes >= _MESSAGE_BYTES:
                 _broadcast(message, broadcast)
                 message, num_bytes = [], 0
@@ -49,12 +51,16 @@ def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
             _broadcast(message, broadcast)
 
 
+def _width(tensor: Tensor) -> tuple[int, str]:
+    """Widest first, and those of one dtype together."""
+    return -tensor.dtype.itemsize, str(tensor.dtype)
+
+
 def _broadcast(tensors: list[Tensor], broadcast: Broadcast) -> None:
-    packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+    runs = [list(run) for _, run in itertools.groupby(tensors, key=_width)]  # torch packs tensors of one dtype at once
+    parts = [_flatten_dense_tensors(run).view(torch.uint8) for run in runs]  # type: ignore[no-untyped-call]
+    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     if not broadcast(packed):
         return
-    start = 0
-    for tensor in tensors:
-        stop = start + tensor.numel() * tensor.dtype.itemsize
-        tensor.data.copy_(packed[start:stop].view(tensor.dtype).view(tensor.shape))
-        start = stop
+    for run, part in zip(runs, packed.split([part.numel() for part in parts]), strict=True):
+        torch._foreach_copy_(run, _unflatten_dense_tensors(part.view(run[0].dtype), run))  # type: ignore[no-untyped-call]
