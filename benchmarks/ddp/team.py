@@ -12,6 +12,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class Contestant:
     world_size: int
     backend: str | None = None
     wrap: Callable[[nn.Module], nn.Module] | None = None
-    sharded: type[torch.optim.Optimizer] | None = None  # a ZeroRedundancyOptimizer
+    sharded: Callable[..., torch.optim.Optimizer] | None = None  # a ZeroRedundancyOptimizer
     num_threads: int = 1  # inside each operation; a process has as many cores, and as many ranks' batches
 
 
@@ -44,6 +45,10 @@ def _pytorch_views(module: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
 
 
+def _without_gather(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(*args, gather_gradients=False, **kwargs)
+
+
 CONTESTANTS = {
     "pytorch-gloo": Contestant(2, "gloo", _pytorch),
     "pytorch-views-gloo": Contestant(2, "gloo", _pytorch_views),
@@ -52,6 +57,7 @@ CONTESTANTS = {
     "phalanx-phalanx": Contestant(2, "phalanx", DistributedDataParallel),
     "pytorch-zero-gloo": Contestant(2, "gloo", _pytorch, torch.distributed.optim.ZeroRedundancyOptimizer),
     "phalanx-zero": Contestant(2, "phalanx", DistributedDataParallel, ZeroRedundancyOptimizer),
+    "phalanx-zero-sliced": Contestant(2, "phalanx", DistributedDataParallel, _without_gather),
     "alone": Contestant(1),
     "threads": Contestant(1, num_threads=2),
     "unconnected": Contestant(2),
