@@ -10,6 +10,15 @@ import pytest
 from phalanx.testing import leaks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments inside the update")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kill" in metafunc.fixturenames:
+        metafunc.parametrize("kill", range(metafunc.config.getoption("kills")))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _marked_descendants() -> None:
     leaks.mark_descendants()
