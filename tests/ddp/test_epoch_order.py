@@ -80,7 +80,16 @@ def test_tensors_of_every_form_can_be_looked_at(change):
     assert _sees(batches) == (None if batches[0].numel() == 0 else 7)
 
 
-@pytest.mark.parametrize("strange", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
+@pytest.mark.parametrize(
+    "strange",
+    [
+        torch.empty(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.ones(3).to(torch.float8_e4m3fn),
+    ],
+    ids=["meta", "sparse", "nested", "float8"],
+)
 def test_what_can_not_be_looked_at_cheaply_is_not(strange):
     assert _sees([*_numbered([1, 2, 3]), strange, *_numbered([1, 2, 3])]) is None
     assert EpochOrder().repeats([]) is False

@@ -286,3 +286,20 @@ def test_every_kind_of_gradient_can_be_looked_at():
         return _lines(lambda: [step() for _ in range(4)])
 
     assert run_ranks(fn, 2) == [[], []]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_ragged_batches_train_and_are_not_looked_at(layout):
+    # They used to end the first forward: the digest cannot read nested tensors, nor could the look at epochs.
+    class Padded(nn.Linear):
+        def forward(self, rows):
+            return super().forward(torch.nested.to_padded_tensor(rows, 0.0))
+
+    def fn(rank, world_size):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Padded(3, 2))
+        batch = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+        return _lines(lambda: _train(ddp, rank, batch=batch))
+
+    assert run_ranks(fn, 2) == [[], []]

@@ -30,9 +30,16 @@ def _weights(device: torch.device) -> Tensor:
         return (weights | 1).to(device)
 
 
+def has_bytes(tensor: Tensor) -> bool:
+    """Whether `digest` can read the tensor: the elements of nested, quantized and oneDNN's tensors are out of reach."""
+    return not (tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn)
+
+
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
     """The digest of a tensor's elements in logical order, whatever its strides: a scalar, int64, on its device.
+
+    For tensors that have bytes.
 
     Cost: reads the tensor once, at the speed of memory; copies it if it is not contiguous.
     """

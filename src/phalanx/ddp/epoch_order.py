@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 
 from phalanx.backend.strides import is_dense
+from phalanx.ddp.digest import has_bytes
 
 NUM_BATCHES = 3
 """So many batches in the order of the beginning are no accident."""
 
 _NUM_ELEMENTS = 256  # of each tensor, about, are looked at: some microseconds, however large a batch is
+
+# torch.equal knows these on the CPU; of the others some, in some versions, for some strides.
+_COMPARED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)
 
 Probe = tuple[Tensor, ...]
 
@@ -33,7 +40,8 @@ class EpochOrder:
     def repeats(self, inputs: Iterable[Tensor]) -> bool:
         """Whether, with this batch, the first `NUM_BATCHES` have come again in their order.
 
-        Never, if two of the first are alike, or tensors are not on the CPU: to look at those would stall the device.
+        Never, if two of the first are alike, if there are tensors that torch can't compare, or that are not on the CPU:
+        to look at those would stall the device.
 
         Cost: compares some 256 elements of each tensor.
         """
@@ -41,7 +49,7 @@ class EpochOrder:
             return False
         self.num_steps += 1
         tensors = list(inputs)
-        if not tensors or any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors):
+        if not tensors or not all(map(_can_be_seen, tensors)):
             self._blind = True
             return False
         probe = tuple(_sample(tensor) for tensor in tensors)
@@ -66,6 +74,11 @@ def explain_repetition(num_steps: int) -> str:
         "in the same order, so every epoch shows the data in one order. With torch's DistributedSampler call "
         "sampler.set_epoch(epoch) before each epoch; phalanx.DistributedSampler goes on by itself"
     )
+
+
+def _can_be_seen(tensor: Tensor) -> bool:
+    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and has_bytes(tensor)
+    return plain and tensor.dtype in _COMPARED
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.ddp.digest import digest, digests, find_differences
+from phalanx.ddp.digest import digest, digests, find_differences, has_bytes
 from phalanx.ddp.mistakes import NUM_STEPS, Observation, Step, decide_warnings
 from phalanx.ddp.stale_optimizer import OptimizerWatch
 from phalanx.log import get_logger
 
 _logger = get_logger("phalanx.ddp")
+
+# Can be NaN, and torch can add them up on every device.
+_SUMMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 class FirstSteps:
@@ -54,12 +57,12 @@ class FirstSteps:
         self._nan_gradients: dict[int, Tensor] = {}
 
     def before_forward(self, inputs: Iterable[Tensor]) -> None:
-        """Look at what the step's first forward is given."""
+        """Look at what the step's first forward is given, unless a part of it can't be read."""
         if self._has_forward:
             return
         self._has_forward = True
         tensors = [tensor for tensor in inputs if tensor.numel()]
-        if tensors:
+        if tensors and all(has_bytes(tensor) for tensor in tensors):
             self._inputs = digest(digests(tensors, self._device))
         self._generator = self._generator_state()
         kind = self._device.type
@@ -137,10 +140,10 @@ def warn_of(text: str) -> None:
 
 
 def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """For each tensor that can hold a NaN, whether its sum is one: faster than to look at each element.
+    """For each tensor that can hold a NaN and be added up, whether its sum is one: faster than to look at each element.
 
     Infinities of both signs in one tensor count as well.
     """
     for tensor in tensors:
-        if tensor.is_floating_point() or tensor.is_complex():
+        if tensor.dtype in _SUMMED and has_bytes(tensor):
             yield tensor.detach().sum().isnan()
