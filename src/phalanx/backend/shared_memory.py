@@ -128,7 +128,7 @@ class SharedMemory:
             last.label,
             self.group,
             self.arena.rank,
-            ranks(missing) if missing else "a message",
+            ranks(missing) if missing else "other ranks" if last.is_collective else "a message",
             waited_s,
             f" ({stories})" if stories else "",
         )
