@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -422,6 +423,37 @@ def test_a_collective_in_the_background_is_no_place_to_wait():
             go_on()
 
     run_ranks(fn, 2)
+
+
+def test_who_meets_in_the_background_makes_no_step_before_all_are_up_to_date():
+    # A rank that had trained on met the others in an asynchronous all_reduce and went on to its next step, which began
+    # before the others had taken over the number of its rounds: it trained alone, and so did they, unheard.
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
+        in_step = threading.Event()
+        if rank == 0:
+            attendance = dist.group.WORLD._attendance
+            rejoin = attendance.rejoin
+
+            def rejoin_late():
+                in_step.wait(0.5)  # never set where the step waits; a bound on how long it is tried
+                rejoin()
+
+            attendance.rejoin = rejoin_late
+        _train(ddp, optimizer, rank, [4, 2], 0)
+        total = torch.ones(3)
+        work = dist.all_reduce(total, async_op=rank == 0)
+        _train(ddp, optimizer, rank, [2, 2], 1)
+        in_step.set()
+        if work is not None:
+            work.wait()
+        assert torch.equal(total, torch.full((3,), 2.0))
+        return ddp._reducer.rounds[0], _weights(ddp.module)
+
+    (rounds, first), (other_rounds, second) = run_ranks(fn, 2)
+    assert rounds == other_rounds == 6
+    _assert_equal([first, second])
 
 
 def test_it_can_be_switched_off():

@@ -85,6 +85,8 @@ class Attendance:
         self._group = weakref.ref(group)
         self._participants: list[weakref.ref[Participant]] = []  # in the order of construction, as on all ranks
         self.role = WAITS
+        self.apart = False
+        """Whether some rank was out of a step of this rank's since all met, and nobody has been brought up to date."""
 
     def add(self, participant: Participant) -> None:
         """All ranks add theirs, in the same order."""
@@ -92,11 +94,14 @@ class Attendance:
 
     def rejoin(self) -> None:
         """Bring all participants up to date that every rank still has. Collective."""
+        alive = [participant() for participant in self._participants]
+        if alive:
+            self._rejoin(alive)
+        self.apart = False
+
+    def _rejoin(self, alive: Sequence[Participant | None]) -> None:
         group = self._group()
         assert group is not None  # it is in a collective
-        alive = [participant() for participant in self._participants]
-        if not alive:
-            return
         reunion = Reunion(group)
         kept = reunion.gather([one is not None for one in alive])
         for number, participant in enumerate(alive):

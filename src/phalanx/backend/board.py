@@ -50,6 +50,8 @@ class SharedBoard:
         """Open a round; the last one has finished."""
         if self._memory.arena.closed:
             raise closed(self._memory.group)
+        if self._memory.attendance is not None and self._memory.attendance.apart:
+            self._group.drain()  # the collective at which all meet again may still be under way, with old round numbers
         self._board.begin()
 
     def ready(self, number: int, instead: Tensor | None = None, needed: tuple[int, int] | None = None) -> None:
@@ -75,6 +77,8 @@ class SharedBoard:
         span = self._span()
         status = self._board.finish(span.timeout_ns, span.site, ())
         if status == APART:
+            if self._memory.attendance is not None:
+                self._memory.attendance.apart = True
             with self._memory.lock:
                 status = self._board.meet(span.timeout_ns, span.site, ())
         self._memory.check(status, span)

@@ -193,6 +193,11 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
             work.wait()
         return work
 
+    def drain(self) -> None:
+        """Return when the collectives that were called here and run in the background are over, well or not."""
+        if not self._lane.idle:
+            self._queue(self._lane, lambda: None, []).wait()
+
     def _queue(self, lane: Lane, action: Callable[[], None], outputs: Sequence[Any]) -> PhalanxWork:
         work = PhalanxWork(outputs)
         self._recent.append(work)
