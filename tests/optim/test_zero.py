@@ -520,6 +520,20 @@ def test_its_own_clipping_is_that_of_torch_and_needs_no_gathered_gradients(norm_
     assert len(set(norms)) == 1
 
 
+def test_the_norm_of_double_parameters_is_double():
+    def fn(rank, world_size):
+        torch.manual_seed(0)
+        ddp = phalanx.DistributedDataParallel(nn.Linear(30, 7, dtype=torch.float64))
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+        ddp(torch.full((2, 30), rank + 0.1, dtype=torch.float64)).square().sum().backward()
+        expected = nn.utils.get_total_norm([p.grad for p in ddp.parameters()])
+        norm = optimizer.clip_grad_norm_(0.01)
+        torch.testing.assert_close(norm, expected)
+        return norm.item()
+
+    assert len(set(run_ranks(fn, 2))) == 1
+
+
 def test_a_norm_that_is_not_finite_can_be_an_error():
     def fn(rank, world_size):
         ddp = wrapped()

@@ -213,7 +213,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         """
         norm_type = float(norm_type)
         with self._gradients() as tensors:
-            norm = get_total_norm([t.grad for t in tensors if t.grad is not None], norm_type, foreach=foreach).float()
+            norm = get_total_norm([t.grad for t in tensors if t.grad is not None], norm_type, foreach=foreach)
+            norm = norm.to(self._norm_dtype())  # the same on all ranks, also on one that has no gradient
             if norm_type == math.inf:
                 dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self.process_group)
             else:
@@ -230,6 +231,11 @@ class ZeroRedundancyOptimizer(Optimizer):
             if parameter.grad is not None and needed.is_mean(parameter.grad):
                 needed.mark(parameter.grad)
         return norm
+
+    def _norm_dtype(self) -> torch.dtype:
+        """Of the total norm: double where any parameter is."""
+        wide = {torch.float64, torch.complex128}
+        return torch.float64 if any(p.dtype in wide for g in self.param_groups for p in g["params"]) else torch.float32
 
     def _needed_slices(self) -> Iterator[tuple[Tensor, NeededSlice]]:
         if not self.gather_gradients:
