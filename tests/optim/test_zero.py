@@ -520,6 +520,19 @@ def test_its_own_clipping_is_that_of_torch_and_needs_no_gathered_gradients(norm_
     assert len(set(norms)) == 1
 
 
+def test_a_later_optimizer_that_gathers_gets_all_gradients():
+    # What the first optimizer needed stayed in force: clipping for the second saw a slice of the mean, and nobody refused.
+    def fn(rank, world_size):
+        ddp = phalanx.DistributedDataParallel(Large())
+        ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
+        ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+        backward(ddp, rank, 0)
+        return [p.grad.clone() for p in ddp.parameters()]
+
+    first, second = run_ranks(fn, 2)
+    assert same(first, second)
+
+
 def test_the_norm_of_double_parameters_is_double():
     def fn(rank, world_size):
         torch.manual_seed(0)

@@ -50,6 +50,11 @@ def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGrou
     _needed[parameter] = NeededSlice(start, stop, dist.get_process_group_ranks(group))
 
 
+def need_all(parameter: Tensor) -> None:
+    """From the next backward on, this rank needs the whole mean. Collective as `need_slice`."""
+    _needed.pop(parameter, None)
+
+
 def find_needed(parameter: Tensor, group: dist.ProcessGroup) -> NeededSlice | None:
     """What this rank needs of a gradient that is averaged over `group`; None for all of it."""
     needed = _needed.get(parameter)

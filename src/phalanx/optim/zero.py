@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from phalanx.backend.sharing import shares_memory
-from phalanx.backend.slices import NeededSlice, find_needed, need_slice
+from phalanx.backend.slices import NeededSlice, find_needed, need_all, need_slice
 from phalanx.optim.arguments import check_parameters, decide_group, refuse
 from phalanx.optim.element_wise import decide_cut
 from phalanx.optim.home import Home
@@ -138,9 +138,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._pieces.append(pieces)
         if self._undo is not None:
             self._undo.cover(home, plan)
-        if not self.gather_gradients:
-            mine = {part.index: part for part in plan[self.rank]}
-            for index, parameter in enumerate(home.parameters):
+        mine = {part.index: part for part in plan[self.rank]}
+        for index, parameter in enumerate(home.parameters):
+            if self.gather_gradients:
+                need_all(parameter)  # an optimizer before this one may have needed less
+            else:
                 part = mine.get(index, Slice(index, 0, 0))
                 need_slice(parameter, part.start, part.stop, self.process_group)
         local_group = {**_options(group), "params": [piece.tensor for piece in pieces]}
