@@ -521,7 +521,7 @@ def test_its_own_clipping_is_that_of_torch_and_needs_no_gathered_gradients(norm_
 
 
 def test_a_later_optimizer_that_gathers_gets_all_gradients():
-    # What the first optimizer needed stayed in force: clipping for the second saw a slice of the mean, and nobody refused.
+    # What the first one needed stayed in force: clipping for the second saw a slice of the mean, and nobody refused.
     def fn(rank, world_size):
         ddp = phalanx.DistributedDataParallel(Large())
         ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
