@@ -1,10 +1,11 @@
-/* What the staged collectives share: begin an operation, and the two pointers of a copy. */
+/* What the staged collectives share: begin an operation, compare the calls, end it. */
 #ifndef PLX_STAGED_H
 #define PLX_STAGED_H
 
 #include <string.h>
 
 #include "collectives.h"
+#include "copy.h"
 #include "recorder.h"
 
 /* Fill the fields that must agree. */
@@ -33,10 +34,6 @@ static inline uint64_t plx_digest(const size_t *sizes, uint32_t n) {
     even &= sizes[i] == sizes[0];
   }
   return even ? 0 : (hash | 1);
-}
-
-static inline void plx_copy(void *to, const void *from, size_t n) {
-  if (n != 0 && to != from) memcpy(to, from, n);
 }
 
 static inline size_t plx_min(size_t a, size_t b) { return a < b ? a : b; }

@@ -17,6 +17,7 @@
 
 #include "board.h"
 #include "collectives.h"
+#include "copy.h"
 #include "p2p.h"
 #include "recorder.h"
 #include "reduce.h"
@@ -503,10 +504,34 @@ static void kernels(uint64_t seed) {
     }
 }
 
+/* Every alignment of both sides, around the lengths at which the way changes; what lies beside stays as it was. */
+static void copies(void) {
+  enum { ROOM = 40000 + 256 };
+  static const size_t sizes[] = {0, 1, 63, 64, 65, 4097, 12287, 12288, 12289, 12288 + 63, 12288 + 64, 40000};
+  unsigned char *from = malloc(ROOM), *to = malloc(ROOM), *expected = malloc(ROOM);
+  for (size_t i = 0; i < ROOM; i++) from[i] = (unsigned char)(i * 31 + i / 251);
+  for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
+    for (size_t to_at = 0; to_at <= 64; to_at++)
+      for (size_t from_at = to_at % 3; from_at <= 64; from_at += 21) {
+        memset(to, 0xee, ROOM);
+        memset(expected, 0xee, ROOM);
+        memcpy(expected + to_at, from + from_at, sizes[s]);
+        plx_copy(to + to_at, from + from_at, sizes[s]);
+        if (memcmp(to, expected, ROOM) != 0) {
+          fprintf(stderr, "stress: a copy of %zu bytes from offset %zu to offset %zu is wrong\n", sizes[s], from_at, to_at);
+          exit(1);
+        }
+      }
+  free(from);
+  free(to);
+  free(expected);
+}
+
 int main(int argc, char **argv) {
   uint32_t operations = argc > 1 ? (uint32_t)strtoul(argv[1], NULL, 10) : 120;
   uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
   kernels(seed);
+  copies();
   for (uint32_t world = 2; world <= MAX_WORLD; world++)
     for (int crowded = 0; crowded <= 1; crowded++) {
       stress(world, crowded, FINISH, operations, seed + world);

@@ -1,0 +1,10 @@
+/* Copying between a rank's own memory and memory that ranks share. */
+#ifndef PLX_COPY_H
+#define PLX_COPY_H
+
+#include <stddef.h>
+
+/* As memcpy; `to` may be `from`, and n may be zero with any pointers. */
+void plx_copy(void *to, const void *from, size_t n);
+
+#endif
