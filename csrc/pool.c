@@ -56,12 +56,12 @@ static void lock(struct plx_pool *p) {
 static void unlock(struct plx_pool *p) { atomic_flag_clear_explicit(&p->lock, memory_order_release); }
 
 static unsigned char *take(struct plx_pool *p, size_t size) {
+  unsigned char *block = NULL;
+  size_t room = (size + PLX_PAGE - 1) / PLX_PAGE * PLX_PAGE;
+  lock(p); /* before looking at the classes: another thread's backward may still hold a pool that is being deleted */
   for (size_t i = 0; i < p->num_classes; i++) {
     struct plx_class *c = &p->classes[i];
     if (c->size != size) continue;
-    unsigned char *block = NULL;
-    size_t room = (size + PLX_PAGE - 1) / PLX_PAGE * PLX_PAGE;
-    lock(p);
     if (c->num_free > 0) {
       block = c->free[--c->num_free];
     } else if (c->placed < c->most && p->end + room <= p->bytes) {
@@ -71,10 +71,10 @@ static unsigned char *take(struct plx_pool *p, size_t size) {
       c->placed++;
     }
     if (block != NULL) p->used++;
-    unlock(p);
-    return block;
+    break;
   }
-  return NULL;
+  unlock(p);
+  return block;
 }
 
 static void give_back(struct plx_pool *p, unsigned char *block) {
@@ -191,11 +191,15 @@ size_t plx_pool_used(struct plx_pool *pool) {
 }
 
 int plx_pool_delete(struct plx_pool *pool) {
-  if (plx_pool_used(pool) != 0) return 0;
-  if (current == pool) current = NULL;
-  atomic_store_explicit(&pool->bytes, 0, memory_order_release);
-  empty(pool);
-  return 1;
+  lock(pool);
+  int unused = pool->used == 0;
+  if (unused) {
+    if (current == pool) current = NULL;
+    atomic_store_explicit(&pool->bytes, 0, memory_order_release);
+    empty(pool);
+  }
+  unlock(pool);
+  return unused;
 }
 
 void plx_pools_after_fork(void) {

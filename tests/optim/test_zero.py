@@ -555,6 +555,8 @@ def test_a_norm_that_is_not_finite_can_be_an_error():
         ddp.module.hidden.weight.grad.fill_(float("nan"))
         with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 is nan"):
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        with pytest.raises(ValueError, match="norm_type must be above zero"):
+            optimizer.clip_grad_norm_(1.0, norm_type=0)
 
     run_ranks(fn, 2)
 

@@ -212,8 +212,11 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+            ValueError: `norm_type` is not above zero: what is not zero can't be counted in slices.
         """
         norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_: norm_type must be above zero, or infinity, got {norm_type}")
         with self._gradients() as tensors:
             norm = get_total_norm([t.grad for t in tensors if t.grad is not None], norm_type, foreach=foreach)
             norm = norm.to(self._norm_dtype())  # the same on all ranks, also on one that has no gradient
