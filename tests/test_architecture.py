@@ -49,6 +49,7 @@ READS_ENVIRONMENT = {
     "cli": "on a user's behalf",
     "launch": "on a user's behalf",
     "backend/rendezvous.py": "reads what launchers set",
+    "backend/start.py": "asks whether a launcher put this process in a job",
     "backend/job.py": "finds the job that a launcher put this process in",
     "trainer/progress.py": "is told by `phalanx run` that a terminal lies behind its pipe",
     "doctor/host.py": "the variables that steer a job are part of what it examines",

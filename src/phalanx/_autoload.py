@@ -22,6 +22,7 @@ def register() -> None:
     # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
     dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
+    _extend_start()
     _extend_rendezvous()
     _extend_monitored_barrier()
     _offer_mpi()
@@ -31,6 +32,25 @@ def _create(options: Any, backend_options: Any) -> Any:
     from phalanx.backend import create_process_group
 
     return create_process_group(options, backend_options)
+
+
+def _extend_start() -> None:
+    """Under `phalanx run`, let a start that names no backend mean ours; any other backend sees torch's own."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    original = c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        if backend is not None and "phalanx" not in str(backend).lower():
+            original(backend, *args, **kwargs)
+            return
+        home = importlib.import_module("phalanx.backend.start")
+        home.init_process_group(original, backend, *args, **kwargs)
+
+    # A device mesh starts the group itself where there is none.
+    for name in ("distributed_c10d", "device_mesh"):
+        vars(importlib.import_module(f"torch.distributed.{name}"))["init_process_group"] = init_process_group
+    vars(importlib.import_module("torch.distributed"))["init_process_group"] = init_process_group
 
 
 def _extend_rendezvous() -> None:

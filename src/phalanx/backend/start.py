@@ -1,0 +1,77 @@
+"""What `init_process_group` means where it is left open, and what it says where nobody started the job."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NAME = "phalanx"
+_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """torch's `original`, for a call that names this backend, or that names none under `phalanx run`.
+
+    Raises:
+        ValueError: as torch does; where no launcher has started this process, it says how to start it.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs)
+    given = call.arguments
+    if given.get("backend") is None and is_default(os.environ, given.get("device_id"), _accelerator(), _carried()):
+        given["backend"] = NAME
+    try:
+        original(*call.args, **call.kwargs)
+    except ValueError as error:
+        names = str(given.get("backend")).lower()
+        if NAME not in names or not _by_environment(given) or not (missing := _missing(given, os.environ)):
+            raise
+        raise ValueError(explain_unlaunched(missing, sys.argv, str(error))) from None
+
+
+def is_default(environ: Mapping[str, str], device_id: object, accelerator: str, carried: Sequence[str]) -> bool:
+    """Whether a start that names no backend means ours: under `phalanx run`, unless it names a device.
+
+    torch's own choice is an engine for `accelerator` alone; ours carries the CPU's tensors as well, and `carried`
+    says which others it hands to an engine that can.
+    """
+    return bool(environ.get("PHALANX_STORE")) and device_id is None and accelerator in carried
+
+
+def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], said: str) -> str:
+    """The message where the environment says nothing of a job."""
+    script = os.path.basename(argv[0]) if argv and argv[0].endswith(".py") else "train.py"
+    are = "is" if len(missing) == 1 else "are"
+    return (
+        f"init_process_group with backend 'phalanx': no launcher has started this process: {', '.join(missing)} "
+        f"{are} not set.\n"
+        f"torch said: {said}\n"
+        f"Start it with `phalanx run --nproc-per-node 2 {script}` (torchrun and mpiexec work, too). To run it alone as "
+        "well, call phalanx.init() in place of init_process_group: without a launcher that is a job of one rank."
+    )
+
+
+def _by_environment(given: Mapping[str, Any]) -> bool:
+    method = given.get("init_method")
+    return given.get("store") is None and (method is None or str(method).startswith("env://"))
+
+
+def _missing(given: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    """The variables that `env://` would have read and that are not there."""
+    told = {"RANK": given.get("rank", -1) != -1, "WORLD_SIZE": given.get("world_size", -1) != -1}
+    return [name for name in _ENV if not told.get(name) and not environ.get(name)]
+
+
+def _accelerator() -> str:
+    """The type of device that torch would choose a backend for; initialises nothing on it."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def _carried() -> list[str]:
+    return dist.Backend.backend_capability[NAME]

@@ -1,0 +1,99 @@
+"""What `init_process_group` means where it is left open: under `phalanx run` this backend, elsewhere torch's own choice.
+
+`init_process_group()` and `init_device_mesh("cpu", ...)` gave Gloo under `phalanx run`, without a word; and
+`python train.py` with backend "phalanx" ended in torch's "environment variable RANK expected, but not set", which says
+neither what was forgotten nor that `phalanx run` is how to start it.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from tests.system.phalanx_command import run, write_script
+
+from phalanx.backend.start import explain_unlaunched, is_default
+
+UNNAMED = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+def look(*names):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(*names, dist.get_backend(), type(dist.group.WORLD).__name__, total.item())
+    dist.destroy_process_group()
+
+dist.init_process_group()
+look("open:")
+init_device_mesh("cpu", (2,))
+look("mesh:")
+dist.init_process_group(init_method="env://", timeout=None)
+look("env://:")
+dist.init_process_group("gloo")
+look("named:")
+dist.init_process_group(backend="cpu:gloo")
+look("by device:")
+os.environ.pop("PHALANX_STORE")  # as if the launcher had been torchrun
+dist.init_process_group()
+look("torchrun:")
+"""
+
+
+def test_under_phalanx_run_a_start_that_names_no_backend_means_ours(tmp_path) -> None:
+    finished = run("--nproc-per-node", "2", write_script(tmp_path, UNNAMED))
+    assert finished.lines == [
+        "[0-1] open: phalanx PhalanxProcessGroup 2.0",
+        "[0-1] mesh: phalanx PhalanxProcessGroup 2.0",
+        "[0-1] env://: phalanx PhalanxProcessGroup 2.0",
+        "[0-1] named: gloo ProcessGroup 2.0",
+        "[0-1] by device: cpu:gloo ProcessGroup 2.0",
+        "[0-1] torchrun: undefined ProcessGroup 2.0",
+    ], finished.err
+
+
+def test_only_a_start_under_phalanx_run_that_names_no_device_is_ours() -> None:
+    ours = {"PHALANX_STORE": "/proc/1/fd/3"}
+    assert is_default(ours, None, "cpu", ["cpu"])
+    assert is_default(ours, None, "cuda", ["cpu", "cuda"])  # NCCL carries those tensors inside our group
+    assert not is_default(ours, None, "cuda", ["cpu"])  # nothing here would
+    assert not is_default(ours, None, "xpu", ["cpu", "cuda"])
+    assert not is_default(ours, "cuda:0", "cuda", ["cpu", "cuda"])  # torch's engine of that device was asked for
+    assert not is_default({}, None, "cpu", ["cpu"])
+    assert not is_default({"PHALANX_STORE": ""}, None, "cpu", ["cpu"])
+
+
+def test_a_script_without_a_launcher_is_told_to_use_one(tmp_path) -> None:
+    script = write_script(
+        tmp_path,
+        "import torch.distributed as dist\n"
+        "for backend, extra in (('phalanx', {}), ('PHALANX', dict(rank=0)), ('gloo', {}), (None, {})):\n"
+        "    try:\n"
+        "        dist.init_process_group(backend, **extra)\n"
+        "    except ValueError as error:\n"
+        "        print(str(error).replace('\\n', '|'))\n",
+        "fit.py",
+    )
+    kept = {"PATH": "/usr/bin:/bin"}
+    out = subprocess.run([sys.executable, script], env=kept, capture_output=True, text=True, check=True).stdout
+    ours, ranked, gloo, unnamed = out.splitlines()
+    torchs = "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not"
+    assert ours.startswith(
+        "init_process_group with backend 'phalanx': no launcher has started this process: RANK, WORLD_SIZE, "
+        f"MASTER_ADDR, MASTER_PORT are not set.|torch said: {torchs} set|"
+        "Start it with `phalanx run --nproc-per-node 2 fit.py` "
+    )
+    assert "started this process: WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set." in ranked
+    assert gloo == unnamed == f"{torchs} set"  # a program that does not ask for us hears torch alone
+
+
+@pytest.mark.parametrize("argv", [[], ["-c"], ["/usr/bin/pytest"]])
+def test_a_process_without_a_script_gets_an_example(argv) -> None:
+    assert "phalanx run --nproc-per-node 2 train.py`" in explain_unlaunched(["RANK"], argv, "x")
+
+
+def test_the_name_and_the_signature_are_torchs_own() -> None:
+    assert dist.init_process_group.__module__ == "torch.distributed.distributed_c10d"
+    assert dist.init_process_group is dist.distributed_c10d.init_process_group is dist.device_mesh.init_process_group
