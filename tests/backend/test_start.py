@@ -1,4 +1,4 @@
-"""What `init_process_group` means where it is left open: under `phalanx run` this backend, elsewhere torch's own choice.
+"""What `init_process_group` means where it is left open: under `phalanx run` this backend, else torch's own choice.
 
 `init_process_group()` and `init_device_mesh("cpu", ...)` gave Gloo under `phalanx run`, without a word; and
 `python train.py` with backend "phalanx" ended in torch's "environment variable RANK expected, but not set", which says
