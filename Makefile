@@ -2,6 +2,7 @@
 #
 #   make demo PYTHON=python3.12                use this Python
 #   make test ARGS="tests/ddp -k bucket"       hand arguments to pytest (or to the demo, or to each benchmark)
+#   make test WORKERS=0                        one test after another, in one process (ARGS="-x --pdb" wants that)
 #   make demo TORCH_INDEX=<address>            take PyTorch from this package index as well: on Linux, the default
 #                                              index serves the build for NVIDIA GPUs (gigabytes), and the "CPU" address
 #                                              of PyTorch's "Get started" page serves the small one; where both are
@@ -10,6 +11,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+# Tests wait more than they compute: two for each core, side by side.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(16, 2 * len(getattr(os, "sched_getaffinity", lambda _: [0])(0))))')
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +37,7 @@ demo: setup ## Train a small network on two ranks, evaluate it, write a checkpoi
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: setup ## Run all tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: setup ## Check style, format and types
 	@$(BIN)/ruff check .

@@ -8,6 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.testing import leaks
+from phalanx.testing.namespaces import enter_own_network, why_no_hosts
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests run side by side (pytest-xdist). A rank of Gloo whose peer was killed may otherwise connect to the port that
+    # the peer had, and that a rank of another test has now: that one's connections break.
+    if hasattr(config, "workerinput") and sys.platform == "linux" and not why_no_hosts():
+        enter_own_network()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -252,7 +252,7 @@ def test_the_arguments_are_those_of_pytorch_in_the_same_order():
         ({"bucket_cap_mb": 0}, "bucket_cap_mb must be above 0 MiB, got 0"),
         ({"bucket_cap_mb_list": [1, -1]}, r"bucket_cap_mb must be above 0 MiB, got \(1, -1\)"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_what_is_not_supported_is_refused_by_name(options, message):
     def fn():
