@@ -49,6 +49,7 @@ READS_ENVIRONMENT = {
     "cli": "on a user's behalf",
     "launch": "on a user's behalf",
     "backend/rendezvous.py": "reads what launchers set",
+    "backend/torch_patches.py": "asks, when torch is imported, whether `phalanx run` started this process",
     "backend/start.py": "asks whether a launcher put this process in a job",
     "backend/job.py": "finds the job that a launcher put this process in",
     "trainer/progress.py": "is told by `phalanx run` that a terminal lies behind its pipe",

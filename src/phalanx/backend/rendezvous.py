@@ -27,6 +27,7 @@ from phalanx.arena.observer import fetch_store
 from phalanx.arena.watch import start_ticks
 from phalanx.backend import unreachable
 from phalanx.backend.addresses import own_addresses, reachable
+from phalanx.backend.start import launched
 from phalanx.backend.unreachable import explained
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import Launcher, start, why_not
@@ -84,12 +85,18 @@ def launcher() -> Launcher | None:
     return None
 
 
-def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
-    """The handler of `env://`."""
+def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
+    """The handler of `env://` in a rank of `phalanx run`, whichever backend it asks for."""
     path = os.environ.get("PHALANX_STORE")
     if path and "RANK" in os.environ and "WORLD_SIZE" in os.environ and "?" not in url:
         yield _from_agent(path)
-    elif "RANK" not in os.environ and "?" not in url and (launch := mpi_launch(os.environ)) is not None:
+        raise RuntimeError(_NOT_AGAIN)
+    yield from original(url, timeout=timeout, **kwargs)
+
+
+def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
+    """The handler of `env://` for our backend."""
+    if "RANK" not in os.environ and "?" not in url and (launch := mpi_launch(os.environ)) is not None:
         if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
             yield from address_rendezvous(
                 original, f"{url}?rank={launch.rank}&world_size={launch.world_size}", timeout, **kwargs
@@ -98,13 +105,20 @@ def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: An
             yield _from_mpi(launch, Deadline.after(timeout))
     else:
         yield from address_rendezvous(original, url, timeout, **kwargs)
-    raise RuntimeError("env:// cannot rendezvous again; destroy the group and initialise anew")
+    raise RuntimeError(_NOT_AGAIN)
+
+
+_NOT_AGAIN = "env:// cannot rendezvous again; destroy the group and initialise anew"
 
 
 def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
     """torch's handler of `tcp://`, or of `env://` with an address: its errors say who waited where."""
-    with explained(_place(url, timeout)):
-        yield from original(url, timeout, **kwargs)
+    meetings = original(url, timeout=timeout, **kwargs)
+    # Not around a `yield`: whoever forgets the iterator ends it at the interpreter's exit, when modules are empty.
+    with launched(url), explained(_place(url, timeout)):
+        meeting = next(meetings)
+    yield meeting
+    yield from meetings
 
 
 def _place(url: str, timeout: timedelta) -> unreachable.Meeting:

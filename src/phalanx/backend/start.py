@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -16,20 +18,24 @@ _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """torch's `original`, for a call that names this backend, or that names none under `phalanx run`.
+    """torch's `original`, for a call that names no backend: under `phalanx run` it names this one."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if is_default(os.environ, call.arguments.get("device_id"), _accelerator(), _carried()):
+        call.arguments["backend"] = NAME
+    original(*call.args, **call.kwargs)
+
+
+@contextlib.contextmanager
+def launched(url: str) -> Iterator[None]:
+    """Around torch's rendezvous at `url`: where no launcher has started this process, its error says how to start it.
 
     Raises:
-        ValueError: as torch does; where no launcher has started this process, it says how to start it.
+        ValueError: as torch does.
     """
-    call = inspect.signature(original).bind(*args, **kwargs)
-    given = call.arguments
-    if given.get("backend") is None and is_default(os.environ, given.get("device_id"), _accelerator(), _carried()):
-        given["backend"] = NAME
     try:
-        original(*call.args, **call.kwargs)
+        yield
     except ValueError as error:
-        names = str(given.get("backend")).lower()
-        if NAME not in names or not _by_environment(given) or not (missing := _missing(given, os.environ)):
+        if urlsplit(url).scheme != "env" or not (missing := _missing(url, os.environ)):
             raise
         raise ValueError(explain_unlaunched(missing, sys.argv, str(error))) from None
 
@@ -56,15 +62,10 @@ def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], said: str) -
     )
 
 
-def _by_environment(given: Mapping[str, Any]) -> bool:
-    method = given.get("init_method")
-    return given.get("store") is None and (method is None or str(method).startswith("env://"))
-
-
-def _missing(given: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
-    """The variables that `env://` would have read and that are not there."""
-    told = {"RANK": given.get("rank", -1) != -1, "WORLD_SIZE": given.get("world_size", -1) != -1}
-    return [name for name in _ENV if not told.get(name) and not environ.get(name)]
+def _missing(url: str, environ: Mapping[str, str]) -> list[str]:
+    """The variables that `env://` would have read and that are not there; rank and world size may be in the URL."""
+    told = parse_qs(urlsplit(url).query)
+    return [name for name in _ENV if name.lower() not in told and not environ.get(name)]
 
 
 def _accelerator() -> str:

@@ -50,6 +50,9 @@ def _import_torch() -> None:
         import torch  # noqa: F401
 
         from phalanx.backend import PhalanxProcessGroup, create_process_group  # noqa: F401
+        from phalanx.backend.torch_patches import serve_launcher
+
+        serve_launcher()
     except Exception:
         pass  # a script without torch runs all the same; one with it fails in its own import, which says why
     finally:

@@ -7,12 +7,10 @@ timeout, so they are taken here, one call earlier.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -30,8 +28,10 @@ from phalanx.engines.mpi import MpiEngine, Runtime, start, why_not
 from phalanx.errors import PhalanxError
 
 
-def new_process_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch's `_new_process_group_helper`, for backend "mpi".
+def new_process_group(
+    original: Callable[..., Any], offer: Callable[[Callable[[Any], Any]], None], *args: Any, **kwargs: Any
+) -> Any:
+    """torch's `_new_process_group_helper`, for backend "mpi"; `offer` shows torch what makes the group.
 
     Raises:
         PhalanxError: there is no MPI, or the ranks are not in one MPI job; the same on every rank.
@@ -68,8 +68,7 @@ def new_process_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         memory = OverMpi(name, engine, names)
         return MpiProcessGroup(store, memory, rank, len(ranks), timeout, name, ranks)
 
-    c10d = importlib.import_module("torch.distributed.distributed_c10d")
-    vars(c10d)["ProcessGroupMPI"] = SimpleNamespace(create=create)
+    offer(create)
     made = original(**asked)
     leave_at_exit()
     return made

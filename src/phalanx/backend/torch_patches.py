@@ -1,0 +1,214 @@
+"""Every change that Phalanx makes to PyTorch; no other file makes one.
+
+A program that does not ask for us must see PyTorch as if Phalanx were not installed. So `import torch` only puts two
+names where torch looks backends up, and the rest follows when somebody asks for one of them by that name.
+
+    changed                              so that                                        from when on
+    Backend.PHALANX, Backend.MPI         we hear that the backend is asked for          import torch
+    init_process_group without a name    it means ours under `phalanx run`              in a rank of `phalanx run`
+    env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
+    env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
+    monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
+    _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
+
+(Only `csrc/interpose.c` reaches deeper: into libc10's allocation, when DDP asks for gradients in shared memory.)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+_applied: set[str] = set()
+
+
+def offer_backend() -> None:
+    """What `import torch` runs: make the names "phalanx" and "mpi" known; safe to call more than once."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
+        return
+    # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
+    devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
+    backend: Any = dist.Backend
+    backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
+    # While any plugin is there, torch (2.13, `_new_process_group_helper`) does not tell a group "cpu:gloo" that it is
+    # Gloo's. So ours is there only once it is asked for; ends when torch compares names in one case.
+    plugin = backend._plugins.pop("PHALANX")
+    backend.PHALANX = _Asked("phalanx", lambda: _serve_our_backend(plugin))
+    if not _c10d().is_mpi_available():
+        backend.MPI = _Asked("mpi", _serve_mpi)
+    if os.environ.get("PHALANX_STORE"):
+        serve_launcher()
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from phalanx.backend import create_process_group
+
+    return create_process_group(options, backend_options)
+
+
+class _Asked:
+    """The name of a backend, as an attribute of `dist.Backend`, that calls `first` when torch resolves it.
+
+    Everything that asks for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") makes a `Backend` of
+    its name. torch also reads `Backend.MPI` in order to compare; that is not asking.
+    """
+
+    def __init__(self, name: str, first: Callable[[], None]) -> None:
+        self._name = name
+        self._first = first
+
+    def __get__(self, instance: object, owner: Any) -> str:
+        if sys._getframe(1).f_code is owner.__new__.__code__:
+            self._first()
+        return self._name
+
+
+def _once(patch: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(patch)
+    def apply(*args: Any) -> None:
+        if patch.__name__ not in _applied:
+            _applied.add(patch.__name__)
+            patch(*args)
+
+    return apply
+
+
+def _c10d() -> ModuleType:
+    return importlib.import_module("torch.distributed.distributed_c10d")
+
+
+# -- in a rank of `phalanx run` ----------------------------------------------------------------------------------------
+
+
+@_once
+def serve_launcher() -> None:
+    """Let a start that names no backend mean ours, and `env://` use the agent's store, where the launcher says so.
+
+    Called before the variables are known in the zygote of `phalanx run`, which imports torch for all ranks.
+    """
+    _extend_start()
+    _serve_agents_store()
+
+
+@_once
+def _serve_agents_store() -> None:
+    _extend_scheme("env", "launched_rendezvous")
+
+
+def _extend_start() -> None:
+    c10d = _c10d()
+    original = c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        if backend is not None:
+            original(backend, *args, **kwargs)
+            return
+        home = importlib.import_module("phalanx.backend.start")
+        home.init_process_group(original, backend, *args, **kwargs)
+
+    # A device mesh starts the group itself where there is none.
+    for name in ("distributed", "distributed.distributed_c10d", "distributed.device_mesh"):
+        vars(importlib.import_module(f"torch.{name}"))["init_process_group"] = init_process_group
+
+
+def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
+    """Let `phalanx.backend.rendezvous.<name>` handle the scheme; it is given the handler that did until now."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package shows a function of that name
+    original = rendezvous._rendezvous_handlers[scheme]
+
+    def handler(url: str, timeout: Any = rendezvous.default_pg_timeout, **kwargs: Any) -> Any:
+        if ours_only and "phalanx" not in _asking_backend():
+            return original(url, timeout=timeout, **kwargs)
+        home = importlib.import_module("phalanx.backend.rendezvous")
+        return getattr(home, name)(original, url, timeout, **kwargs)
+
+    rendezvous._rendezvous_handlers[scheme] = handler
+
+
+def _asking_backend() -> str:
+    """For which backend `init_process_group` makes its ranks meet, which torch tells no handler; "" in RPC."""
+    start = inspect.unwrap(_c10d().init_process_group).__code__
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not start:
+        frame = frame.f_back
+    return str(frame.f_locals.get("backend", "")).lower() if frame is not None else ""
+
+
+# -- once backend "phalanx" is asked for -------------------------------------------------------------------------------
+
+
+@_once
+def _serve_our_backend(plugin: Any) -> None:
+    import torch.distributed as dist
+
+    backend: Any = dist.Backend
+    backend._plugins["PHALANX"] = plugin
+    _serve_agents_store()
+    _extend_scheme("env", "env_rendezvous", ours_only=True)
+    _extend_scheme("tcp", "address_rendezvous", ours_only=True)
+    _extend_monitored_barrier()
+
+
+def _extend_monitored_barrier() -> None:
+    """torch's function refuses all groups but Gloo's, by name; ends when it asks the group.
+
+    It is changed in place: a program may have imported it long before it asks for us.
+    """
+    function = inspect.unwrap(_c10d().monitored_barrier)
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    _originals["monitored_barrier"] = original
+
+    def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):  # type: ignore[no-untyped-def]
+        from phalanx.backend.torch_patches import monitored_barrier as ours  # runs with torch's globals, not with ours
+
+        return ours(group, timeout, wait_all_ranks)
+
+    function.__code__ = monitored_barrier.__code__
+
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ranks: bool) -> None:
+    """What `dist.monitored_barrier` does: ours for our groups, torch's for all others."""
+    home = importlib.import_module("phalanx.backend.monitored_barrier")
+    home.monitored_barrier(_originals["monitored_barrier"], group, timeout, wait_all_ranks)
+
+
+# -- once backend "mpi" is asked for, and torch was built without MPI --------------------------------------------------
+
+
+@_once
+def _serve_mpi() -> None:
+    """Let backend "mpi" work through mpi4py; `is_mpi_available()` says so only from then on: libraries choose by it."""
+    c10d = _c10d()
+    helper = c10d._new_process_group_helper
+    signature = inspect.signature(helper)
+
+    @functools.wraps(helper)
+    def new_process_group(*args: Any, **kwargs: Any) -> Any:
+        if "mpi" not in str(signature.bind(*args, **kwargs).arguments["backend"]):
+            return helper(*args, **kwargs)
+        home = importlib.import_module("phalanx.backend.mpi.torch_hook")
+        return home.new_process_group(helper, _give_torch_mpi, *args, **kwargs)
+
+    vars(c10d)["_new_process_group_helper"] = new_process_group
+
+
+def _give_torch_mpi(create: Callable[[Any], Any]) -> None:
+    """torch makes a group of backend "mpi" where this flag is set, and by that name."""
+    vars(_c10d()).update(_MPI_AVAILABLE=True, ProcessGroupMPI=types.SimpleNamespace(create=create))
