@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from phalanx.arena.watch import ProcessId
 from phalanx.backend import meeting
+from phalanx.backend.seats import Seat, host_identity
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
 from phalanx.testing import run_ranks
@@ -141,7 +142,7 @@ def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path
 
 def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(meeting, "NOTICE_S", 0.0)
-    seat = meeting.Seat(meeting.host_identity(), "here", "", ProcessId.of_self(), frozenset({0}), 1)
+    seat = Seat(host_identity(), "here", "", ProcessId.of_self(), frozenset({0}), 1)
     with pytest.raises(DeadlineError, match=r"ranks 1, 2 of 3 never came within 0\.4 s"):
         meeting.meet(dist.HashStore(), 0, 3, seat, "dp", Deadline.after(0.4))
     (line,) = (record.getMessage() for record in caplog.records)

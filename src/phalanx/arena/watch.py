@@ -35,6 +35,21 @@ class ProcessId:
         ticks = start_ticks(pid)
         return cls(pid, ticks or 0, _namespace() if ticks is not None else "", _has_pidfds())
 
+    def has_ended(self) -> bool:
+        """Whether it is known to be gone. False also where this process cannot see it."""
+        return self._can_be_seen() and not self._is_there()
+
+    def is_running(self) -> bool:
+        """Whether it is known to live. False also where this process cannot see it."""
+        return self._can_be_seen() and self._is_there()
+
+    def _can_be_seen(self) -> bool:
+        return bool(self.namespace) and self.namespace == _namespace()
+
+    def _is_there(self) -> bool:
+        fields = _stat(self.pid)
+        return bool(fields) and fields[0] not in "ZX" and int(fields[19]) == self.start_ticks
+
 
 def can_watch_each_other(processes: Sequence[ProcessId]) -> bool:
     """Whether each can open a pidfd of each other one. The same answer for all of them."""

@@ -19,9 +19,10 @@ from phalanx.arena.handover import Counter, new_token
 from phalanx.arena.lifeline import why_unwatched
 from phalanx.arena.watch import ProcessId
 from phalanx.backend import carriers
-from phalanx.backend.meeting import Seat, host_identity, meet, part, ranks
+from phalanx.backend.meeting import Meeting, meet, ranks
 from phalanx.backend.options import Options
 from phalanx.backend.rendezvous import agent_address
+from phalanx.backend.seats import Seat, host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo import local_address
 from phalanx.errors import DeadlineError, PhalanxError
@@ -65,20 +66,24 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         counter, obstacle = _open_counter() if _core is not None else (None, _NO_CORE)
         if counter is not None:
             stack.enter_context(counter)
-        seats = meet(store, rank, size, _my_seat(counter, obstacle, store, settings), name, deadline)
+        meeting = meet(store, rank, size, _my_seat(counter, obstacle, store, settings), name, deadline)
+        seats = meeting.seats
         if problem := _differing_options(seats):
-            part(store, rank, range(size))
+            meeting.part()
             raise ValueError(f"init_process_group of group {name!r}: {problem}")
         reason = _cannot_share(seats)
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
-            return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+            gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+            if rank == 0:
+                meeting.forget()
+            return gloo
         assert counter is not None
         one_host = len({seat.host for seat in seats}) == 1
         if one_host:
-            group = _share(counter, seats, options, deadline)
+            group = _share(counter, meeting, options, deadline)
         else:
-            group = _connect(counter, seats, options, settings, deadline)
+            group = _connect(counter, meeting, options, settings, deadline)
     leave_at_exit()
     return group
 
@@ -139,15 +144,16 @@ def _cannot_share(seats: Sequence[Seat]) -> str:
     return next(filter(None, (why_unwatched([s.process for s in seats if s.host == host]) for host in hosts)), "")
 
 
-def _share(counter: Counter, seats: Sequence[Seat], options: Any, deadline: Deadline) -> Any:
+def _share(counter: Counter, meeting: Meeting, options: Any, deadline: Deadline) -> Any:
     from phalanx.backend.shared_memory import SharedMemory, Span
 
-    rank, name = options.group_rank, options.group_id
+    rank, name, seats = options.group_rank, options.group_id, meeting.seats
     memory = SharedMemory(name)
     arena = _open_arena(counter, seats, range(len(seats)), options, deadline, memory.idle)
     memory.attach(arena)
     try:
-        _forget_meeting(options.store, options.group_rank, options.group_size)
+        if rank == 0:
+            meeting.forget()
         memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
         arena.close()
@@ -229,7 +235,7 @@ def _showing(seats: Sequence[Seat], local_ranks: Sequence[int], options: Any) ->
     return lambda control: show(agent, card, control)
 
 
-def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Options, deadline: Deadline) -> Any:
+def _connect(counter: Counter, meeting: Meeting, options: Any, settings: Options, deadline: Deadline) -> Any:
     """Share memory on each host, and build the engine between all ranks."""
     from phalanx.backend.across_hosts import AcrossHosts
     from phalanx.backend.across_hosts.bulletin import Bulletin
@@ -237,36 +243,26 @@ def _connect(counter: Counter, seats: Sequence[Seat], options: Any, settings: Op
     from phalanx.backend.across_hosts.layout import Layout
     from phalanx.backend.shared_memory import Span
 
-    rank, size, name = options.group_rank, options.group_size, options.group_id
+    rank, size, name, seats = options.group_rank, options.group_size, options.group_id, meeting.seats
     layout = Layout.of([seat.host for seat in seats], rank)
-    meeting = seats[0].token
+    word = seats[0].token
     people = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in seats]
     memory = AcrossHosts(name, layout, settings, people, options.global_ranks_in_group)
     arena = _open_arena(counter, seats, layout.local_ranks, options, deadline, memory.idle)
     try:
-        engine = build_engine(options.store, meeting, seats, layout, settings, name, deadline)
+        engine = build_engine(options.store, word, seats, layout, settings, name, deadline)
     except BaseException:
         arena.close()
         raise
-    memory.attach(arena, engine, Bulletin(options.store.clone(), meeting, rank, size))
+    memory.attach(arena, engine, Bulletin(options.store.clone(), word, rank, size))
     try:
-        _forget_meeting(options.store, rank, size)
+        if rank == 0:
+            meeting.forget()
         memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
         memory.close()
         raise
     return _group_class()(options.store, memory, rank, size, options.timeout, name, options.global_ranks_in_group)
-
-
-def _forget_meeting(store: Any, rank: int, size: int) -> None:
-    """All have met: the keys go, so that a later group of the same name can meet under them.
-
-    Before the first barrier: whoever has passed that may begin to meet anew.
-    """
-    if rank == 0:
-        for key in [f"rank/{r}" for r in range(size)] + ["seats"]:
-            with contextlib.suppress(Exception):  # a store that cannot delete keeps a few bytes
-                store.delete_key(key)
 
 
 _exit_watched = False

@@ -1,30 +1,36 @@
 """How the ranks of a new group find each other: through the job's store, once, before anything is shared.
 
-    every rank   set  rank/<r>  = who and where I am, and a token under which I can be found
-    rank 0       get  rank/*    → set  seats = all of them, or why it gave up
-    every rank   get  seats     → the ranks of one host meet at the token of the first of them
+    every rank   add  <n>/came         → which place it has in the row, i
+                 set  <n>/rank/<i>     = its rank, the world size that it believes in, who and where it is
+    the first    get  <n>/rank/*       → set  <n>/seats = all of them, or why there is no group
+    every rank   get  <n>/seats        → the ranks of one host meet at the token of the first of them
 
-Rank 0 looks at who is missing, so that every rank can name them.
+Places are given in the order of coming, not by rank: two processes that take themselves for one rank, or believe in
+different sizes, meet and can be told so, where a key for each rank would have them overlook each other.
+
+`n` counts the starts at this store. A start that is over, or that ended processes have left behind in a file, is left
+alone: whoever comes then begins the next. The key `meeting` says which one it is, and how the last one ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phalanx.arena.watch import ProcessId
+from phalanx.backend.seats import Arrival, Failure, Seat, find_dead, find_problem
 from phalanx.deadline import Deadline
-from phalanx.errors import DeadlineError, PhalanxError
-from phalanx.log import get_logger, warn_once
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
+from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
+_LOOK_AROUND_S = 0.25  # how often one looks whether a process has ended
 _FAREWELL_S = 1.0
+_PATIENCE_S = 2.0  # the first in the row says who is missing; a little later the others do it themselves
+_MOST_REMEMBERED = 64
 NOTICE_S = 5.0
 
 
@@ -42,164 +48,311 @@ class Store(Protocol):
         """Whether all keys are there."""
         ...
 
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, which begins at zero; the sum."""
+        ...
 
-@dataclass(frozen=True)
-class Seat:
-    """One rank as the others see it."""
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Store `desired` if the value is `expected` (empty: there is none); what stands then."""
+        ...
 
-    host: str
-    hostname: str
-    token: str
-    process: ProcessId
-    cpus: frozenset[int]
-    core: int  # version of the C core's layout; 0 without it
-    address: str = ""  # of this host, as the others can reach it; empty where the job's store has no address either
-    agreed: str = ""  # what must be the same on every rank
-    obstacle: str = ""  # why this process can share no memory
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a value."""
+        ...
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for the store."""
-        p = self.process
-        return {
-            "host": self.host,
-            "hostname": self.hostname,
-            "token": self.token,
-            "process": [p.pid, p.start_ticks, p.namespace, p.has_pidfds],
-            "cpus": sorted(self.cpus),
-            "core": self.core,
-            "address": self.address,
-            "agreed": self.agreed,
-            "obstacle": self.obstacle,
-        }
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Seat:
-        """The opposite of `to_json`."""
-        return cls(
-            data["host"],
-            data["hostname"],
-            data["token"],
-            ProcessId(*data["process"]),
-            frozenset(data["cpus"]),
-            data["core"],
-            data["address"],
-            data["agreed"],
-            data["obstacle"],
+class _Moved(Exception):
+    """The start that this rank waits in is over, without it."""
+
+
+class Meeting:
+    """One rank's part in one start of a group. `join` is collective over the group's ranks."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, mine: Seat, group: str, deadline: Deadline) -> None:
+        self._store = store
+        self._me = Arrival(rank, world_size, mine)
+        self._group = group
+        self._deadline = deadline
+        self._number = 0
+        self._index = 0
+        self._before: dict[str, Any] = {}
+        self._known: dict[int, Arrival] = {}
+        self._in_file = _file_of(store)
+        self.seats: list[Seat] = []
+
+    def join(self) -> list[Seat]:
+        """All seats of the group, by rank; the same list on every rank.
+
+        Raises:
+            ValueError: this rank does not exist in a group of this size.
+            MismatchError: the ranks believe in different world sizes, or two in the same rank.
+            PeerLostError: a rank came and ended.
+            DeadlineError: some rank never came; `missing` says which, on every rank that did.
+        """
+        said = None
+        while said is None:
+            self._sit_down()
+            with contextlib.suppress(_Moved):
+                said = self._wait()
+        if failure := said.get("failure"):
+            self.part()
+            raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
+        self.seats = [Seat.from_json(seat) for seat in said["seats"]]
+        return self.seats
+
+    def part(self) -> None:
+        """The meeting has failed and all ranks will say why: rank 0, whose process may be the store's, goes last.
+
+        It waits for the others, a moment: without the store they could say only that the store is gone.
+        """
+        with contextlib.suppress(RuntimeError, PhalanxError):  # it is gone already
+            if self._me.rank == 0:
+                others = [i for i in self._arrived() if i != self._index and self._known[i].rank != 0]
+                heard = [self._key(f"heard/{i}") for i in others]
+                self._await(lambda: not heard or self._store.check(heard), Deadline.after(_FAREWELL_S), _say_nothing)
+            else:
+                self._store.set(self._key(f"heard/{self._index}"), "")
+
+    def forget(self) -> None:
+        """All have met: the keys go, so that a later group of the same name can meet here. For rank 0.
+
+        Before the first barrier: whoever has passed that may begin to meet anew.
+        """
+        members = [[r, seat.to_json()] for r, seat in enumerate(self.seats)]
+        how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
+        self._end(how, members if len(members) <= _MOST_REMEMBERED else [])
+        for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", "seats"]:
+            with contextlib.suppress(Exception):  # a store that cannot delete keeps a few bytes
+                self._store.delete_key(self._key(key))
+
+    # -- the row -------------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"{self._number}/{name}"
+
+    def _current(self) -> tuple[str, int, dict[str, Any]]:
+        """The key `meeting`: as it stands, the number of the start, and how the one before ended."""
+        text = self._store.get("meeting").decode() if self._store.check(["meeting"]) else ""
+        data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
+        return text, data["number"], data["before"]
+
+    def _end(self, how: str, members: Sequence[Any] = ()) -> None:
+        """This start is over: whoever comes now begins the next."""
+        text, number, _ = self._current()
+        if number == self._number:
+            before = {"how": how, "members": list(members)}
+            self._store.compare_set("meeting", text, json.dumps({"number": number + 1, "before": before}))
+
+    def _sit_down(self) -> None:
+        """Take a place in the row of the start that is going on, or of a new one."""
+        while True:
+            _, self._number, self._before = self._current()
+            self._known = {}
+            if how := self._is_left_behind():
+                self._end(how)
+                continue
+            self._index = self._store.add(self._key("came"), 1) - 1
+            self._store.set(self._key(f"rank/{self._index}"), json.dumps(self._me.to_json()))
+            self._known[self._index] = self._me
+            if self._current()[1] == self._number:
+                return
+
+    def _is_left_behind(self) -> str:
+        """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""
+        processes = [one.seat.process for one in self._arrived().values()]
+        if self._store.check([self._key("seats")]):
+            failure = json.loads(self._store.get(self._key("seats"))).get("failure")
+            # A late rank of that job should hear why it failed. Of a file nobody knows which job wrote it: as long as
+            # one of its processes runs, it is that one. Who was told already means to try again.
+            is_told = self._me.seat.process in processes
+            is_old = bool(self._in_file) and not any(process.is_running() for process in processes)
+            if failure is None or not (is_told or is_old):
+                return ""
+            return f"an earlier start ended at {failure['at']}: {failure['text'].splitlines()[0]}"
+        if self._in_file and (dead := find_dead(list(self._known.values()), self._me.seat)):
+            # A file outlives its job: they ended in an earlier one, and nobody will ever answer for them.
+            who = ", ".join(f"rank {r} ({seat})" for r, seat in dead.ranks.items())
+            return f"an earlier start was left behind in {self._in_file}: {who} has ended"
+        return ""
+
+    def _arrived(self) -> dict[int, Arrival]:
+        """Who has come, by place in the row."""
+        came = self._key("came")
+        for i in range(int(self._store.get(came)) if self._store.check([came]) else 0):
+            key = self._key(f"rank/{i}")
+            if i not in self._known and self._store.check([key]):  # else its process is between the two, or died there
+                self._known[i] = Arrival.from_json(json.loads(self._store.get(key)))
+        return self._known
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> dict[str, Any]:
+        """What is said of this start: its seats, or why there is no group."""
+        is_first, clock = self._index == 0, self._deadline.clock
+        patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
+        next_look = Deadline.after(_LOOK_AROUND_S, clock)
+
+        def is_over() -> bool:
+            nonlocal next_look, is_first
+            if self._store.check([self._key("seats")]):
+                return True
+            if is_first:
+                self._judge()
+            if next_look.passed:
+                next_look = Deadline.after(_LOOK_AROUND_S, clock)
+                self._look_around(is_first)
+                is_first = min(self._known) == self._index  # or whoever had the place before has died in taking it
+            return False
+
+        if not self._await(is_over, patience, lambda: _logger.warning(self._waiting(patience))):
+            self._give_up()
+        said: dict[str, Any] = json.loads(self._store.get(self._key("seats")))
+        return said
+
+    def _judge(self) -> None:
+        """The first in the row: say that the group is complete, or that it never will be."""
+        arrivals = list(self._arrived().values())
+        if failure := find_problem(arrivals):
+            self._say(failure)
+        elif len(arrivals) == self._me.world_size:
+            seats = [one.seat.to_json() for one in sorted(arrivals, key=lambda one: one.rank)]
+            self._store.compare_set(self._key("seats"), "", json.dumps({"seats": seats}))
+
+    def _look_around(self, is_first: bool) -> None:
+        """Whether somebody who came has ended, or nobody will come any more."""
+        if self._current()[1] != self._number and not self._store.check([self._key("seats")]):
+            raise _Moved
+        if is_first or not self._store.check([self._key("rank/0")]):
+            arrived = self._arrived()
+        else:
+            # Each looks at the first only, who looks at all: hundreds of ranks would read each other's words.
+            self._known.setdefault(0, Arrival.from_json(json.loads(self._store.get(self._key("rank/0")))))
+            arrived = {0: self._known[0]}
+        if failure := find_dead(list(arrived.values()), self._me.seat) or self._find_holder(len(arrived)):
+            self._say(failure)
+
+    def _find_holder(self, num_arrived: int) -> Failure | None:
+        """Alone for a while, at a store where a group was formed whose rank of this number still runs: a stranger."""
+        members = {r: Seat.from_json(seat) for r, seat in self._before.get("members", ())}
+        mine = self._me.seat
+        waited_s = self._deadline.timeout_s - self._deadline.left_s
+        if num_arrived > 1 or waited_s < NOTICE_S or any(seat.process == mine.process for seat in members.values()):
+            return None
+        holder = members.get(self._me.rank)
+        if holder is None or holder.host != mine.host or not holder.process.is_running():
+            return None
+        return Failure(
+            "mismatch",
+            f"nobody else comes, and rank {self._me.rank} is another process already: {holder}, which still runs; "
+            f"{self._before['how']}.\n"
+            "Give each process a RANK (rank=...) of its own, and each job an address (port, file) of its own.",
+            {self._me.rank: str(holder)},
+        )
+
+    def _give_up(self) -> None:
+        """Time is up: say who is missing."""
+        missing = self._missing()
+        if missing:
+            size = self._me.world_size
+            text = (
+                f"{ranks(missing)} of {size} never came within {self._deadline.timeout_s:.1f} s.\n"
+                f"Check that {size} processes were started and that each reached init_process_group; "
+                "the log of a missing rank comes first."
+            )
+            if self._before:
+                text += f"\nBefore this start, {self._before['how'].rstrip('.')}."
+            self._say(Failure("missing", text, dict.fromkeys(missing, "never came")))
+            return
+        first = self._known[min(self._known)]
+        text = (
+            f"all ranks came, and rank {first.rank} ({first.seat}), which was to say so, did not within "
+            f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
+        )
+        self._say(Failure("missing", text, {first.rank: str(first.seat)}))
+
+    def _missing(self) -> list[int]:
+        came = {one.rank for one in self._arrived().values()}
+        return [r for r in range(self._me.world_size) if r not in came]
+
+    def _say(self, failure: Failure) -> None:
+        """Say why there is no group, unless somebody has said something already."""
+        now = time.strftime("%H:%M:%S")
+        story = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
+        self._store.compare_set(self._key("seats"), "", json.dumps({"failure": story}))
+
+    def _error(self, failure: Failure) -> Exception:
+        who = {int(r): what for r, what in failure.ranks.items()}
+        here = f"init_process_group of group {self._group!r}"
+        if failure.kind == "missing":
+            return DeadlineError(f"{here}: {failure.text}", missing=tuple(who))
+        here = f"{here} on rank {self._me.rank}"
+        if failure.kind == "lost":
+            return PeerLostError(f"{here}: {failure.text}", ranks=tuple(who))
+        if not 0 <= self._me.rank < self._me.world_size:
+            return ValueError(f"{here}: {failure.text}")
+        return MismatchError(f"{here}: {failure.text}", calls=who)
+
+    def _await(self, is_over: Callable[[], bool], deadline: Deadline, notice: Callable[[], None]) -> bool:
+        """Ask until it is over; `notice` is called once, after five seconds. False when time is up.
+
+        Asking, because a store's own `wait` cannot be interrupted by Ctrl-C, counts in whole seconds where the store
+        is a file, and has TCPStore print a warning whenever it ends without the key.
+        """
+        said = Deadline.after(NOTICE_S, deadline.clock)
+        spoken, pause_s = False, 0.0005
+        while True:
+            if is_over():
+                return True
+            if deadline.passed:
+                return False
+            if said.passed and not spoken:
+                spoken = True
+                notice()
+            time.sleep(min(pause_s, deadline.left_s))
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+    def _waiting(self, patience: Deadline) -> str:
+        waited = patience.timeout_s - patience.left_s
+        missing = self._missing()
+        whom = ranks(missing) if missing else f"rank {self._known[min(self._known)].rank} to say that all have come"
+        before = f" Before this start, {self._before['how']}." if self._before else ""
+        return (
+            f"init_process_group of group {self._group!r}: waiting for {whom} for {waited:.0f} s; "
+            f"giving up after {self._deadline.timeout_s:.0f} s.{before}"
         )
 
 
-def host_identity() -> str:
-    """What two processes have in common when they can share memory through us: a kernel, network, and user.
-
-    A host's name proves nothing: two hosts may have one name, and containers of one host may have two. The memory is
-    handed over through a socket of the network namespace, to a user of the user namespace. Pid namespaces do not
-    matter.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
-            boot = f.read().strip()
-        network, users = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user"))
-        return f"{boot} {network} {users} {os.getuid()}"
-    except (FileNotFoundError, PermissionError) as error:
-        warn_once(
-            _logger,
-            f"backend 'phalanx': {error.filename} cannot be read, so nobody knows which ranks are on this host: "
-            "this one shares memory with none. Mount /proc.",
-        )
-        return f"pid-{os.getpid()}-{os.urandom(8).hex()}"
-
-
-def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadline: Deadline) -> list[Seat]:
-    """All seats of the group, by rank; the same list on every rank.
+def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadline: Deadline) -> Meeting:
+    """The meeting of all ranks of the group, with their seats.
 
     Raises:
-        DeadlineError: some rank never came; `missing` says which, on every rank that did.
+        ValueError, MismatchError, PeerLostError, DeadlineError: as `Meeting.join`.
+        PeerLostError: the store is gone, with the process that kept it.
     """
-    keys = [f"rank/{r}" for r in range(world_size)]
-    store.set(keys[rank], json.dumps(mine.to_json()))
-    if rank == 0:
-        missing = _await_all(store, keys, group, deadline)
-        if missing:
-            store.set("seats", json.dumps({"missing": missing, "timeout_s": deadline.timeout_s}))
-            part(store, rank, [r for r in range(world_size) if r not in missing])
-            raise _never_came(group, missing, world_size, deadline.timeout_s)
-        seats = [json.loads(store.get(key)) for key in keys]
-        store.set("seats", json.dumps({"seats": seats}))
-        return [Seat.from_json(seat) for seat in seats]
-    # Rank 0 says who is missing; a little more time than it has, or both would give up at once.
-    patience = Deadline.after(min(deadline.left_s + 2.0, 1e9), deadline.clock)
-    if not _await(store, ["seats"], patience, lambda: _logger.warning(_waiting(group, [0], deadline, patience))):
-        raise _never_came(group, [0], world_size, deadline.timeout_s)
-    answer = json.loads(store.get("seats"))
-    if "missing" in answer:
-        part(store, rank, [])
-        raise _never_came(group, answer["missing"], world_size, answer["timeout_s"])
-    return [Seat.from_json(seat) for seat in answer["seats"]]
+    meeting = Meeting(store, rank, world_size, mine, group, deadline)
+    try:
+        meeting.join()
+    except PhalanxError:
+        raise
+    except RuntimeError as error:  # DistNetworkError: whoever keeps the store has ended
+        raise PeerLostError(
+            f"init_process_group of group {group!r} on rank {rank}: the job's store is gone, and with it the process "
+            f"that kept it: rank 0, or the launcher.\ntorch said: {str(error).splitlines()[0]}\nRead its log first.",
+            ranks=() if rank == 0 else (0,),
+        ) from None
+    return meeting
 
 
-def part(store: Store, rank: int, others: Sequence[int]) -> None:
-    """The meeting has failed and all ranks will say why: rank 0, whose process may be the store's, goes last.
-
-    `others` are the ranks that it waits for, a moment: without the store they could say only that the store is gone.
-    """
-    if rank == 0:
-        heard = [f"heard/{r}" for r in others if r != 0]
-        _await(store, heard, Deadline.after(_FAREWELL_S), lambda: None)
-    else:
-        with contextlib.suppress(RuntimeError):  # it is gone already
-            store.set(f"heard/{rank}", "")
+def _say_nothing() -> None:
+    pass
 
 
-def _await_all(store: Store, keys: list[str], group: str, deadline: Deadline) -> list[int]:
-    """Wait for all keys; the indices of those that never came."""
-
-    def missing() -> list[int]:
-        return [r for r, key in enumerate(keys) if not store.check([key])]
-
-    if _await(store, keys, deadline, lambda: _logger.warning(_waiting(group, missing(), deadline, deadline))):
-        return []
-    return missing()
-
-
-def _await(store: Store, keys: list[str], deadline: Deadline, notice: Callable[[], None]) -> bool:
-    """Ask for `keys` until they are there; `notice` is called once, after five seconds.
-
-    Asking, because a store's own `wait` cannot be interrupted by Ctrl-C, counts in whole seconds where the store is a
-    file, and has TCPStore print a warning whenever it ends without the key.
-    """
-    said = Deadline.after(NOTICE_S, deadline.clock)
-    spoken, pause_s = False, 0.0005
-    while True:
-        try:
-            if store.check(keys):
-                return True
-        except RuntimeError as error:  # DistNetworkError: whoever keeps the store has ended
-            raise PhalanxError(f"init_process_group: the store of the job is gone: {error}") from None
-        if deadline.passed:
-            return False
-        if said.passed and not spoken:
-            spoken = True
-            notice()
-        time.sleep(min(pause_s, deadline.left_s))
-        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
-
-
-def _waiting(group: str, missing: list[int], deadline: Deadline, patience: Deadline) -> str:
-    waited = patience.timeout_s - patience.left_s
-    return (
-        f"init_process_group of group {group!r}: waiting for {ranks(missing)} for {waited:.0f} s; "
-        f"giving up after {deadline.timeout_s:.0f} s."
-    )
-
-
-def _never_came(group: str, missing: list[int], world_size: int, timeout_s: float) -> DeadlineError:
-    return DeadlineError(
-        f"init_process_group of group {group!r}: {ranks(missing)} of {world_size} never came within "
-        f"{timeout_s:.1f} s.\n"
-        f"Check that {world_size} processes were started and that each reached init_process_group; "
-        "the log of a missing rank comes first.",
-        missing=tuple(missing),
-    )
+def _file_of(store: Any) -> str:
+    """The path of a store in a file that has a name, and so outlives its job; else nothing."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    path = str(getattr(store, "path", ""))
+    return "" if path.startswith("/proc/") else path
 
 
 def ranks(which: Sequence[int]) -> str:

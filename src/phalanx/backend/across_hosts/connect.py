@@ -9,8 +9,9 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.backend.across_hosts.layout import Layout
-from phalanx.backend.meeting import Seat, ranks
+from phalanx.backend.meeting import ranks
 from phalanx.backend.options import Options
+from phalanx.backend.seats import Seat
 from phalanx.deadline import Deadline
 from phalanx.engines.engine import Engine
 from phalanx.engines.gloo import GlooEngine

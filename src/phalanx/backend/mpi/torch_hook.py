@@ -18,11 +18,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from phalanx.arena.watch import ProcessId
 from phalanx.backend.create import leave_at_exit
-from phalanx.backend.meeting import Seat, host_identity, meet
+from phalanx.backend.meeting import meet
 from phalanx.backend.mpi.operations import OverMpi
 from phalanx.backend.mpi.process_group import MpiProcessGroup
 from phalanx.backend.mpi.start import start_together
 from phalanx.backend.rendezvous import launcher, mpi_rendezvous, store_through_mpi
+from phalanx.backend.seats import Seat, host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import MpiEngine, Runtime, start, why_not
 from phalanx.errors import PhalanxError
@@ -60,7 +61,7 @@ def new_process_group(
         return original(**asked)
     rank = list(ranks).index(runtime.rank)
     store = PrefixStore(f"{name}/mpi", asked["store"])
-    seats = meet(store, rank, len(ranks), _my_seat(), name, deadline)
+    seats = meet(store, rank, len(ranks), _my_seat(), name, deadline).seats
 
     def create(_: Any) -> MpiProcessGroup:
         names = [f"pid {seat.process.pid} on {seat.hostname}" for seat in seats]
