@@ -35,8 +35,7 @@ torch.manual_seed(job.rank)  # each process has a dropout of its own
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 parts = {"model": model, "optimizer": optimizer, "sampler": sampler}
 if args.resume:
-    for name, state in phalanx.load_checkpoint(args.checkpoint).items():
-        parts[name].load_state_dict(state)
+    phalanx.load_checkpoint(args.checkpoint, into=parts)
 
 for epoch in range(sampler.epoch, args.epochs):
     model.train()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.checkpoint.atomic import replace_file
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, MismatchError
 from phalanx.testing import run_ranks
 
 STATE = {"model": {"weight": torch.arange(1000.0)}, "epoch": 3, "name": "run", "best": [0.5, None], "shape": (2, 3)}
@@ -197,6 +197,31 @@ def test_every_rank_hears_that_rank_0_may_not_write(tmp_path):
         folder.chmod(0o755)
     for message in run_ranks(save, 2, backend="gloo"):
         assert f"on rank 0: {os.strerror(errno.EACCES)}. Nothing was written. Save to a folder that" in message
+
+
+def test_a_call_on_rank_0_alone_is_told_as_one(tmp_path):
+    """It showed as a mismatch of broadcasts: nothing said that save_checkpoint is collective."""
+
+    def save(rank, world_size):
+        def step():
+            if rank == 0:
+                save_checkpoint(tmp_path / "run.pt", {"epoch": 1})
+            dist.all_reduce(torch.ones(1))
+
+        with pytest.raises(MismatchError) as caught:
+            step()
+        return str(caught.value), type(caught.value).__name__, sorted(caught.value.calls)
+
+    messages = run_ranks(save, 2)
+    for message, name, calls in messages:
+        assert "rank 0: broadcast(src=0) of int64 (1,) at save_checkpoint in " in message
+        assert "test_checkpoint.py:" in message
+        assert (name, calls) == ("MismatchError", [0, 1])
+    assert messages[0][0].endswith(
+        "\nThis was save_checkpoint, which is collective: rank 0 writes, and the others wait for the outcome. Call it "
+        "on every rank, not under `if rank == 0`."
+    )
+    assert load_checkpoint(tmp_path / "run.pt") == {"epoch": 1}
 
 
 # --- what cannot be read -----------------------------------------------------------------------------------------

@@ -11,23 +11,27 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint.atomic import replace_file
-from phalanx.errors import CheckpointError
+from phalanx.checkpoint.atomic import NotDurableError, replace_file
+from phalanx.checkpoint.blame import describe_culprit
+from phalanx.errors import CheckpointError, PhalanxError
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write `state` to `path`, whole or not at all; when this returns on any rank, the file is on the disk.
 
-    Collective: every rank of the default process group calls it, rank 0's `state` is written, and the others wait.
-    Without a process group it writes right away. A checkpoint that was there before stays until the new one is
-    complete. `state` may hold what `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples
-    of them, which is what PyTorch's `state_dict()` methods give.
+    Collective: every rank of the default process group calls it, not only rank 0. Rank 0's `state` is written, and the
+    others wait. Without a process group it writes right away. A checkpoint that was there before stays until the new
+    one is complete, and a process that is killed meanwhile leaves nothing (docs/checkpoints.md). `state` may hold what
+    `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples of them, which is what PyTorch's
+    `state_dict()` methods give. To a pipe or a character device it is written when complete: `/dev/null` stays one.
 
     Cost: one broadcast of some hundred bytes; nothing is copied on the ranks that wait.
 
     Raises:
         CheckpointError: rank 0 could not write it (the disk is full, the folder is missing or forbidden), or `state`
-            holds objects that could not be read again. It is raised on all ranks, and the old checkpoint is unchanged.
+            holds objects that could not be read again, which are named. It is raised on all ranks, and the old
+            checkpoint is unchanged.
+        MismatchError, PeerLostError, DeadlineError: some rank did not come; rank 0 has written the file.
     """
     grouped = dist.is_available() and dist.is_initialized()
     problem: str | None = None
@@ -36,13 +40,23 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
         try:
             replace_file(Path(path), lambda file: _write(state, file))
         except Exception as error:
-            problem, cause = _explain(Path(path), error), error
+            problem, cause = _explain(Path(path), state, error), error
     if grouped:
         outcome = [problem]
-        dist.broadcast_object_list(outcome, src=0)
+        try:
+            dist.broadcast_object_list(outcome, src=0)
+        except PhalanxError as error:
+            error.args = (f"{error}\n{_COLLECTIVE}", *error.args[1:])
+            raise
         problem = outcome[0]
     if problem is not None:
         raise CheckpointError(problem) from cause
+
+
+_COLLECTIVE = (
+    "This was save_checkpoint, which is collective: rank 0 writes, and the others wait for the outcome. Call it on "
+    "every rank, not under `if rank == 0`."
+)
 
 
 class _UnreadableError(Exception):
@@ -52,22 +66,33 @@ class _UnreadableError(Exception):
 def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
     torch.save(state, file)
     file.flush()
+    file.seek(0)
     # Found out now and not on the day when the checkpoint is needed; reads the small index of the file, no tensor.
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file.name):
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
         raise _UnreadableError(", ".join(sorted(unsafe)))
 
 
-def _explain(path: Path, error: Exception) -> str:
-    kept = "The checkpoint that was there before is unchanged." if os.path.exists(path) else "Nothing was written."
+def _explain(path: Path, state: Mapping[str, Any], error: Exception) -> str:
+    kept = "The checkpoint that was there before is unchanged." if path.is_file() else "Nothing was written."
+    advice = ""
     if isinstance(error, _UnreadableError):
         fact = f"the state holds objects of {error}, which load_checkpoint would refuse to open"
-        advice = "Save the numbers, strings and tensors in them instead."
+        culprit, advice = describe_culprit(state)
+        fact += culprit and f": {culprit}"
+        advice = advice or "Save the numbers, strings and tensors in them instead."
+    elif isinstance(error, NotDurableError):
+        fact = error.strerror or str(error)
+        kept, advice = "The new checkpoint is in place, but a power cut may take it back.", "Look at the disk."
     elif disk := _disk_error(error):
         fact = disk.strerror or str(disk)
         advice = _ADVICE.get(disk.errno or 0, "Mend that, or save to another folder.")
     else:
         fact = f"{type(error).__name__}: {error}"
-        advice = "Save only what torch.save can: tensors, numbers, strings, and dicts, lists and tuples of them."
+        culprit, advice = describe_culprit(state)
+        fact += culprit and f" ({culprit})"
+        advice = (
+            advice or "Save only what torch.save can: tensors, numbers, strings, and dicts, lists and tuples of them."
+        )
     return f"save_checkpoint to {path} on rank 0: {fact}. {kept} {advice}"
 
 
@@ -82,6 +107,10 @@ _ADVICE = {
     errno.ENOENT: "Create the folder first.",
     errno.ENOTDIR: "Save to a path whose folders are folders.",
     errno.EISDIR: "Give the checkpoint a file name.",
+    errno.ELOOP: "Mend the symbolic links, or save to another path.",
+    errno.ENAMETOOLONG: "Give the checkpoint a shorter file name.",
+    errno.EPIPE: "What read the pipe has ended; start it again, or save to a file.",
+    **dict.fromkeys((errno.ENOTBLK, errno.ENXIO), "Give the checkpoint a file name."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room, or save to another disk."),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Save to a folder that this user may write to."),
 }

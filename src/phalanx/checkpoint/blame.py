@@ -1,0 +1,86 @@
+"""What in a state keeps it from being a checkpoint that can be opened again, by its path."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def describe_culprit(state: object) -> tuple[str, str]:
+    """Which value is to blame, and what to save in its place where that is known; empty where it is no single one.
+
+    Looks at every value of the state by itself, so it is for the way to an error only.
+    """
+    for path, value in _leaves("state", state, set()):
+        if not _is_readable(value):
+            return f"{path} is {_a(_name(type(value)))}", _advice(path, value)
+    return "", ""
+
+
+def _leaves(path: str, value: object, above: set[int]) -> Iterator[tuple[str, object]]:
+    """Every value that is not a container, with the expression that leads to it."""
+    if id(value) in above:
+        return
+    inside: Iterator[tuple[str, object]]
+    if isinstance(value, dict):
+        yield from ((f"the key {key!r} of {path}", key) for key in value)
+        inside = ((f"{path}[{key!r}]", item) for key, item in value.items())
+    elif type(value) in (list, tuple):
+        inside = ((f"{path}[{number}]", item) for number, item in enumerate(value))  # type: ignore[var-annotated,arg-type]
+    else:
+        yield path, value
+        return
+    for where, item in inside:
+        yield from _leaves(where, item, above | {id(value)})
+    if type(value) not in (dict, OrderedDict, list, tuple):
+        yield path, value  # with a class, a default or a name of its own
+
+
+def _is_readable(value: object) -> bool:
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return True  # whatever its size
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        return not torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    except Exception:  # what a stranger's __reduce__ raises
+        return False
+
+
+def _advice(path: str, value: Any) -> str:
+    if path.startswith("the key"):
+        return "Use numbers and strings as keys."
+    kind = type(value)
+    if kind.__module__ == "numpy" and hasattr(value, "item"):
+        array = getattr(value, "ndim", 0) > 0
+        return f"Save torch.from_numpy({path}) in its place." if array else f"Save {path}.item() in its place."
+    if isinstance(value, argparse.Namespace):
+        return f"Save vars({path}) in its place."
+    if isinstance(value, enum.Enum):
+        return f"Save {path}.name in its place."
+    if isinstance(value, os.PathLike):
+        return f"Save str({path}) in its place."
+    if dataclasses.is_dataclass(value):
+        return f"Save dataclasses.asdict({path}) in its place."
+    if hasattr(value, "state_dict"):
+        return f"Save {path}.state_dict() in its place."
+    if isinstance(value, Mapping):
+        return f"Save dict({path}) in its place."
+    return ""
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
