@@ -21,6 +21,14 @@ from phalanx.errors import CheckpointError
 OLD, NEW = b"old" * 1000, b"new" * 1000
 
 
+@pytest.fixture(params=["without a name", "hidden"])
+def kind(request, monkeypatch):
+    """Both ways to write: file systems without nameless files get the other."""
+    if request.param == "hidden":
+        monkeypatch.delattr(os, "O_TMPFILE")
+    return request.param
+
+
 def make_device(path, major, minor, kind=stat.S_IFCHR):
     """A device of our own: the machine's must not be in danger, whatever the code under test does."""
     try:
@@ -85,6 +93,16 @@ def test_links_that_lead_in_a_circle_are_named(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
+def test_names_as_long_as_the_file_system_takes(tmp_path, kind):
+    name = "ä" * 120 + ".pt"
+    replace_file(tmp_path / name, lambda file: file.write(NEW))
+    assert (tmp_path / name).read_bytes() == NEW
+    with pytest.raises(
+        CheckpointError, match=r"on rank 0: File name too long\. Nothing was written\. Give the checkpoint"
+    ):
+        save_checkpoint(tmp_path / ("x" * 300), {})
+
+
 def test_a_link_to_nothing_makes_what_it_points_to(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "disk" / "run.pt")
@@ -110,14 +128,6 @@ def test_a_folder_that_may_be_written_and_not_listed_is_enough(tmp_path):
 
 
 # --- a writer that dies ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["without a name", "hidden"])
-def kind(request, monkeypatch):
-    """Both ways to write: file systems without nameless files get the other."""
-    if request.param == "hidden":
-        monkeypatch.delattr(os, "O_TMPFILE")
-    return request.param
 
 
 def die_while(path, act):

@@ -62,6 +62,14 @@ def test_the_value_is_named_with_its_path_and_what_to_save(state, culprit, advic
     assert bool(culprit) == bool(said[0])
 
 
+def test_a_state_that_is_nested_too_deeply_is_refused_on_every_rank(tmp_path):
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match="on rank 0: RecursionError"):
+        save_checkpoint(tmp_path / "run.pt", {"deep": deep})
+
+
 def test_the_refusal_says_it_and_leaves_the_old_checkpoint(tmp_path):
     path = tmp_path / "run.pt"
     save_checkpoint(path, {"epoch": 1})

@@ -19,6 +19,7 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM, errno.EXDEV)
 # What it says where a folder cannot be synchronised, or not by this user: then there is nothing more to do.
 _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM, errno.EBADF, errno.EROFS)
+_NAME_CHARACTERS = 50  # of a name that may itself be as long as a file system takes
 _BLOCK_BYTES = 1 << 20
 
 
@@ -47,7 +48,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
         _stream(path, write)
         return
     path = Path(os.path.realpath(path))
-    if path.is_dir():
+    if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     remove_abandoned(path.parent)
     if not _write_nameless(path, write):
@@ -169,7 +170,7 @@ def _lock(file: BinaryIO) -> None:
 
 
 def _partial_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    return path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{secrets.token_hex(4)}.partial")
 
 
 def _fill(file: BinaryIO, write: Callable[[BinaryIO], None]) -> None:

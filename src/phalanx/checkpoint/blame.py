@@ -19,9 +19,12 @@ def describe_culprit(state: object) -> tuple[str, str]:
 
     Looks at every value of the state by itself, so it is for the way to an error only.
     """
-    for path, value in _leaves("state", state, set()):
-        if not _is_readable(value):
-            return f"{path} is {_a(_name(type(value)))}", _advice(path, value)
+    try:
+        for path, value in _leaves("state", state, set()):
+            if not _is_readable(value):
+                return f"{path} is {_a(_name(type(value)))}", _advice(path, value)
+    except RecursionError:
+        pass  # nested too deeply for torch.save, too
     return "", ""
 
 

@@ -73,7 +73,7 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 def _explain(path: Path, state: Mapping[str, Any], error: Exception) -> str:
-    kept = "The checkpoint that was there before is unchanged." if path.is_file() else "Nothing was written."
+    kept = "The checkpoint that was there before is unchanged." if os.path.isfile(path) else "Nothing was written."
     advice = ""
     if isinstance(error, _UnreadableError):
         fact = f"the state holds objects of {error}, which load_checkpoint would refuse to open"
