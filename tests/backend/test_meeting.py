@@ -9,6 +9,7 @@ start had left behind made the next two healthy jobs fail, with words about the 
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -123,18 +124,20 @@ def test_a_rank_that_ends_while_it_waits_for_the_others_is_named_at_once(victim,
     """It was told as a rank that never came, when time was up."""
 
     def check(rank, world_size):
+        store = dist.FileStore(str(tmp_path / "store"), 4)
+
+        def die():
+            while not (store.check(["0/came"]) and int(store.get("0/came")) == 3):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
         if rank == 3:
             return None  # it is late: the others wait for it
         if rank == victim:
-            _killed_while_it_waits_as(rank)
+            threading.Thread(target=die, daemon=True).start()
         with pytest.raises(PeerLostError) as caught:
-            start(tmp_path / "meeting", rank, 4)
+            meet(store, rank, 4, _seat(), "dp", Deadline.after(60))
         return str(caught.value), caught.value.ranks
-
-    def _killed_while_it_waits_as(rank):
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        start(tmp_path / "meeting", rank, 4)
 
     results = run_ranks(check, 4, init=False, lost=(victim,))
     for message, ranks in (result for result in results if result):
