@@ -40,3 +40,50 @@ def test_a_peer_that_has_gone_is_the_end_even_in_the_middle_of_a_message(sent: b
         ours.sendall(sent)
         ours.close()
         assert wire.receive(theirs) is None
+
+
+def test_a_channel_never_waits_and_loses_nothing() -> None:
+    # Agent and zygote once waited for each other, each in a full socket.
+    ours, theirs = socket.socketpair()
+    channel = wire.Channel(ours)
+    read, write = os.pipe()
+    with theirs:
+        for number in range(2000):
+            channel.put({"number": number, "text": "x" * 1000}, [write] if number % 100 == 0 else [])
+        assert channel.waiting
+        os.close(write)
+        for number in range(2000):
+            received = wire.receive(theirs)
+            channel.send_some()
+            assert received is not None
+            message, fds = received
+            assert message["number"] == number
+            assert len(fds) == (number % 100 == 0)
+            for fd in fds:
+                os.close(fd)
+        assert not channel.waiting
+        assert os.read(read, 1) == b""  # no copy was left open
+        os.close(read)
+        channel.close()
+
+
+def test_a_channel_reads_messages_however_they_were_cut_and_the_last_of_one_that_has_gone() -> None:
+    ours, theirs = socket.socketpair()
+    channel = wire.Channel(ours)
+    assert channel.take() == []
+    sender, copy = socket.socketpair()
+    with sender, copy:
+        wire.send(sender, {"text": "ü" * 10})
+        data = copy.recv(1 << 16)
+    for byte in data:
+        theirs.sendall(bytes([byte]))
+        messages = channel.take()
+    assert messages == [{"text": "ü" * 10}]
+    theirs.sendall(data + data + data[:3])
+    theirs.close()
+    channel.put({"into": "nothing"})
+    assert channel.take() == [{"text": "ü" * 10}] * 2
+    assert not channel.gone
+    assert channel.take() == []
+    assert channel.gone
+    channel.close()

@@ -29,6 +29,13 @@ class Finished:
         return self.out.splitlines()
 
 
+def said_by(line: str) -> set[int]:
+    """The ranks in front of a line: 0, 1, 2 and 5 for `[0-2,5] text`."""
+    label = line.partition("[")[2].partition("]")[0]
+    spans = [part.partition("-") for part in label.split(",")]
+    return {rank for first, _, last in spans for rank in range(int(first), int(last or first) + 1)}
+
+
 @dataclass
 class Running:
     """A command that has not ended; `mark` is in the environment of every process that descends from it."""
@@ -45,6 +52,12 @@ class Running:
             if text in line:
                 return read
         raise AssertionError(f"the command ended without saying {text!r}; it said: {read}")
+
+    def read_until_all(self, text: str, num_ranks: int) -> None:
+        """Read until each rank has said `text`; on a busy machine one says it later, in a line of its own."""
+        waiting = set(range(num_ranks))
+        while waiting:
+            waiting -= said_by(self.read_until(text).splitlines()[-1])
 
     def survivors(self) -> list[int]:
         """The living processes that carry the mark."""
@@ -81,11 +94,16 @@ def _environment(mark: str, extra: dict[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def start(*words: str, env: dict[str, str] | None = None, stdin: int = subprocess.DEVNULL) -> Iterator[Running]:
-    """`phalanx` with `words`; at the end nothing of it is left."""
+def start(
+    *words: str,
+    env: dict[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    python: tuple[str, ...] = ("-m", "phalanx.cli"),
+) -> Iterator[Running]:
+    """`phalanx` with `words`, as `python` runs it; at the end nothing of it is left."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, "-m", "phalanx.cli", *words],
+        [sys.executable, *python, *words],
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

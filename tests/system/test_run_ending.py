@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,7 +77,7 @@ def test_keyboard_interrupt_runs_the_scripts_own_clean_up(tmp_path: Path) -> Non
         "import signal\ntry:\n    print('ready'); signal.pause()\nexcept KeyboardInterrupt:\n    print('saved')\n",
     )
     with start("run", "--no-preload", "--nproc-per-node", "2", script) as running:
-        running.read_until("ready")
+        running.read_until_all("ready", 2)
         running.process.send_signal(signal.SIGINT)
         finished = running.finish()
     assert finished.out == "[0-1] saved\n"
@@ -92,7 +94,7 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_after_the_grace_period(tmp_path: P
         "while True: signal.pause()\n",
     )
     with start("run", "--no-preload", "--grace", "0.2", "--nproc-per-node", "2", script) as running:
-        running.read_until("[0-1] ready")
+        running.read_until_all("ready", 2)
         running.process.send_signal(signal.SIGINT)
         finished = running.finish()
     assert finished.code == 130
@@ -108,7 +110,7 @@ def test_the_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         "while True: signal.pause()\n",
     )
     with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "2", script) as running:
-        running.read_until("ready")
+        running.read_until_all("ready", 2)
         running.process.send_signal(signal.SIGINT)
         running.read_until("no")
         running.process.send_signal(signal.SIGINT)
@@ -136,7 +138,7 @@ def test_sigusr1_is_passed_on_and_ends_nothing(tmp_path: Path) -> None:
         "print('ready'); signal.pause(); print('heard')\n",
     )
     with start("run", "--no-preload", "--nproc-per-node", "2", script) as running:
-        running.read_until("ready")
+        running.read_until_all("ready", 2)
         running.process.send_signal(signal.SIGUSR1)
         assert running.finish().out == "[0-1] heard\n"
 
@@ -148,7 +150,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_lets_them_go_on(tmp_path: Path) -> None:
     )
     flag = tmp_path / "flag"
     with start("run", "--no-preload", "--nproc-per-node", "2", script, str(flag)) as running:
-        running.read_until("ready")
+        running.read_until_all("ready", 2)
         running.process.send_signal(signal.SIGTSTP)
         while len(stopped(running)) < 3:
             pass
@@ -162,3 +164,68 @@ def test_ctrl_z_stops_the_ranks_and_fg_lets_them_go_on(tmp_path: Path) -> None:
 def stopped(running: Running) -> list[int]:
     """The marked processes that are stopped: agent and ranks; the zygote goes on."""
     return [pid for pid in running.survivors() if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][1] == "T"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_zygote_keeps_nothing_alive(tmp_path: Path, number: int) -> None:
+    # It was told what to do and could not hear it: two SIGTERMs of the command did nothing, and after its SIGKILL the
+    # ranks lived until somebody sent the zygote a SIGCONT.
+    with start("run", "--no-preload", "--nproc-per-node", "2", write_script(tmp_path, FAMILY)) as running:
+        zygote = int(running.read_until("family").split()[-1])
+        os.kill(zygote, signal.SIGSTOP)
+        assert running.process.stderr is not None
+        told = running.process.stderr.readline()
+        assert f"somebody has stopped the zygote (pid {zygote})" in told
+        assert f"kill -CONT {zygote}" in told
+        running.process.send_signal(number)
+        running.process.wait()
+        if number == signal.SIGKILL:
+            running.wait_gone()
+        assert running.survivors() == []
+        assert running.process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_a_zygote_that_cannot_go_on_is_killed_at_the_third_signal(tmp_path: Path) -> None:
+    # SIGCONT does not move a process that a debugger holds.
+    script = write_script(tmp_path, "import os, signal\nprint('family', os.getppid())\nwhile True: signal.pause()\n")
+    hold = (
+        "import ctypes, os, signal, sys\n"
+        "libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])\n"
+        "attached = libc.ptrace(16, pid, None, None) == 0\n"
+        "if attached: os.waitpid(pid, 0)\n"
+        "print(attached, flush=True)\n"
+        "signal.pause()\n"
+    )
+    with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "2", script) as running:
+        zygote = running.read_until("family").split()[-1]
+        debugger = subprocess.Popen([sys.executable, "-c", hold, zygote], stdout=subprocess.PIPE, text=True)
+        try:
+            assert debugger.stdout is not None
+            if debugger.stdout.readline() != "True\n":
+                pytest.skip("this system lets no process trace another")
+            assert running.process.stderr is not None
+            for _ in range(2):
+                running.process.send_signal(signal.SIGTERM)
+                assert "SIGTERM" in running.process.stderr.readline()
+            running.process.send_signal(signal.SIGTERM)
+            assert running.process.wait() == 143
+            assert running.survivors() == []
+        finally:
+            debugger.kill()
+            debugger.communicate()
+
+
+def test_a_stopped_rank_hears_that_the_job_is_to_end(tmp_path: Path) -> None:
+    # The signal waited for a SIGCONT that nobody sent; after the grace period the rank was killed without a word.
+    script = write_script(
+        tmp_path,
+        "import os, signal\n"
+        "def save(*_):\n    print('saved')\n    raise SystemExit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('pid', os.getpid())\n"
+        "while True: signal.pause()\n",
+    )
+    with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "1", script) as running:
+        os.kill(int(running.read_until("pid").split()[-1]), signal.SIGSTOP)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.finish().out == "[0] saved\n"

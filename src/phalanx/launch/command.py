@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import LaunchError
+from phalanx.launch import limits
 from phalanx.launch.agent.agent import run_job
 from phalanx.launch.devices import count_gpus, find_cpus
 from phalanx.launch.environment import find_disagreements
@@ -65,6 +66,9 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         problems.append(str(error))
     else:
         problems += [f"phalanx run: {problem}" for problem in find_disagreements(environ, num_ranks)]
+        limit_problem = limits.find_problem(num_ranks)
+        if limit_problem is not None:
+            problems.append(f"phalanx run: --nproc-per-node {settings.nproc}: {limit_problem}")
     target_problem = find_problem(settings.target)
     if target_problem is not None:
         problems.append(f"phalanx run: {target_problem}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from phalanx.launch.output.fold import format_ranks
@@ -117,19 +117,26 @@ def decide_failures(
     return [failure for _, failure in sorted(placed, key=lambda pair: pair[0])]
 
 
-def describe_failures(failures: Sequence[Failure], world_size: int, host: str) -> str:
-    """The last words of the command: consequences in one line each, then the first failure with its traceback."""
+def describe_failures(
+    failures: Sequence[Failure], world_size: int, host: str, *, abandoned: Collection[int] = ()
+) -> str:
+    """The last words of the command: consequences in one line each, then the first failure with its traceback.
+
+    `abandoned` are the ranks that were not started any more because of it.
+    """
     first = failures[0]
     others = [failure for failure in failures[1:] if not failure.stopped]
     stopped = [failure.rank for failure in failures[1:] if failure.stopped]
     lines = []
-    if others or stopped:
+    if others or stopped or abandoned:
         lines.append("After it, and probably because of it:")
         same: dict[str, list[int]] = {}
         for failure in others:
             same.setdefault(_summarise(failure), []).append(failure.rank)
         if stopped:
             same["stopped by phalanx run"] = stopped
+        if abandoned:
+            same["not started any more"] = list(abandoned)
         lines += [f"  rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}: {how}" for how, ranks in same.items()]
         lines.append("")
     lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {first.pid}): {_summarise(first)}")

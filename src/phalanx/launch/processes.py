@@ -15,6 +15,8 @@ SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no ad
 # by mistake, and scripts hardly ever use it: it tells of urgent data on a socket.
 STACKS_SIGNAL = signal.SIGURG
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)  # they end a job
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -56,9 +58,21 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`."""
+    """Undo `die_with_parent`. If the parent dies while this process is stopped, it goes on, and can see it."""
     if SUPPORTED:
-        _prctl(_PR_SET_PDEATHSIG, 0)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def read_state(pid: int) -> str:
+    """The letter of /proc/PID/stat: R running, S sleeping, D in a system call that can't be interrupted, T stopped by a
+    signal, t by a debugger, Z ended; empty where it can't be known.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # the command's name stands in parentheses and may itself hold any character
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
 
 
 def find_descendants(ancestor: int) -> list[int]:

@@ -8,7 +8,7 @@ the zygote dies, the kernel kills the ranks (their death signal) and the agent a
 
 Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
-Events:    started {rank, pid};  exit {rank, pid, status, at};  swept
+Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ import time
 from typing import Any
 
 from phalanx.launch import wire
-from phalanx.launch.processes import adopt_orphans, die_with_parent, kill_descendants, outlive_parent
+from phalanx.launch.processes import (
+    ENDING_SIGNALS,
+    adopt_orphans,
+    die_with_parent,
+    kill_descendants,
+    outlive_parent,
+)
 from phalanx.launch.worker import Assignment, run_worker
 
 
@@ -122,7 +128,13 @@ class _Zygote:
     def _fork(self, message: dict[str, Any], fds: list[int]) -> Assignment | None:
         """Fork one rank; returns its assignment in the child, None in the zygote."""
         rank, parent = message["rank"], os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            for fd in fds:
+                os.close(fd)
+            self._tell({"event": "unforked", "rank": rank, "errno": error.errno})
+            return None
         if pid == 0:
             self._leave()
             stdout, stderr, reports, dump, stacks = fds
@@ -168,6 +180,10 @@ class _Zygote:
             if rank in ranks:
                 try:
                     (os.killpg if group else os.kill)(pid, signum)
+                    if signum in ENDING_SIGNALS:
+                        os.kill(
+                            pid, signal.SIGCONT
+                        )  # one that was stopped would hear of its end only when it is killed
                 except (ProcessLookupError, PermissionError):
                     pass
 

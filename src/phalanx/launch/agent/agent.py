@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from phalanx.errors import LaunchError
+from phalanx.launch import limits
 from phalanx.launch.agent.signals import caught_signals
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_zygote_environment
@@ -13,13 +15,16 @@ def run_job(plan: JobPlan) -> int:
     """Start the job and see it through; returns the command's exit code. No process of the job outlives the call.
 
     Raises:
-        LaunchError: the log directory cannot be written.
+        LaunchError: the log directory cannot be written, or the system refuses processes or descriptors.
     """
     adopt_orphans()
     with caught_signals() as signals:
         environment = plan_zygote_environment(plan.environ, plan.placement.threads)
         preload = plan.settings.preload and plan.settings.target.kind != "program"
-        zygote = ZygoteProcess(environment, preload=preload)
+        try:
+            zygote = ZygoteProcess(environment, preload=preload)
+        except OSError as error:
+            raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
         try:
             from phalanx.launch.agent.job import see_through  # here, because it takes time that the zygote needs too
 

@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.arena.nameless import create
-from phalanx.launch import wire
+from phalanx.errors import LaunchError
+from phalanx.launch import limits
 from phalanx.launch.agent.door import Door
 from phalanx.launch.agent.flights import Flights
 from phalanx.launch.agent.signals import read_signals
@@ -24,12 +26,15 @@ from phalanx.launch.environment import plan_rank_environment
 from phalanx.launch.failure import Exit, Report
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import name_signal
+from phalanx.launch.processes import ENDING_SIGNALS, name_signal
 from phalanx.launch.stacks.look import Look, answer
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_DUMP_BYTES = 1 << 16
-_SWEEP_LIMIT_S = 6.0  # a zygote that has not swept by then is given up: the agent sweeps
+_SWEEP_LIMIT_S = 6.0  # a zygote that has not swept by then is killed: the agent sweeps
+_FORKS_AHEAD = 8  # ranks that the zygote was told to fork and has not: their descriptors are on their way
+_READ_S = 0.05  # a flood of output makes way for signals and events this often
+_LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,11 @@ class Attempt:
         self._dumps: dict[int, int] = {}
         self._stacks: dict[int, int] = {}
         self._store: int | None = None
+        self._next = 0  # the first rank that was not forked yet
+        self._sweep_due: float | None = None
         self._swept = False
-        self.zygote_lost = False
+        self.zygote_lost = False  # it has ended
+        self.zygote_given_up = False  # because we killed it: it did not answer
         self.state = Supervision(plan.num_ranks, plan.settings.grace_s)
         self.flights = Flights()
 
@@ -65,15 +73,17 @@ class Attempt:
         """
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         store = self._store = _create_store()
+        path = "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
+        self._job = self._plan.describe_job(self._restart_count, path, self._host.door.address)
         try:
             with reports, theirs:
                 self._reports = reports
-                self._fork_all(theirs.fileno(), store)
+                self._rank_reports = theirs.fileno()
+                self._fork_some()
                 self._loop(lambda: self.state.finished)
+                self._sweep()
+                self._loop(lambda: self._swept)
                 if not self.zygote_lost:
-                    self._host.zygote.sweep()
-                    limit = time.monotonic() + _SWEEP_LIMIT_S
-                    self._loop(lambda: self._swept or time.monotonic() > limit, limit)
                     self._host.pump.drain()
         finally:
             for fd in (*self._dumps.values(), *self._stacks.values(), *([store] if store is not None else [])):
@@ -88,61 +98,110 @@ class Attempt:
         """Let go of what the ranks have shown us."""
         self.flights.close()
 
-    def _fork_all(self, reports: int, store: int | None) -> None:
-        path = "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
-        job = self._plan.describe_job(self._restart_count, path, self._host.door.address)
-        for rank in range(self._plan.num_ranks):
-            dump = self._dumps[rank] = _create_scratch("phalanx-dump")
-            stacks = self._stacks[rank] = _create_scratch("phalanx-stacks")
-            ends = []
+    def _fork_some(self) -> None:
+        """Have the next ranks forked, as long as the zygote keeps up and the job is to go on."""
+        while (
+            self.state.phase == "running"
+            and self._next < self._plan.num_ranks
+            and self._next - len(self.state.started) < _FORKS_AHEAD
+        ):
+            try:
+                self._fork(self._next)
+            except OSError as error:
+                raise LaunchError(limits.explain_start(self._next, self._plan.num_ranks, error)) from error
+            self._next += 1
+        if self.state.phase != "running":
+            self._abandon_rest()
+
+    def _abandon_rest(self) -> None:
+        """The job is to end: what was not forked is not going to be."""
+        for rank in range(self._next, self._plan.num_ranks):
+            self.state.on_abandoned(rank)
+        self._next = self._plan.num_ranks
+
+    def _fork(self, rank: int) -> None:
+        dump = self._dumps[rank] = _create_scratch("phalanx-dump")
+        stacks = self._stacks[rank] = _create_scratch("phalanx-stacks")
+        ends = []
+        try:
             for stream in (1, 2):
                 ours, its = os.pipe()
-                self._host.pump.add(rank, stream, ours)
                 ends.append(its)
+                self._host.pump.add(rank, stream, ours)
+            environment = plan_rank_environment(self._job, rank)
             cpus = self._plan.placement.cpus[rank]
-            self._host.zygote.fork(rank, plan_rank_environment(job, rank), cpus, [*ends, reports, dump, stacks])
+            self._host.zygote.fork(rank, environment, cpus, [*ends, self._rank_reports, dump, stacks])
+        finally:
             for end in ends:
                 os.close(end)
 
-    def _loop(self, done: Callable[[], bool], limit: float | None = None) -> None:
+    def _loop(self, done: Callable[[], bool]) -> None:
         host = self._host
+        control = host.zygote.control
         while not done() and not self.zygote_lost:
             poll = select.poll()
-            control = host.zygote.control.fileno()
-            for fd in (host.signals, control, self._reports.fileno(), *host.pump.pipes, *host.door.fds):
+            for fd in (host.signals, self._reports.fileno(), *host.pump.pipes, *host.door.fds):
                 poll.register(fd, select.POLLIN)
+            poll.register(control.fileno(), select.POLLIN | (select.POLLOUT if control.waiting else 0))
             for writer in host.pump.writers:
                 poll.register(writer.fd, select.POLLOUT)
-            times = [at for at in (self.state.next_due, host.pump.next_due, limit) if at is not None]
-            left_s = max(0.0, min(times) - time.monotonic()) if times else None
-            ready = {fd for fd, _ in poll.poll(None if left_s is None else left_s * 1000 + 1)}
-            for fd in host.pump.pipes:
-                if fd in ready:
-                    host.pump.read(fd)
+            times = [at for at in (self.state.next_due, host.pump.next_due, self._sweep_due) if at is not None]
+            left_s = min([_LONGEST_WAIT_S, *(max(0.0, at - time.monotonic()) for at in times)])
+            ready = {fd for fd, _ in poll.poll(left_s * 1000 + 1)}
             if host.signals in ready:
                 for number in read_signals(host.signals):
                     self._on_signal(number)
+            self._read_output(ready)
             for fd in host.door.fds:
                 if fd in ready:
                     self._receive(fd)
             if self._reports.fileno() in ready:
                 self._read_reports()
-            if control in ready:
-                self._on_event()
+            if control.fileno() in ready:
+                control.send_some()
+                for event in control.take():
+                    self._on_event(event)
+                self.zygote_lost = self.zygote_lost or control.gone
             if host.pump.reader_gone and self.state.interrupted is None:
                 self._do(self.state.on_signal(signal.SIGPIPE, time.monotonic()))
-            self._do(self.state.on_time(time.monotonic()))
+            self._on_time()
+            self._fork_some()
             host.pump.tick()
 
-    def _on_event(self) -> None:
-        received = wire.receive(self._host.zygote.control)
-        if received is None:
-            self.zygote_lost = True
-            return
-        event = received[0]
+    def _read_output(self, ready: set[int]) -> None:
+        """Read the pipes that are ready, for a while; those that were not reached come first the next time."""
+        end = time.monotonic() + _READ_S
+        for fd in self._host.pump.pipes:
+            if fd in ready:
+                self._host.pump.read(fd)
+                if time.monotonic() > end:
+                    return
+
+    def _on_time(self) -> None:
+        now = time.monotonic()
+        self._do(self.state.on_time(now))
+        if self._sweep_due is not None and now > self._sweep_due and not self._swept:
+            self._give_up_zygote()
+
+    def _give_up_zygote(self) -> None:
+        """End it by force, and with it the ranks; what they leave behind the agent sweeps."""
+        self._host.zygote.kill()
+        self.zygote_given_up = self.zygote_lost = True
+
+    def _sweep(self) -> None:
+        """Have every process of the job killed, once."""
+        if self._sweep_due is None:
+            self._sweep_due = time.monotonic() + _SWEEP_LIMIT_S
+            self._host.zygote.wake()
+            self._host.zygote.sweep()
+
+    def _on_event(self, event: dict[str, Any]) -> None:
         if event["event"] == "started":
             self._pids[event["rank"]] = event["pid"]
             self.state.on_started(event["rank"])
+        elif event["event"] == "unforked":
+            error = OSError(event["errno"], os.strerror(event["errno"]))
+            raise LaunchError(limits.explain_start(event["rank"], self._plan.num_ranks, error))
         elif event["event"] == "exit":
             self._read_reports()  # what a rank told before its end counts before its end
             rank = event["rank"]
@@ -189,12 +248,23 @@ class Attempt:
             self._do(self.state.on_report(Report.from_bytes(data), time.monotonic()))
 
     def _on_signal(self, number: int) -> None:
-        if number == signal.SIGCHLD:
-            return  # the zygote's end shows on its socket
+        if number == signal.SIGCHLD:  # the zygote's end shows on its socket
+            if self._host.zygote.was_stopped():
+                self._host.pump.say(
+                    f"phalanx run: somebody has stopped the zygote (pid {self._host.zygote.pid}), from which the ranks "
+                    "are forked. The ranks go on, but their ends are not seen until it does: "
+                    f"kill -CONT {self._host.zygote.pid}"
+                )
+            return
         if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop with us, and go on with us
             self._host.zygote.signal(signal.SIGSTOP, self.state.running, group=True)
             os.kill(os.getpid(), signal.SIGSTOP)
             return
+        if number in ENDING_SIGNALS:
+            self._abandon_rest()
+            if self.state.phase == "killing":  # for the third time: no more patience with anybody
+                self._give_up_zygote()
+                return
         running = len(self.state.running)
         actions = self.state.on_signal(number, time.monotonic())
         if self.state.interrupted == number and running and self.state.started:
@@ -214,8 +284,10 @@ class Attempt:
                 if not self.state.started:  # the zygote is still importing and can't hear us
                     self._host.zygote.kill()
                 else:
-                    self._host.zygote.sweep()
+                    self._sweep()
             else:
+                if action.signum in ENDING_SIGNALS:
+                    self._host.zygote.wake()
                 self._host.zygote.signal(action.signum, action.ranks, group=action.group)
 
 

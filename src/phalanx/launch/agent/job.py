@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from phalanx.arena.observer import GroupLog
 from phalanx.errors import LaunchError
+from phalanx.launch import limits
 from phalanx.launch.agent.attempt import Attempt, Host, describe_signal_end
 from phalanx.launch.agent.door import Door
 from phalanx.launch.agent.signals import read_signals
-from phalanx.launch.agent.supervision import ENDING_SIGNALS, Supervision
+from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.failure import describe_failures
 from phalanx.launch.flight.files import write_flight
@@ -20,7 +21,7 @@ from phalanx.launch.flight.story import tell_flight
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import kill_descendants, name_signal
+from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, name_signal
 
 _HANG_S = 1.0  # who waited longer than this when the user ended the job is worth a line
 
@@ -39,6 +40,7 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     Raises:
         LaunchError: the log directory cannot be written.
     """
+    limits.raise_open_files(plan.num_ranks)  # ours: the zygote was started before, and the ranks keep the user's
     door = Door()
     try:
         host = Host(zygote, _open_pump(plan), signals, door)
@@ -69,7 +71,7 @@ def _run_attempts(plan: JobPlan, host: Host) -> int:
         left = plan.settings.max_restarts - restart_count
         again = bool(state.interrupted is None and state.failures and left and not attempt.zygote_lost)
         _keep_flight(plan, host, flight, restart_count if again else None)
-        if attempt.zygote_lost and state.interrupted is None:
+        if attempt.zygote_lost and not attempt.zygote_given_up and state.interrupted is None:
             return _tell_zygote_lost(host, state)
         if not again:
             break
@@ -101,7 +103,8 @@ def _tell_failures(plan: JobPlan, host: Host, state: Supervision, flight: Flight
     story = tell_flight(flight.groups, flight.ended_ns)
     if story:
         host.pump.say("\n" + story)
-    host.pump.say("\n" + describe_failures(state.failures, plan.num_ranks, socket.gethostname()))
+    name = socket.gethostname()
+    host.pump.say("\n" + describe_failures(state.failures, plan.num_ranks, name, abandoned=state.abandoned))
 
 
 def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None) -> None:

@@ -15,9 +15,9 @@ import signal
 from dataclasses import dataclass, field
 
 from phalanx.launch.failure import Exit, Failure, Report, decide_failures
+from phalanx.launch.processes import ENDING_SIGNALS
 
 SETTLE_S = 0.2
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Supervision:
     exits: dict[int, Exit] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
+    abandoned: set[int] = field(default_factory=set)  # the job was told to end before they were forked
     sent: dict[int, float] = field(default_factory=dict)
     interrupted: int | None = None
     killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
@@ -54,8 +55,8 @@ class Supervision:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The ranks that have not ended (or not begun)."""
-        return tuple(rank for rank in range(self.world_size) if rank not in self.exits)
+        """The ranks that have not ended, or are still to be started."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.exits and rank not in self.abandoned)
 
     @property
     def finished(self) -> bool:
@@ -70,6 +71,10 @@ class Supervision:
     def on_started(self, rank: int) -> None:
         """The process of `rank` exists."""
         self.started.add(rank)
+
+    def on_abandoned(self, rank: int) -> None:
+        """`rank` is not going to be started any more."""
+        self.abandoned.add(rank)
 
     def on_exit(self, exit: Exit) -> list[Action]:
         """The process of a rank has ended."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 from phalanx.launch import wire
+from phalanx.launch.processes import SUPPORTED
 from phalanx.launch.target import Target
 
 # Run by `python -c`, so that below the script there are as few frames as can be. The empty entry is the working
@@ -20,10 +22,11 @@ _BOOT = (
 
 
 class ZygoteProcess:
-    """The one zygote of this host. Sending to a dead zygote does nothing: its end shows on the socket."""
+    """The one zygote of this host. No call waits for it; to a dead one nothing is sent: its end shows on `control`."""
 
     def __init__(self, environment: Mapping[str, str], *, preload: bool) -> None:
-        self.control, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self.control = wire.Channel(ours)
         boot = _BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload)
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -47,19 +50,32 @@ class ZygoteProcess:
     def assign(self, target: Target) -> None:
         """Say what the ranks will run; to be called once, before `fork`."""
         fields = {"kind": target.kind, "name": target.name, "arguments": target.arguments}
-        self._send({"command": "target", "target": fields})
+        self.control.put({"command": "target", "target": fields})
 
     def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
         """Have `rank` forked, with `fds`: stdout, stderr, reports, dump, stacks."""
-        self._send({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
+        self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
 
     def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
         """Have `signum` sent to `ranks`."""
-        self._send({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
+        self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
 
     def sweep(self) -> None:
         """Have every process below the zygote killed; it answers `swept`."""
-        self._send({"command": "sweep"})
+        self.control.put({"command": "sweep"})
+
+    def wake(self) -> None:
+        """Let it go on if somebody has stopped it: what it is to do now does not wait for `kill -CONT`."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def was_stopped(self) -> bool:
+        """Whether it has been stopped since this was last asked."""
+        if not SUPPORTED or self._process.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG) is not None
+        except ChildProcessError:
+            return False
 
     def kill(self) -> None:
         """End the zygote at once, and with it the ranks: the kernel sees to that."""
@@ -74,9 +90,3 @@ class ZygoteProcess:
         self.control.close()
         if self._process.returncode is None and self.pid in reaped:
             self._process.returncode = os.waitstatus_to_exitcode(reaped[self.pid])
-
-    def _send(self, message: dict[str, object], fds: Sequence[int] = ()) -> None:
-        try:
-            wire.send(self.control, message, fds)
-        except OSError:
-            pass

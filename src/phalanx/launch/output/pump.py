@@ -65,8 +65,11 @@ class Pump:
         return min(times, default=None)
 
     def read(self, fd: int) -> bool:
-        """Read what is there, once; False when there was nothing (the pipe is empty or has ended)."""
-        rank, stream, splitter = self._pipes[fd]
+        """Read what is there, once; False when there was nothing (the pipe is empty or has ended).
+
+        The pipe goes to the end of `pipes`: who reads only some of them in a turn is fair to all.
+        """
+        rank, stream, splitter = self._pipes[fd] = self._pipes.pop(fd)
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:

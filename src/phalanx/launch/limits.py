@@ -1,0 +1,72 @@
+"""What the system allows a job of so many ranks: descriptors and processes, in the words for the user."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+_FDS_PER_RANK = 5  # the reading ends of two pipes, a file for its dump, one for its stacks, and its log
+_FDS_ON_THEIR_WAY = 40  # to the zygote: five for each of the ranks that are being forked
+_FDS_OF_JOB = 24  # libraries, signals, the zygote, the store, reports, the agent's socket
+_FDS_OF_VISITORS = 256  # groups that show their flight recorder, `phalanx stacks`; done without where there is no room
+
+
+def find_problem(num_ranks: int) -> str | None:
+    """Why the agent can't hold the descriptors of so many ranks, in the words for the user; None if it can."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_ON_THEIR_WAY, 5 * num_ranks) + _FDS_OF_JOB
+    if hard == resource.RLIM_INFINITY or needed <= hard:
+        return None
+    return (
+        f"{num_ranks} rank{'s' * (num_ranks > 1)} need {needed} open files in this command (RLIMIT_NOFILE), and no "
+        f"more than {hard} are allowed. Raise the limit (`ulimit -Hn`, LimitNOFILE= of a service, --ulimit nofile= of "
+        "a container) or start fewer ranks."
+    )
+
+
+def raise_open_files(num_ranks: int) -> None:
+    """Raise this process's own soft limit to what so many ranks need; processes that run already keep theirs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FDS_PER_RANK * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            pass  # a sandbox: if the limit is reached, the message names it
+
+
+def explain_start(rank: int, num_ranks: int, error: OSError) -> str:
+    """The words for the user when `rank` could not be started."""
+    return f"phalanx run: rank {rank} of {num_ranks} could not be started: {explain(error)}"
+
+
+def explain(error: OSError) -> str:
+    """What the system refused, and which limits to look at."""
+    why = f"{error.strerror or error}."
+    if error.errno == errno.EAGAIN:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+        return (
+            f"{why} There are too many processes: this user may have {limit} (`ulimit -u`), and a container or a "
+            f"service may allow fewer{_read_pids_limit()}."
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"{why} This command may have {soft} open files (`ulimit -n`; at most {hard}, `ulimit -Hn`)."
+    if error.errno == errno.ENOMEM:
+        return f"{why} Start fewer ranks, or look at `ulimit -v` and the memory limit of the container."
+    return why
+
+
+def _read_pids_limit() -> str:
+    """` (pids.max is 100)`, of this process's own cgroup; empty where there is none."""
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
+            path = next((line.rstrip("\n").partition("::")[2] for line in file if line.startswith("0::")), "")
+        with open(os.path.join(f"/sys/fs/cgroup{path}", "pids.max"), encoding="utf-8") as file:
+            return f" (pids.max is {file.read().strip()})"
+    except OSError:
+        return ""
