@@ -56,6 +56,8 @@ def run_worker(assignment: Assignment) -> None:
     if hasattr(faulthandler, "register"):
         faulthandler.register(STACKS_SIGNAL, file=assignment.stacks, all_threads=True)  # in C: works in a hang, too
     code = _prepare_main(assignment)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # else whoever started us has chosen to ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code()
     except BaseException as error:

@@ -39,6 +39,10 @@ def main(control: int, agent: int, preload: bool) -> None:
     """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended."""
     die_with_parent(agent)  # while torch is being imported nobody watches the socket, and there is nothing to clean up
     adopt_orphans()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until a rank runs its script, Ctrl-C ends it without a traceback of ours. Before it becomes a program, Python's
+        # handler would lose the signal: it only takes a note, which is gone with Python.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # an import makes objects that stay: to look for garbage in between only takes time
     if preload:
         _import_torch()
