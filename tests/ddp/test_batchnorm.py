@@ -164,7 +164,7 @@ def test_training_is_that_of_one_process_with_the_whole_batch(backend):
     expected = train(_model(), batches)
     for state in run_ranks(fn, 2, backend=backend):
         for key, tensor in expected.items():
-            torch.testing.assert_close(state[key], tensor, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(state[f"module.{key}"], tensor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("choice", [None, 16, "always", 1])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from phalanx import DistributedDataParallel
 from phalanx.testing import run_ranks
@@ -39,7 +40,7 @@ def test_construction_gives_every_rank_the_state_of_rank_0(backend):
     for other in others:
         for name, tensor in first.items():
             assert torch.equal(tensor, other[name]), name
-    assert first["flag"].item() is True
+    assert first["module.flag"].item() is True
 
 
 def test_init_sync_false_leaves_each_rank_its_own_state():
@@ -80,13 +81,18 @@ def test_a_buffer_that_autograd_saved_can_be_broadcast_before_backward():
     run_ranks(fn, 2, backend="gloo")
 
 
-def test_state_has_the_keys_of_the_bare_module_and_loads_into_it():
+def test_state_has_the_keys_of_the_tree_of_modules_and_that_of_the_module_loads_into_a_bare_one():
+    """The keys were the bare module's: PyTorch's wrapper did not load them."""
+
     def fn():
         ddp = DistributedDataParallel(_norm())
-        assert ddp.state_dict().keys() == _norm().state_dict().keys()
-        _norm().load_state_dict(ddp.state_dict())
+        assert [f"module.{name}" for name in _norm().state_dict()] == list(ddp.state_dict())
+        _norm().load_state_dict(ddp.module.state_dict())
+        bare = ddp.state_dict()
+        consume_prefix_in_state_dict_if_present(bare, "module.")
+        _norm().load_state_dict(bare)
         first, *_ = dict(ddp.named_parameters())
-        assert first == "module.0.weight"  # the tree of modules, as in PyTorch
+        assert first == "module.0.weight"
 
     _alone(fn)
 
@@ -107,12 +113,16 @@ def test_a_child_named_module_is_not_mistaken_for_the_prefix():
             def __init__(self):
                 super().__init__()
                 self.module = nn.Linear(2, 2)
+                self.weight = nn.Parameter(torch.zeros(2))  # with the prefix, its name is the child's
 
         source, ddp = Holder(), DistributedDataParallel(Holder())
-        assert list(ddp.state_dict()) == ["module.weight", "module.bias"]
+        assert list(ddp.state_dict()) == ["module.weight", "module.module.weight", "module.module.bias"]
         for prefix in ("", "module."):
+            nn.init.normal_(source.weight)
+            nn.init.normal_(source.module.weight)
             ddp.load_state_dict({prefix + name: value for name, value in source.state_dict().items()})
             assert torch.equal(ddp.module.module.weight, source.module.weight)
+            assert torch.equal(ddp.module.weight, source.weight)
 
     _alone(fn)
 
@@ -120,19 +130,27 @@ def test_a_child_named_module_is_not_mistaken_for_the_prefix():
 def test_state_passes_through_a_module_that_contains_the_wrapper():
     def fn():
         outer = nn.Sequential(DistributedDataParallel(_norm()), nn.Linear(4, 4))
-        state = {name: torch.full_like(value, 7) for name, value in outer.state_dict().items()}
-        assert "0.0.weight" in state
-        outer.load_state_dict(state)
-        assert outer[0].module[0].weight[0, 0].item() == 7
+        for number, bare in enumerate((False, True)):  # bare as in checkpoints of earlier versions
+            state = {name: torch.full_like(value, number) for name, value in outer.state_dict().items()}
+            assert "0.module.0.weight" in state
+            if bare:
+                state = {name.replace("0.module.", "0."): value for name, value in state.items()}
+            outer.load_state_dict(state)
+            assert outer[0].module[0].weight[0, 0].item() == number
 
     _alone(fn)
 
 
-def test_loading_reports_what_does_not_fit_under_the_modules_own_names():
+def test_loading_reports_what_does_not_fit_under_the_names_that_it_was_given():
     def fn():
         ddp = DistributedDataParallel(nn.Linear(2, 2))
-        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "bias"'):
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "module.bias"'):
             ddp.load_state_dict({"module.weight": torch.ones(2, 2)})
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "bias"'):
+            ddp.load_state_dict({"weight": torch.ones(2, 2)})
+        with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "module.other"'):
+            ddp.load_state_dict({**ddp.state_dict(), "module.other": torch.ones(1)})
+        assert ddp.load_state_dict({"weight": torch.ones(2, 2)}, strict=False).missing_keys == ["bias"]
         with pytest.raises(ValueError, match="would replace parameters"):
             ddp.load_state_dict(ddp.state_dict(), assign=True)
 

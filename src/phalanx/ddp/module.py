@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -52,9 +52,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     `check`: the first 3 steps are watched for common mistakes (every rank reads the same batch, say), each of which is
     one warning in the log of rank 0; docs/mistakes.md lists them. False watches nothing.
 
-    Names: `state_dict()` has the wrapped module's own keys, without `module.`, and `load_state_dict` takes both kinds.
-    `named_parameters()`, `get_parameter()` and `torch.func.functional_call` follow the tree of modules, as in PyTorch:
-    there the wrapped module is the child `module`.
+    Names follow the tree of modules, as in PyTorch: the wrapped module is the child `module`, and the keys of
+    `state_dict()` begin with `module.`; `ddp.module.state_dict()` has them without. `load_state_dict` takes both kinds.
 
     Numerics: every rank ends with the same bits, every run; two ranks with half a batch each train like one process
     with the whole batch, up to rounding, when the loss is a mean over samples.
@@ -386,12 +385,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         hook = default_hooks.fp16_compress_hook if fp16 else default_hooks.allreduce_hook
         self.register_comm_hook(self.process_group, hook)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's state, under its own keys: it loads into the bare module."""
-        return self.module.state_dict(*args, **kwargs)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load state with the module's own keys, or with PyTorch's `module.` in front of every key.
+        """Load state with PyTorch's `module.` in front of every key, or with the wrapped module's own keys.
 
         Raises:
             ValueError: `assign=True`, which would replace the parameters whose gradients lie in buckets.
@@ -401,11 +396,9 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "load_state_dict(assign=True) would replace parameters that the buckets were planned for: load into "
                 "the module first, then wrap it"
             )
-        own = self.module.state_dict().keys()
-        # A wrapped module may have a child named `module` of its own, so the prefix alone decides nothing.
-        if not own & state_dict.keys() and state_dict and all(key.startswith(_PREFIX) for key in state_dict):
-            state_dict = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
-        return self.module.load_state_dict(state_dict, strict=strict)
+        if _is_bare(self.module.state_dict().keys(), state_dict.keys()):
+            return self.module.load_state_dict(state_dict, strict=strict)  # with its versions, which go by its names
+        return super().load_state_dict(state_dict, strict=strict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -444,9 +437,18 @@ def _refuse_uninitialized(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         )
 
 
+def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> bool:
+    """Whether a state's keys behind `prefix` are the module's `own`, and not those with `module.` in front.
+
+    A wrapped module may have a child named `module` of its own, so the looks of one key decide nothing.
+    """
+    wrapped = sum(prefix + _PREFIX + key in keys for key in own)
+    return wrapped < sum(prefix + key in keys for key in own)
+
+
 def _restore_prefix(ddp: DistributedDataParallel, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
-    """Loading through a module that contains this one walks the tree, in which our keys have `module.` in front."""
+    """Through a module that contains the wrapper, too, both kinds of keys load."""
     own = ddp.module.state_dict().keys()
-    for key in own:
-        if prefix + key in state_dict and prefix + _PREFIX + key not in own:
-            state_dict[prefix + _PREFIX + key] = state_dict.pop(prefix + key)
+    if _is_bare(own, state_dict.keys(), prefix):
+        bare = {key: state_dict.pop(prefix + key) for key in own if prefix + key in state_dict}
+        state_dict.update({prefix + _PREFIX + key: value for key, value in bare.items()})
