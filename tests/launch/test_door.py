@@ -37,7 +37,7 @@ def test_a_visitor_is_heard_with_what_it_brings(door):
     assert len(door.fds) == 1
 
 
-@pytest.mark.parametrize("packet", [b"", b"{", b"[]", b"\xff", b"x" * 200_000])
+@pytest.mark.parametrize("packet", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"x" * 200_000])
 def test_what_makes_no_sense_is_shown_out_and_its_descriptors_closed(door, packet):
     before = len(os.listdir("/proc/self/fd"))
     read, write = os.pipe()

@@ -103,7 +103,9 @@ def test_a_report_survives_the_way_and_a_huge_one_is_cut_in_the_middle() -> None
     huge = raised(2, 1.5, text="first\n" + "\x01" * 10**6 + "\nlast")
     data = huge.to_bytes()
     assert len(data) < 110_000
-    text = Report.from_bytes(data).traceback
+    received = Report.from_bytes(data)
+    assert received is not None
+    text = received.traceback
     assert text.startswith("first\n")
     assert text.endswith("\nlast")
     assert "characters left out" in text

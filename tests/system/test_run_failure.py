@@ -1,6 +1,9 @@
 """The first failure is told last, and decides the exit code."""
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -178,3 +181,93 @@ def test_what_cannot_run_is_refused_before_anything_starts(words: list[str], env
     assert message in finished.err
     assert "Traceback" not in finished.err
     assert finished.out == ""
+
+
+def test_text_that_is_no_text_is_told_all_the_same_and_the_ranks_start_again(tmp_path: Path) -> None:
+    # Half a surrogate pair in a message, or a file name that is not UTF-8, ended the agent with a UnicodeEncodeError:
+    # no first failure was told and nothing was started again.
+    name = os.fsdecode(b"caf\xe9.py")
+    script = write_script(
+        tmp_path, "raise ValueError('no \\ud800 text' if __import__('os').environ['RANK'] == '0' else '')", name
+    )
+    finished = run("--no-preload", "--max-restarts", "1", "--nproc-per-node", "1", script)
+    assert finished.code == 1
+    told = "ValueError: no \\ud800 text at caf\\udce9.py:1 (exit code 1)"
+    assert finished.err.count("First failure") == finished.err.count(told) == 2
+    assert "starting all 1 ranks again" in finished.err
+
+
+def test_what_is_no_report_is_ignored(tmp_path: Path) -> None:
+    # Deeply nested JSON on the descriptor for reports, or at the agent's socket, ended the job with a RecursionError.
+    script = write_script(
+        tmp_path,
+        "import json, os, socket, sys\n"
+        "reports = next(fd for fd in range(3, 1024) if os.path.exists(f'/proc/self/fd/{fd}')\n"
+        "               and os.readlink(f'/proc/self/fd/{fd}').startswith('socket:'))\n"
+        "name = os.environ['PHALANX_AGENT'].partition(':')[0]\n"
+        "whole = {'rank': 0, 'pid': os.getpid(), 'at': 1.0, 'types': [], 'summary': '', 'place': '', 'traceback': ''}\n"
+        "wrong = [{}, [], 3, None, 'x', {**whole, 'rank': 7}, {**whole, 'rank': -1}, {**whole, 'rank': 'x'},\n"
+        "         {**whole, 'pid': 1}, {**whole, 'at': None}, {**whole, 'types': 3}, {**whole, 'types': [3]},\n"
+        "         {**whole, 'summary': 3}, {**whole, 'at': float('nan')}, {**whole, 'more': 1}]\n"
+        "token = os.environ['PHALANX_AGENT'].partition(':')[2]\n"
+        "group = {'kind': 'group', 'token': token, 'name': 'g', 'world_size': 1e999, 'ranks': [0], 'pids': [1]}\n"
+        "packets = [b'[' * 100_000, b'{\"a\":' * 10_000, b'\\xff', b'', b'{', b'1' * 5000]\n"
+        "packets += [json.dumps(it).encode() for it in wrong]\n"
+        "for packet in packets:\n"
+        "    if packet: os.write(reports, packet)\n"
+        "held = []\n"
+        "for packet in [*packets, json.dumps(group).encode(), b'x' * 150_000, *[None] * 200]:\n"
+        "    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "    sock.connect('\\0' + name)\n"
+        "    if packet is not None: sock.send(packet)\n"
+        "    held.append(sock)\n"  # half-open: more of them than the agent lets in
+        "with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:\n"
+        "    sock.connect('\\0' + name)\n"
+        "    sock.send(json.dumps({'kind': 'store', 'token': token}).encode())\n"
+        "    print(sock.recv(100))\n"
+        "sys.exit(5)\n",
+    )
+    finished = run("--no-preload", "--nproc-per-node", "1", script)
+    assert finished.lines == ["[0] b'store'"], finished.err
+    assert finished.code == 5
+    assert "First failure: rank 0 of 1" in finished.err
+    assert "sys.exit(5)" in finished.err
+
+
+def test_a_report_never_goes_into_a_file_of_the_user(tmp_path: Path) -> None:
+    # A script that closes what it has not opened, as daemons do, got the report of its failure into its own file.
+    for number in ("64", "os.sysconf('SC_OPEN_MAX')"):
+        script = write_script(
+            tmp_path,
+            "import ctypes, os\n"
+            f"os.closerange(3, {number})\n"
+            f"files = [open(os.path.join({str(tmp_path)!r}, f'mine_{{i}}'), 'w') for i in range(1100)]\n"
+            "raise ValueError('boom')\n",
+        )
+        finished = run("--no-preload", "--nproc-per-node", "1", script)
+        assert finished.code == 1
+        assert "First failure: rank 0 of 1" in finished.err
+        assert ("ValueError: boom" in finished.err.partition("First failure")[2]) == (number == "64")
+        mine = list(tmp_path.glob("mine_*"))
+        assert mine
+        assert not any(path.stat().st_size for path in mine)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("256", 0), ("257", 1), ("-1", 255), ("2 ** 70", 255), ("0.0", 1), ("False", 0), ("''", 1)]
+)
+def test_an_exit_code_is_what_it_is_without_us(tmp_path: Path, code: str, status: int) -> None:
+    # sys.exit(256), of a script that passes on what os.system returned, was a failure "with exit code 0".
+    script = write_script(tmp_path, f"import sys; sys.exit({code})")
+    assert subprocess.run([sys.executable, script], capture_output=True).returncode == status
+    finished = run("--no-preload", "--nproc-per-node", "1", script)
+    assert finished.code == status
+    assert ("First failure" in finished.err) == (status != 0)
+    assert ("sys.exit(256) is success" in finished.err) == (code == "256")
+
+
+def test_a_rank_that_failed_and_ends_with_0_has_failed(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import os, sys\nsys.excepthook = lambda *_: os._exit(0)\nraise ValueError('x')\n")
+    finished = run("--no-preload", "--nproc-per-node", "1", script)
+    assert finished.code == 1
+    assert "ValueError: x at script.py:3 (exit code 0)" in finished.err

@@ -72,7 +72,9 @@ def test_a_reader_that_goes_away_ends_the_job_quietly(tmp_path: Path) -> None:
         running.process.stdout.close()
         assert running.process.stderr is not None
         running.process.wait()
-        assert "Traceback" not in running.process.stderr.read().replace("BrokenPipe", "")
+        said = running.process.stderr.read()
+        assert "phalanx run: nobody reads its output any more (stdout was closed): stopping 2 ranks" in said
+        assert "Traceback" not in said.replace("BrokenPipe", "")
         assert running.process.returncode == 141
         assert running.survivors() == []
 
@@ -188,3 +190,46 @@ def test_ctrl_c_on_a_terminal_reaches_each_rank_once(tmp_path: Path) -> None:
     assert b"[0-1]\x1b[0m noted" in received
     assert b"twice" not in received
     assert b"stopping 2 ranks" in received
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_the_job_goes_on(tmp_path: Path) -> None:
+    # A full disk under --log-dir ended a running job with the agent's own traceback, and without a restart.
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "rank_0.log").symlink_to("/dev/full")
+    script = write_script(tmp_path, "import time\nfor i in range(3): print(i); time.sleep(0.01)")
+    finished = run("--no-preload", "--nproc-per-node", "2", "--log-dir", str(logs), script)
+    assert finished.code == 0
+    assert finished.err.count("phalanx run:") == 1
+    assert f"cannot write {logs}/rank_0.log: No space left on device. The job goes on" in finished.err
+    assert (logs / "rank_1.log").read_text() == "0\n1\n2\n"
+
+
+def test_a_full_disk_under_stdout_is_said_and_the_job_goes_on(tmp_path: Path) -> None:
+    # It ended the job with exit code 141 and not a word.
+    script = write_script(
+        tmp_path, f"import time\nprint('a'); time.sleep(0.5); print('b')\nopen({str(tmp_path / 'done')!r}, 'w')"
+    )
+    words = [sys.executable, "-m", "phalanx.cli", "run", "--no-preload", "--nproc-per-node", "1", script]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 120  # as `python script.py`, whose output cannot be written
+    assert done.stderr.count("phalanx run:") == 1
+    assert "stdout cannot be written: No space left on device. The job goes on" in done.stderr
+    assert (tmp_path / "done").exists()
+
+
+def test_signals_are_heard_while_a_rank_floods_with_equal_lines(tmp_path: Path) -> None:
+    # Each blank line was compared with all that were waiting: 60,000 of them took half a minute, in which the agent
+    # heard no signal.
+    script = write_script(
+        tmp_path,
+        "import os, signal\n"
+        "if os.environ['RANK'] == '1': signal.pause()\n"
+        "print('start', flush=True)\n"
+        "while True: os.write(1, b'\\n' * 65536)\n",
+    )
+    with start("run", "--no-preload", "--grace", "0.2", "--nproc-per-node", "2", script) as running:
+        running.read_until("start")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.finish().code == 143

@@ -12,6 +12,7 @@ from phalanx.launch import limits
 from phalanx.launch.agent.agent import run_job
 from phalanx.launch.devices import count_gpus, find_cpus
 from phalanx.launch.environment import find_disagreements
+from phalanx.launch.output.text import show
 from phalanx.launch.placement import plan_placement
 from phalanx.launch.plan import JobPlan, is_terminal
 from phalanx.launch.processes import SUPPORTED
@@ -22,20 +23,19 @@ from phalanx.launch.target import find_problem
 def main(words: Sequence[str]) -> int:
     """Run the job that `words` describe; returns the exit code, having said on stderr what was wrong."""
     if words and words[0] in ("-h", "--help"):
-        print(format_help())
-        return 0
+        return 0 if show(1, format_help(), sys.stdout.encoding if sys.stdout else "utf-8") else 1
     _open_standard_descriptors()
     try:
         plan = plan_job(parse(words), os.environ)
         if not SUPPORTED:
-            print(
+            show(
+                2,
                 f"phalanx run: {sys.platform} tells no process of its parent's death: processes may be left if this "
                 "command is killed with SIGKILL, or if a rank starts daemons. On Linux none are.",
-                file=sys.stderr,
             )
         return run_job(plan)
     except LaunchError as error:
-        print(error, file=sys.stderr)
+        show(2, str(error))
         return error.exit_code
     except KeyboardInterrupt:  # in the first moments, before signals are caught: nothing was started
         return 128 + signal.SIGINT

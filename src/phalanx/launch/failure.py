@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 
 from phalanx.launch.output.fold import format_ranks
 from phalanx.launch.processes import name_signal
@@ -42,10 +43,22 @@ class Report:
         return json.dumps(fields).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Report:
-        """The inverse of `to_bytes`."""
-        fields = json.loads(data)
-        return cls(**{**fields, "types": tuple(fields["types"])})
+    def from_bytes(cls, data: bytes) -> Report | None:
+        """The inverse of `to_bytes`; None for what no rank of ours has written."""
+        try:
+            fields = json.loads(data)
+            report = cls(**{**fields, "types": tuple(fields["types"])})
+            sound = (
+                all(isinstance(number, int) for number in (report.rank, report.pid))
+                and isinstance(report.at, float)
+                and isfinite(report.at)
+                and all(
+                    isinstance(text, str) for text in (*report.types, report.summary, report.place, report.traceback)
+                )
+            )
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return report if sound else None
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,8 @@ class Failure:
         """The exit code that a shell would show: 128 + n for signal n; 1 for a reported rank that had to be killed."""
         if self.exit is None or (self.report is not None and self.exit.status == -signal.SIGKILL):
             return 1
-        return self.exit.status if self.exit.status >= 0 else 128 - self.exit.status
+        # a process can end with 0 after its exception (os._exit in a hook): it has failed all the same
+        return (self.exit.status or 1) if self.exit.status >= 0 else 128 - self.exit.status
 
 
 def decide_failures(

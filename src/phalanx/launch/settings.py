@@ -13,6 +13,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.target import Kind, Target
 
 USAGE_EXIT_CODE = 2
+_MAX_SECONDS = 365 * 24 * 3600
 RANKS_PER_CORE = 64  # more is a slip of the finger: each rank is a process that wants memory and time
 
 
@@ -45,13 +46,19 @@ class Option:
 
 
 def _read_count(text: str) -> int:
-    if not text.isdecimal():
+    if not _is_number(text):
         raise ValueError(f"must be a number, zero or more, got {text!r}")
+    if len(text) > 9:
+        raise ValueError(f"must be below a thousand million, got {text!r}")
     return int(text)
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
 def _read_port(text: str) -> int:
-    if not (text.isdecimal() and int(text) <= 65535):
+    if not (_is_number(text) and len(text) <= 5 and int(text) <= 65535):
         raise ValueError(f"must be a port number, from 0 to 65535, got {text!r}")
     return int(text)
 
@@ -63,19 +70,21 @@ def _read_seconds(text: str) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise ValueError(f"must be zero or more seconds, got {text!r}")
+    if value > _MAX_SECONDS:
+        raise ValueError(f"must be at most {_MAX_SECONDS} seconds, a year, got {text!r}")
     return value
 
 
 def _read_nproc(text: str) -> str:
     if text in ("auto", "cpu", "gpu"):
         return text
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(f"must be a number, auto, cpu or gpu, got {text!r}") from None
-    if value < 1:
-        raise ValueError(f"must be at least 1, got {value}")
-    return str(value)
+    if not _is_number(text.removeprefix("-")):
+        raise ValueError(f"must be a number, auto, cpu or gpu, got {text!r}")
+    if text.startswith("-") or not text.strip("0"):
+        raise ValueError(f"must be at least 1, got {text}")
+    if len(text) > 9:
+        raise ValueError(f"must be below a thousand million, got {text}")
+    return str(int(text))
 
 
 def _read_nnodes(text: str) -> str:

@@ -8,8 +8,10 @@ that nobody caught is reported to the agent with its time before the interpreter
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import io
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -23,6 +25,7 @@ from typing import NoReturn
 from phalanx.launch.failure import Report
 from phalanx.launch.processes import STACKS_SIGNAL, die_with_parent
 
+_OUR_FDS = 8  # numbers that we take from the upper end of those that a rank may have
 _LAUNCHER_FILES = (__file__, "<string>", runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
@@ -47,14 +50,16 @@ class Assignment:
 def run_worker(assignment: Assignment) -> None:
     """Become the assigned rank; returns, or raises what the user's code raised, when its code has ended."""
     _become_own_process(assignment)
-    report = _Reporter(assignment.rank, assignment.reports)
+    report = _Reporter(assignment.rank, _move_up(assignment.reports))
     if assignment.kind == "program":
         _execute(assignment, report)
     _reseed()
     if not faulthandler.is_enabled():  # else the user asked for dumps on stderr
-        faulthandler.enable(file=assignment.dump)
+        faulthandler.enable(file=_move_up(assignment.dump))
     if hasattr(faulthandler, "register"):
-        faulthandler.register(STACKS_SIGNAL, file=assignment.stacks, all_threads=True)  # in C: works in a hang, too
+        faulthandler.register(
+            STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True
+        )  # in C: works in a hang, too
     code = _prepare_main(assignment)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # else whoever started us has chosen to ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,8 +71,13 @@ def run_worker(assignment: Assignment) -> None:
         if os.getpid() != report.pid:
             raise  # a child that the script forked by hand: its end is the script's affair
         if isinstance(error, SystemExit):
-            if error.code not in (None, 0):
+            if compute_exit_status(error.code) != 0:
                 report.send(error, failed_at)
+            elif error.code:
+                print(
+                    f"phalanx run: sys.exit({error.code!r}) is success: of an exit code the system keeps eight bits, 0",
+                    file=sys.stderr,
+                )
             raise
         report.send(error, failed_at)
         # As the interpreter does, but without our frames. What follows, the exit code and for KeyboardInterrupt the
@@ -75,6 +85,31 @@ def run_worker(assignment: Assignment) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = lambda *_: None
         raise
+
+
+def compute_exit_status(code: object) -> int:
+    """The exit code of a process whose script calls `sys.exit(code)`, as the interpreter finds it."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF if -(1 << 63) <= code < 1 << 63 else 0xFF  # a C long, of which the system keeps eight bits
+    return 1  # it was printed
+
+
+def _move_up(fd: int) -> int:
+    """`fd` under a high number, closed in programs that the rank starts.
+
+    A script that closes what it has not opened (`os.closerange(3, 64)`, as daemons do) misses it, and if it does close
+    it, a file that the script opens later gets a low number: our words never go into a file of the user's.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    floor = (1024 if soft == resource.RLIM_INFINITY else min(soft, 1024)) - _OUR_FDS
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(floor, 3))
+    except OSError:  # all those are taken
+        return fd
+    os.close(fd)
+    return high
 
 
 def _become_own_process(assignment: Assignment) -> None:
@@ -157,6 +192,7 @@ class _Reporter:
         self.pid = os.getpid()
         self._rank = rank
         self._reports = reports
+        self._identity = _identify(reports)
 
     def send(self, error: BaseException, at: float) -> None:
         """Send `error`, raised at `at` on the monotonic clock; never raises."""
@@ -171,9 +207,17 @@ class _Reporter:
                 said = traceback.format_exception_only(type(error), error)
                 summary = next(part for part in said if not part.startswith(" ")).splitlines()[0]
             report = Report(self._rank, self.pid, at, names, summary, place, text)
-            os.write(self._reports, report.to_bytes())
+            if (
+                _identify(self._reports) == self._identity
+            ):  # else the script has closed it, and opened a file of its own
+                os.write(self._reports, report.to_bytes())
         except Exception:
             pass  # the exception's own __str__ failed, or the agent has gone: the exit code still tells
+
+
+def _identify(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _without_launcher(trace: TracebackType | None) -> TracebackType | None:

@@ -40,8 +40,8 @@ def main(control: int, agent: int, preload: bool) -> None:
     die_with_parent(agent)  # while torch is being imported nobody watches the socket, and there is nothing to clean up
     adopt_orphans()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Until a rank runs its script, Ctrl-C ends it without a traceback of ours. Before it becomes a program, Python's
-        # handler would lose the signal: it only takes a note, which is gone with Python.
+        # Until a rank runs its script, Ctrl-C ends it without a traceback of ours. Python's handler only takes a note
+        # of the signal; in a rank that is about to become a program the note would be lost with Python.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # an import makes objects that stay: to look for garbage in between only takes time
     if preload:

@@ -30,6 +30,7 @@ from phalanx.launch.processes import ENDING_SIGNALS, name_signal
 from phalanx.launch.stacks.look import Look, answer
 
 _MAX_REPORT_BYTES = 1 << 18
+_MAX_REPORTS = 256
 _MAX_DUMP_BYTES = 1 << 16
 _SWEEP_LIMIT_S = 6.0  # a zygote that has not swept by then is killed: the agent sweeps
 _FORKS_AHEAD = 8  # ranks that the zygote was told to fork and has not: their descriptors are on their way
@@ -163,6 +164,11 @@ class Attempt:
                     self._on_event(event)
                 self.zygote_lost = self.zygote_lost or control.gone
             if host.pump.reader_gone and self.state.interrupted is None:
+                self._abandon_rest()
+                host.pump.say(
+                    "phalanx run: nobody reads its output any more (stdout was closed): stopping "
+                    f"{_count(len(self.state.running))}"
+                )
                 self._do(self.state.on_signal(signal.SIGPIPE, time.monotonic()))
             self._on_time()
             self._fork_some()
@@ -238,14 +244,23 @@ class Attempt:
         visit.close()
 
     def _read_reports(self) -> None:
-        while True:
+        """What has come; no more than a while of it, because whoever floods us must not keep us from the rest."""
+        for _ in range(_MAX_REPORTS):
             try:
                 data = self._reports.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
-            except BlockingIOError:
+            except OSError:  # there is no more
                 return
-            if not data:
-                return
-            self._do(self.state.on_report(Report.from_bytes(data), time.monotonic()))
+            report = Report.from_bytes(data)
+            # a rank may pass the descriptor on by mistake, to a child or as a file of its own: only ranks are heard
+            if (
+                report is not None
+                and self._pids.get(report.rank, report.pid) == report.pid
+                and self._knows(report.rank)
+            ):
+                self._do(self.state.on_report(report, time.monotonic()))
+
+    def _knows(self, rank: int) -> bool:
+        return 0 <= rank < self._plan.num_ranks
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:  # the zygote's end shows on its socket
@@ -271,11 +286,11 @@ class Attempt:
             name = signal.Signals(number).name
             if self.state.phase == "stopping":
                 self._host.pump.say(
-                    f"phalanx run: {name}: stopping {running} rank{'s' * (running > 1)}, with "
+                    f"phalanx run: {name}: stopping {_count(running)}, with "
                     f"{self.state.grace_s:g} s to end by themselves (again: kill at once)"
                 )
             elif any(isinstance(action, Kill) for action in actions):
-                self._host.pump.say(f"phalanx run: {name} again: killing {running} rank{'s' * (running > 1)}")
+                self._host.pump.say(f"phalanx run: {name} again: killing {_count(running)}")
         self._do(actions)
 
     def _do(self, actions: list[Action]) -> None:
@@ -289,6 +304,10 @@ class Attempt:
                 if action.signum in ENDING_SIGNALS:
                     self._host.zygote.wake()
                 self._host.zygote.signal(action.signum, action.ranks, group=action.group)
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks != 1)}"
 
 
 def _create_scratch(name: str) -> int:

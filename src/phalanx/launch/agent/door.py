@@ -105,7 +105,7 @@ class Door:
             message = json.loads(data)
             if not isinstance(message, dict):
                 raise ValueError
-        except (OSError, ValueError):  # it went without a word, or speaks another language
+        except (OSError, ValueError, RecursionError):  # it went without a word, or speaks another language
             for fd in fds:
                 os.close(fd)
             visitor.close()

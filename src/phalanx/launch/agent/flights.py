@@ -35,7 +35,7 @@ class Flights:
                 kept = fds[0]
                 self._let_go_of_ended()
                 self._observed.append(observer)
-        except (ImportError, KeyError, TypeError, ValueError, OSError):
+        except (ImportError, KeyError, TypeError, ValueError, OverflowError, OSError):
             pass  # another version of Phalanx in the ranks, or somebody's mistake: the job goes on unobserved
         finally:
             for fd in fds:

@@ -23,6 +23,7 @@ from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, name_signal
 
+_LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
 _HANG_S = 1.0  # who waited longer than this when the user ended the job is worth a line
 
 
@@ -48,13 +49,14 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
         door.close()
         raise
     try:
-        return _run_attempts(plan, host)
+        code = _run_attempts(plan, host)
     finally:
         door.close()
         zygote.close(kill_descendants([zygote.pid]))
         host.pump.drain()
         _flush(host)
         host.pump.close()
+    return code or (0 if host.pump.lost is None else _LOST_OUTPUT_EXIT_CODE)
 
 
 def _run_attempts(plan: JobPlan, host: Host) -> int:
@@ -85,7 +87,7 @@ def _conclude(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> 
     """Say the last words; returns the exit code."""
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:
-            return 128 + signal.SIGPIPE  # who closed our output wants to hear no more
+            return 128 + signal.SIGPIPE  # who closed our output wants to hear no more; why it ends was said
         story = tell_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
         if story:
             host.pump.say(story)
@@ -151,5 +153,4 @@ def _flush(host: Host) -> None:
         ready = [fd for fd, _ in poll.poll()]
         if host.signals in ready and set(read_signals(host.signals)) & set(ENDING_SIGNALS):
             return
-        for writer in host.pump.writers:
-            writer.write_some()
+        host.pump.tick()

@@ -6,6 +6,7 @@ rank 1:  a     c            a {0,1}   b {0}   c {0,1}
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,6 +26,26 @@ class Folded:
     order: int
 
 
+class _Twins:
+    """Pending lines of one text, in order. A step is a binary search at most: a rank may print 100,000 blank lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[Folded] = []
+        self._first = 0  # those before it were released
+
+    def find_behind(self, order: int) -> Folded | None:
+        """The first line that stands behind `order`."""
+        at = bisect_right(self.lines, order, lo=self._first, key=lambda line: line.order)
+        return self.lines[at] if at < len(self.lines) else None
+
+    def drop_first(self) -> None:
+        """The first line was released: it is always that one, because lines are released in order."""
+        self._first += 1
+        if 2 * self._first >= len(self.lines):
+            del self.lines[: self._first]
+            self._first = 0
+
+
 class Folder:
     """Holds lines until all live ranks have printed them, or for `window_s`. Time is an argument: no clock inside."""
 
@@ -32,22 +53,23 @@ class Folder:
         self._live = set(ranks)
         self._window_s = window_s
         self._pending: deque[Folded] = deque()
-        self._waiting: dict[tuple[int, bytes], list[Folded]] = {}
+        self._waiting: dict[tuple[int, bytes], _Twins] = {}
         self._last: dict[int, int] = {}  # rank -> order of its latest line: its next may join only behind that
         self._order = 0
 
     def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
         """`rank` printed the line `text`."""
-        twins = self._waiting.setdefault((stream, text), [])
-        last = self._last.get(rank, -1)
-        for twin in twins:
-            if twin.order > last:
-                twin.ranks.add(rank)
-                self._last[rank] = twin.order
-                return
+        twins = self._waiting.get((stream, text))
+        if twins is None:
+            twins = self._waiting[stream, text] = _Twins()
+        twin = twins.find_behind(self._last.get(rank, -1))
+        if twin is not None:
+            twin.ranks.add(rank)
+            self._last[rank] = twin.order
+            return
         self._order += 1
         entry = Folded(stream, text, {rank}, now + self._window_s, self._order)
-        twins.append(entry)
+        twins.lines.append(entry)
         self._pending.append(entry)
         self._last[rank] = self._order
 
@@ -69,8 +91,8 @@ class Folder:
             self._pending.popleft()
             key = (head.stream, head.text)
             twins = self._waiting[key]
-            twins.remove(head)
-            if not twins:
+            twins.drop_first()
+            if not twins.lines:
                 del self._waiting[key]
             released.append(head)
         return released

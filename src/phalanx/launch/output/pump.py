@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from io import FileIO
 
 from phalanx.launch.output.fold import Folder
 from phalanx.launch.output.lines import LineSplitter
+from phalanx.launch.output.logs import LogFile
 from phalanx.launch.output.screen import CLEAR_BELOW, format_prefix, plan_status
+from phalanx.launch.output.text import encode
 from phalanx.launch.output.writer import Writer
 
 _READ_BYTES = 1 << 16
@@ -30,12 +31,11 @@ class Pump:
         self._redraw_at: float | None = None
         self._redrawn_at = 0.0
         self._prefixes: dict[frozenset[int], bytes] = {}
-        self._logs: list[FileIO] = []
+        self._logs: list[LogFile] = []
+        self._told: set[str] = set()  # what cannot be written, said once
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
-            # unbuffered: what a rank said last must be on disk when everything dies
-            for rank in range(num_ranks):
-                self._logs.append(open(os.path.join(log_dir, f"rank_{rank}.log"), "wb", buffering=0))  # noqa: SIM115
+            self._logs = [LogFile(os.path.join(log_dir, f"rank_{rank}.log")) for rank in range(num_ranks)]
 
     def add(self, rank: int, stream: int, fd: int) -> None:
         """Take over the reading end `fd` of a rank's stdout (1) or stderr (2)."""
@@ -57,6 +57,11 @@ class Pump:
     def reader_gone(self) -> bool:
         """Whether nobody reads our stdout any more."""
         return self._out.broken
+
+    @property
+    def lost(self) -> OSError | None:
+        """Why some of the ranks' lines could not be written to our stdout (a full disk); None if all could."""
+        return self._out.problem
 
     @property
     def next_due(self) -> float | None:
@@ -91,6 +96,12 @@ class Pump:
             self._draw_status()
         for writer in self.writers:
             writer.write_some()
+        if self._out.problem is not None:
+            self._tell(
+                "stdout",
+                f"phalanx run: stdout cannot be written: {self._out.problem.strerror}. The job goes on; lines are lost "
+                "until there is room again, and the exit code will not be 0.",
+            )
 
     def drain(self) -> None:
         """Everything has ended: read what the pipes still hold, close them, queue all lines."""
@@ -107,7 +118,7 @@ class Pump:
         """The agent's own words, on stderr, behind all lines so far."""
         self._show_lines(float("inf"))
         self._clear_status()
-        self._err.put(text.encode() + b"\n")
+        self._err.put(encode(text) + b"\n")
 
     def close(self) -> None:
         """Close pipes and log files."""
@@ -120,10 +131,23 @@ class Pump:
         if not lines:
             return
         if self._logs:
-            self._logs[rank].write(b"\n".join(lines) + b"\n")
+            log = self._logs[rank]
+            log.put(lines)
+            if log.problem is not None:
+                self._tell(
+                    "logs",
+                    f"phalanx run: --log-dir: cannot write {log.path}: {log.problem.strerror}. The job goes on; lines "
+                    "are missing in the logs until they can be written again.",
+                )
         now = time.monotonic()
         for line in lines:
             self._folder.add(rank, stream, line, now)
+
+    def _tell(self, what: str, text: str) -> None:
+        """Say `text`, once for each `what`."""
+        if what not in self._told:
+            self._told.add(what)
+            self.say(text)
 
     def _show_lines(self, now: float) -> None:
         lines = self._folder.release(now)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
+import stat
+
+from phalanx.launch.output.logs import explain_gap
 
 _PIECE_BYTES = 4096  # PIPE_BUF: when poll says that a pipe is writable, this much goes in without blocking
 
@@ -19,7 +23,9 @@ class Writer:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.broken = False
+        self.broken = False  # its reader has gone
+        self.problem: OSError | None = None  # why something could not be written that others later can
+        self._gap = False
         self._queue = bytearray()
 
     @property
@@ -34,8 +40,11 @@ class Writer:
 
     def put(self, data: bytes) -> None:
         """Queue `data`; dropped when the reader has gone."""
-        if not self.broken:
-            self._queue += data
+        if self.broken:
+            return
+        if self._gap and not self._queue:
+            self._queue += explain_gap(self.problem)
+        self._queue += data
 
     def write_some(self) -> None:
         """Write what fits without blocking."""
@@ -46,8 +55,12 @@ class Writer:
                 written = os.write(self.fd, self._queue[:_PIECE_BYTES])
             except BlockingIOError:
                 return
-            except OSError:  # EPIPE: the reader has gone; EIO: the terminal has
-                self.broken = True
+            except OSError as error:
+                if error.errno in (errno.EPIPE, errno.EIO) and not stat.S_ISREG(os.fstat(self.fd).st_mode):
+                    self.broken = True  # EPIPE: the reader has gone; EIO: the terminal has
+                else:
+                    self.problem, self._gap = error, True  # a full disk may have room later
                 self._queue.clear()
                 return
+            self._gap = False
             del self._queue[:written]

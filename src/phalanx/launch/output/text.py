@@ -1,0 +1,21 @@
+"""Text on its way out of the agent: whatever it holds, and wherever it goes, it never fails."""
+
+from __future__ import annotations
+
+import os
+
+
+def encode(text: str, encoding: str = "utf-8") -> bytes:
+    """`text` as bytes; what has none in `encoding` (half a surrogate pair, a file name's raw bytes) as `\\udc80`."""
+    return text.encode(encoding, "backslashreplace")
+
+
+def show(fd: int, text: str, encoding: str = "utf-8") -> bool:
+    """Write `text` and a line end to `fd`, all of it; False where that can't be written (closed, full)."""
+    data = encode(text, encoding) + b"\n"
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        return False
+    return True
