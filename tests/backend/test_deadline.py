@@ -40,13 +40,16 @@ def test_when_rank_0_never_reaches_init_the_others_say_so(tmp_path, monkeypatch)
     def check(rank, world_size):
         if rank == 0:
             return None
+        started = dist.FileStore(str(tmp_path / "started"), world_size)
+        started.set(str(rank), "")
+        started.wait(["1", "2"], timedelta(seconds=30))  # on a busy machine one starts a second after the other
         with pytest.raises(DeadlineError) as caught:
             dist.init_process_group(
                 "phalanx",
                 store=dist.FileStore(str(tmp_path / "store"), world_size),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=0.1),
+                timeout=timedelta(seconds=2),
             )
         return caught.value.missing
 

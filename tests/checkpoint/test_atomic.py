@@ -10,7 +10,9 @@ import os
 import re
 import signal
 import stat
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -111,20 +113,19 @@ def test_a_link_to_nothing_makes_what_it_points_to(tmp_path):
     assert (tmp_path / "latest").is_symlink()
 
 
-def test_a_folder_that_may_be_written_and_not_listed_is_enough(tmp_path):
-    folder = tmp_path / "drop"
-    folder.mkdir(mode=0o300)
-    if (user := os.geteuid()) == 0:
-        os.chown(folder, 65534, 65534)
-        for above in [tmp_path, *tmp_path.parents[:2]]:
-            above.chmod(0o755)
-        os.seteuid(65534)  # permissions do not bind the superuser
-    try:
-        replace_file(folder / "file", lambda file: file.write(NEW))
-    finally:
-        os.seteuid(user)
-        folder.chmod(0o700)
-    assert (folder / "file").read_bytes() == NEW
+def test_a_folder_that_may_be_written_and_not_listed_is_enough():
+    with tempfile.TemporaryDirectory() as place:  # not below pytest's own folders, which are closed to others
+        folder = Path(place)
+        folder.chmod(0o300)
+        if (user := os.geteuid()) == 0:
+            os.chown(folder, 65534, 65534)
+            os.seteuid(65534)  # permissions do not bind the superuser
+        try:
+            replace_file(folder / "file", lambda file: file.write(NEW))
+        finally:
+            os.seteuid(user)
+            folder.chmod(0o700)
+        assert (folder / "file").read_bytes() == NEW
 
 
 # --- a writer that dies ------------------------------------------------------------------------------------------
