@@ -37,12 +37,12 @@ def test_dashes_and_underscores_are_the_same(words: list[str]) -> None:
 
 def test_every_option_reaches_its_field() -> None:
     words = (
-        "--nproc-per-node gpu --log-dir d --grace 2.5 --no-affinity --no-preload --max-restarts 3 "
+        "--nproc-per-node gpu --log-dir d --grace 2.5 --no-affinity --no-preload --max-restarts 3 --exit-timeout 7 "
         "--master-addr h --master_port 99 --rdzv-id job7 --standalone --nnodes 1 --node_rank 0 -m pkg.mod x"
     )
     assert parse(words.split()) == Settings(
         Target("module", "pkg.mod", ("x",)),
-        nproc="gpu", log_dir="d", grace_s=2.5, affinity=False, preload=False, max_restarts=3,
+        nproc="gpu", log_dir="d", grace_s=2.5, exit_timeout_s=7.0, affinity=False, preload=False, max_restarts=3,
         master_addr="h", master_port=99, run_id="job7",
     )  # fmt: skip
 

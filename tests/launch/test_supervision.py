@@ -1,6 +1,6 @@
 import signal
 
-from phalanx.launch.agent.supervision import SETTLE_S, Kill, Signal, Supervision
+from phalanx.launch.agent.supervision import SETTLE_S, Kill, Signal, Supervision, Tell
 from phalanx.launch.failure import Exit, Report
 
 
@@ -93,3 +93,41 @@ def test_signals_that_do_not_end_a_job_are_passed_on() -> None:
 
 def test_time_alone_changes_nothing_in_a_running_job() -> None:
     assert running().on_time(1e9) == []
+
+
+def test_who_is_still_there_when_others_have_ended_is_told_ever_more_rarely() -> None:
+    state = running(3)
+    assert state.on_exit(ended(0, at=100.0)) == []
+    assert state.next_due == 110.0
+    assert state.on_exit(ended(1, at=105.0)) == []
+    told = []
+    while len(told) < 7:
+        now = state.next_due
+        assert now is not None
+        assert state.on_time(now) == [Tell(now - 105.0)]
+        told.append(now - 105.0)
+    assert told == [10.0, 60.0, 600.0, 3600.0, 7200.0, 10800.0, 14400.0]
+    assert state.phase == "running"
+    assert state.on_exit(ended(2, at=20000.0)) == []
+    assert state.next_due is None
+
+
+def test_ranks_that_outlive_the_first_by_the_exit_timeout_are_stopped() -> None:
+    state = Supervision(3, 10.0, exit_timeout_s=30.0)
+    for rank in range(3):
+        state.on_started(rank)
+    state.on_exit(ended(0, at=100.0))
+    state.on_exit(ended(1, at=125.0))
+    assert state.next_due == 130.0
+    assert state.on_time(130.0) == [Tell(5.0), Signal(signal.SIGTERM, (2,), group=False)]
+    assert state.overdue == (2,)
+    assert state.next_due == 140.0
+    assert state.on_time(140.0) == [Kill()]
+
+
+def test_a_failure_after_the_first_end_is_a_failure() -> None:
+    state = running(2)
+    state.on_exit(ended(0, at=100.0))
+    state.on_exit(ended(1, 3, at=101.0))
+    assert state.finished
+    assert [failure.rank for failure in state.failures] == [1]

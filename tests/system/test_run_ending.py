@@ -229,3 +229,29 @@ def test_a_stopped_rank_hears_that_the_job_is_to_end(tmp_path: Path) -> None:
         os.kill(int(running.read_until("pid").split()[-1]), signal.SIGSTOP)
         running.process.send_signal(signal.SIGTERM)
         assert running.finish().out == "[0] saved\n"
+
+
+def test_a_rank_that_is_still_there_is_named_with_its_state_and_stopped_after_the_exit_timeout(tmp_path: Path) -> None:
+    # A rank that somebody stopped after its last collective kept the command waiting for ever, and without a word.
+    script = write_script(
+        tmp_path,
+        "import os, signal\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "pid = torch.tensor(os.getpid() * dist.get_rank())\n"
+        "dist.all_reduce(pid)\n"
+        "if dist.get_rank() == 1:\n"
+        "    print('pid', os.getpid(), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "while ') T ' not in open(f'/proc/{pid}/stat').read(): pass\n",
+    )
+    with start("run", "--exit-timeout", "0.2", "--grace", "600", "--nproc-per-node", "2", script) as running:
+        pid = running.read_until("pid").split()[-1]
+        finished = running.finish()
+        assert running.survivors() == []
+    assert finished.code == 124
+    assert f"  rank 1 (pid {pid}): stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` lets it go on; " in finished.err
+    assert "last finished all_reduce #" in finished.err
+    assert "script.py:5)" in finished.err
+    assert "rank 1 did not end within 0.2 s of the first (--exit-timeout), and had to be stopped" in finished.err
+    assert "First failure" not in finished.err

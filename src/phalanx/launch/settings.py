@@ -25,6 +25,7 @@ class Settings:
     nproc: str = "auto"
     log_dir: str | None = None
     grace_s: float = 10.0
+    exit_timeout_s: float | None = None
     affinity: bool = True
     preload: bool = True
     max_restarts: int = 0
@@ -108,6 +109,8 @@ OPTIONS = (
            "flight recorders hold: DIR/flight.json, DIR/flight.trace.json.", "DIR"),
     Option("grace", "grace_s", "Seconds that ranks get to end after Ctrl-C, SIGTERM or another rank's failure, before "
            "SIGKILL (default 10).", "SECONDS", _read_seconds),
+    Option("exit-timeout", "exit_timeout_s", "Once a rank has ended well, seconds that the others may take before they "
+           "are stopped (default: no limit; the command says who is still there).", "SECONDS", _read_seconds),
     Option("max-restarts", "max_restarts", "After a failure start all ranks again, up to N times (default 0).", "N",
            _read_count),
     Option("no-affinity", "not:affinity", "Do not pin ranks to cores."),

@@ -20,10 +20,12 @@ from phalanx.launch import limits
 from phalanx.launch.agent.door import Door
 from phalanx.launch.agent.flights import Flights
 from phalanx.launch.agent.signals import read_signals
-from phalanx.launch.agent.supervision import Action, Kill, Supervision
+from phalanx.launch.agent.stragglers import describe_stragglers
+from phalanx.launch.agent.supervision import Action, Kill, Supervision, Tell
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_rank_environment
 from phalanx.launch.failure import Exit, Report
+from phalanx.launch.output.fold import format_ranks
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal
@@ -64,7 +66,7 @@ class Attempt:
         self._swept = False
         self.zygote_lost = False  # it has ended
         self.zygote_given_up = False  # because we killed it: it did not answer
-        self.state = Supervision(plan.num_ranks, plan.settings.grace_s)
+        self.state = Supervision(plan.num_ranks, plan.settings.grace_s, plan.settings.exit_timeout_s)
         self.flights = Flights()
 
     def run(self) -> None:
@@ -300,10 +302,18 @@ class Attempt:
                     self._host.zygote.kill()
                 else:
                     self._sweep()
+            elif isinstance(action, Tell):
+                self._tell_stragglers(action.waited_s)
             else:
                 if action.signum in ENDING_SIGNALS:
                     self._host.zygote.wake()
                 self._host.zygote.signal(action.signum, action.ranks, group=action.group)
+
+    def _tell_stragglers(self, waited_s: float) -> None:
+        text = describe_stragglers(self._pids, self.state.running, self._plan.num_ranks, waited_s, self.flights.logs())
+        if not self.state.overdue:
+            text += "\n`phalanx stacks` shows where they are; --exit-timeout SECONDS would stop them."
+        self._host.pump.say(text)
 
 
 def _count(ranks: int) -> str:
@@ -322,6 +332,15 @@ def _create_scratch(name: str) -> int:
 def _create_store() -> int | None:
     """A file without a name, which the ranks open through this process: gone with it, and no port opened."""
     return create("phalanx-store") if sys.platform == "linux" else None
+
+
+def describe_overdue(state: Supervision) -> str:
+    """One line on ranks that had to be stopped because the others had ended."""
+    return (
+        f"phalanx run: rank{'s' * (len(state.overdue) > 1)} {format_ranks(state.overdue)} did not end within "
+        f"{state.exit_timeout_s:g} s of the first (--exit-timeout), and had to be "
+        f"{'killed' if state.killed else 'stopped'}"
+    )
 
 
 def describe_signal_end(state: Supervision) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from phalanx.arena.observer import GroupLog
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
-from phalanx.launch.agent.attempt import Attempt, Host, describe_signal_end
+from phalanx.launch.agent.attempt import Attempt, Host, describe_overdue, describe_signal_end
 from phalanx.launch.agent.door import Door
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
@@ -24,6 +24,7 @@ from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, name_signal
 
 _LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
+_OVERDUE_EXIT_CODE = 124  # as of `timeout`, the command
 _HANG_S = 1.0  # who waited longer than this when the user ended the job is worth a line
 
 
@@ -71,7 +72,8 @@ def _run_attempts(plan: JobPlan, host: Host) -> int:
         finally:
             attempt.close()
         left = plan.settings.max_restarts - restart_count
-        again = bool(state.interrupted is None and state.failures and left and not attempt.zygote_lost)
+        failed = state.interrupted is None and bool(state.failures) and not state.overdue
+        again = failed and left > 0 and not attempt.zygote_lost
         _keep_flight(plan, host, flight, restart_count if again else None)
         if attempt.zygote_lost and not attempt.zygote_given_up and state.interrupted is None:
             return _tell_zygote_lost(host, state)
@@ -95,6 +97,9 @@ def _conclude(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> 
         # ranks that took the signal as a wish, saved their work and returned 0 have succeeded
         ended_well = state.finished and not any(end.status for end in state.exits.values())
         return 0 if ended_well else 128 + state.interrupted
+    if state.overdue:
+        host.pump.say(describe_overdue(state))
+        return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
     if not state.failures:
         return 0
     _tell_failures(plan, host, state, flight)

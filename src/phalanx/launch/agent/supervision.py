@@ -3,7 +3,8 @@
                        a rank fails              settled, or the user's signal          all gone
     running ──────────────────────────▶ settling ────────────────────▶ stopping ─────────────▶ finished
        │                                                                  │ grace over, or a second signal
-       └── all ranks end with 0 ─▶ finished                             └──▶ killing ─▶ finished
+       ├── all ranks end with 0 ─▶ finished                             └──▶ killing ─▶ finished
+       └── some end with 0, others not within the exit timeout ─▶ stopping
 
 A failing job settles for a moment before its other ranks are stopped, so that they can still say what they saw: the
 rank that died in silence is told from those that raised because of it.
@@ -18,6 +19,7 @@ from phalanx.launch.failure import Exit, Failure, Report, decide_failures
 from phalanx.launch.processes import ENDING_SIGNALS
 
 SETTLE_S = 0.2
+_TELL_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,14 @@ class Kill:
     """SIGKILL every process of the job."""
 
 
-Action = Signal | Kill
+@dataclass(frozen=True)
+class Tell:
+    """Say which ranks are still there, `waited_s` after the end of another."""
+
+    waited_s: float
+
+
+Action = Signal | Kill | Tell
 
 
 @dataclass
@@ -43,6 +52,7 @@ class Supervision:
 
     world_size: int
     grace_s: float
+    exit_timeout_s: float | None = None
     exits: dict[int, Exit] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
@@ -50,8 +60,12 @@ class Supervision:
     sent: dict[int, float] = field(default_factory=dict)
     interrupted: int | None = None
     killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
+    overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
     phase: str = "running"
     next_due: float | None = None
+    _first_end: float | None = None
+    _last_end: float = 0.0
+    _told: int = 0  # how often the ranks that are left were named since the last end
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -79,7 +93,14 @@ class Supervision:
     def on_exit(self, exit: Exit) -> list[Action]:
         """The process of a rank has ended."""
         self.exits[exit.rank] = exit
-        return self._settle(exit.at) if exit.status != 0 else []
+        if exit.status != 0:
+            return self._settle(exit.at)
+        if self._first_end is None:
+            self._first_end = exit.at
+        self._last_end, self._told = exit.at, 0
+        if self.phase == "running":
+            self._wait_for_rest()
+        return []
 
     def on_report(self, report: Report, now: float) -> list[Action]:
         """A rank tells of an exception; its process may take its time to end."""
@@ -102,12 +123,32 @@ class Supervision:
         """To be called when `next_due` has come."""
         if self.next_due is None or now < self.next_due:
             return []
+        if self.phase == "running":
+            return self._notice(now)
         if self.phase == "settling":
             return self._stop(signal.SIGTERM, now)
         if self.phase == "stopping":
             self.killed = self.running
             return self._kill(now)
         return []
+
+    def _wait_for_rest(self) -> None:
+        """Some have ended well. The others may take their time, but whoever waits for the command is told of them."""
+        assert self._first_end is not None
+        often = len(_TELL_AFTER_S) - 1
+        times = [self._last_end + _TELL_AFTER_S[min(self._told, often)] * max(1, self._told - often + 1)]
+        if self.exit_timeout_s is not None:
+            times.append(self._first_end + self.exit_timeout_s)
+        self.next_due = min(times) if self.running else None
+
+    def _notice(self, now: float) -> list[Action]:
+        assert self._first_end is not None
+        if self.exit_timeout_s is not None and now >= self._first_end + self.exit_timeout_s:
+            self.overdue = self.running
+            return [Tell(now - self._last_end), *self._stop(signal.SIGTERM, now)]
+        self._told += 1
+        self._wait_for_rest()
+        return [Tell(now - self._last_end)]
 
     def _settle(self, now: float) -> list[Action]:
         if self.phase == "running":

@@ -1,0 +1,45 @@
+"""The ranks that are still there when others have ended: in which state, and what they did last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from phalanx.arena.observer import GroupLog
+from phalanx.arena.recorder import tell
+from phalanx.launch.processes import read_state
+
+_MAX_LINES = 12
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in a system call that cannot be interrupted (a disk or a network file system?)",
+    "T": "stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` lets it go on",
+    "t": "stopped by a debugger",
+    "Z": "ended, and about to be noticed",
+}
+
+
+def describe_stragglers(
+    pids: Mapping[int, int], ranks: Sequence[int], world_size: int, waited_s: float, groups: Sequence[GroupLog]
+) -> str:
+    """A line for each of `ranks`, whose processes are `pids`; `groups` are the logs of what they recorded."""
+    gone = world_size - len(ranks)
+    lines = [f"phalanx run: {gone} of {world_size} ranks have ended; still there {waited_s:.1f} s later:"]
+    for rank in ranks[:_MAX_LINES]:
+        pid = pids.get(rank)
+        state = _STATES.get(read_state(pid), "") if pid is not None else "not started yet"
+        said = [state.format(pid=pid), _tell_last(pid, groups)]
+        lines.append(f"  rank {rank}" + (f" (pid {pid})" if pid else "") + ": " + "; ".join(filter(None, said)))
+    if len(ranks) > _MAX_LINES:
+        lines.append(f"  … and {len(ranks) - _MAX_LINES} more")
+    return "\n".join(lines)
+
+
+def _tell_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
+    """Where the recorder saw the process last, in whichever group; empty if it knows nothing."""
+    seats = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
+    if not seats:
+        return ""
+    return tell(max(seats, key=lambda records: records[-1].enter_ns), time.monotonic_ns())
