@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "attendance.h"
@@ -25,13 +26,54 @@ typedef struct {
   int closed;
   uint64_t background_spin_ns; /* for threads other than the main one */
   int awaited; /* the main thread waits for what another does here */
+  /* Counted with the GIL held. The memory goes with the last who is inside, whoever closes the group meanwhile. */
+  int inside;           /* threads in an operation; a signal handler's own operation counts again */
+  int main_inside;      /* of these, the main thread, which alone runs signal handlers */
+  PyObject *let_go;     /* called once, when the group is closed and nobody is inside */
+  _Atomic int parked;   /* the process ends: who is inside stays there */
 } Group;
+
+static int is_main(void) {
+  static _Thread_local int answer = -1; /* asked once per thread: two system calls */
+  if (answer < 0) answer = syscall(SYS_gettid) == getpid();
+  return answer;
+}
 
 /* A thread in the background must not take the core from the one that computes, where a rank has no core to spare. */
 static uint64_t spin_of(const Group *self) {
-  static _Thread_local int is_main = -1; /* asked once per thread: two system calls */
-  if (is_main < 0) is_main = syscall(SYS_gettid) == getpid();
-  return is_main || self->awaited ? self->g.spin_ns : self->background_spin_ns;
+  return is_main() || self->awaited ? self->g.spin_ns : self->background_spin_ns;
+}
+
+static void enter(Group *self) {
+  self->inside++;
+  self->main_inside += is_main();
+}
+
+/* After close(): let the memory go, if nobody is inside. Keeps the error that is set. */
+static void let_go(Group *self) {
+  PyObject *call = self->let_go, *type, *value, *trace;
+  if (!self->closed || self->inside != 0 || call == NULL) return;
+  self->let_go = NULL;
+  PyErr_Fetch(&type, &value, &trace);
+  PyObject *result = PyObject_CallObject(call, NULL);
+  if (result == NULL) PyErr_WriteUnraisable(call);
+  Py_XDECREF(result);
+  Py_DECREF(call);
+  PyErr_Restore(type, value, trace);
+}
+
+/* Take the GIL, on the way out or to ask something. At the end of the process never again: the interpreter would end this
+ * thread in the middle of whatever C++ called it, which aborts the process, or its error would be printed to streams
+ * that are going. The threads that come here are daemons; the rest was joined before. */
+static void come_back(Group *self, PyThreadState *thread) {
+  while (atomic_load_explicit(&self->parked, memory_order_acquire)) pause();
+  PyEval_RestoreThread(thread);
+}
+
+static void leave(Group *self) {
+  self->inside--;
+  self->main_inside -= is_main();
+  let_go(self);
 }
 
 /* Waiting: every slice, take the GIL for a moment so that Ctrl-C works and the user hears about long waits. */
@@ -43,7 +85,7 @@ struct patience {
 
 static int idle(void *context, uint64_t waited_ns) {
   struct patience *p = context;
-  PyEval_RestoreThread(p->thread);
+  come_back(p->group, p->thread);
   int failed = PyErr_CheckSignals() != 0;
   if (!failed && p->group->idle != NULL && waited_ns >= 1000000000ull && waited_ns - p->said_ns >= 500000000ull) {
     p->said_ns = waited_ns;
@@ -60,13 +102,27 @@ static int idle(void *context, uint64_t waited_ns) {
   struct plx_wait wait = {UINT64_MAX, (spin), idle, &patience, -1};                                     \
   uint64_t begun_ns = plx_now_ns();                                                                     \
   if ((timeout_ns) < UINT64_MAX - begun_ns) wait.deadline_ns = begun_ns + (timeout_ns);                 \
+  enter(self);                                                                                          \
   patience.thread = PyEval_SaveThread();
 
-#define END(self, code)                                          \
-  PyEval_RestoreThread(patience.thread);                         \
-  (self)->culprit = wait.culprit;                                \
-  if ((code) == PLX_INTERRUPTED && PyErr_Occurred()) return NULL; \
-  return PyLong_FromLong(code);
+/* Whoever was inside when this process left hears that, and not what woke it. */
+#define END(self, code)                                               \
+  come_back(self, patience.thread);                                   \
+  (self)->culprit = wait.culprit;                                     \
+  int answer = (self)->closed && (code) != PLX_OK ? PLX_CLOSED : (code); \
+  leave(self);                                                        \
+  if ((code) == PLX_INTERRUPTED && PyErr_Occurred()) return NULL;      \
+  return PyLong_FromLong(answer);
+
+/* What asks nobody while it waits, if it waits at all. */
+#define OUTSIDE_GIL(self, call) \
+  enter(self);                  \
+  {                             \
+    PyThreadState *thread = PyEval_SaveThread(); \
+    call;                       \
+    come_back(self, thread);    \
+  }                             \
+  leave(self);
 
 /* A collective's `code` is the call's, made again for as long as the ranks find themselves apart; that they come further
  * in between is a sign of life, so each attempt has the whole time. */
@@ -105,11 +161,22 @@ struct tail {
   uint64_t shape[PLX_MAX_DIMS];
 };
 
-/* The mapping goes with the group: nothing may be read or written after that. */
+/* The mapping goes with the group: nothing may be read or written after that. Operations answer PLX_CLOSED; what has
+ * another answer raises. */
 static int is_open(Group *self) {
-  if (self->closed) PyErr_SetString(PyExc_ValueError, "the group is closed");
-  return !self->closed;
+  if (!self->closed) return 1;
+  PyObject *errors = PyImport_ImportModule("phalanx.errors");
+  PyObject *kind = errors != NULL ? PyObject_GetAttrString(errors, "ClosedError") : NULL;
+  if (kind != NULL)
+    PyErr_SetString(kind, "the group was destroyed in this process, or this process was forked from a rank.\n"
+                          "Create the group again, or start processes that communicate with spawn.");
+  Py_XDECREF(kind);
+  Py_XDECREF(errors);
+  return 0;
 }
+
+#define ANSWER_IF_CLOSED(self) \
+  if ((self)->closed) return PyLong_FromLong(PLX_CLOSED);
 
 static int to_tail(Group *self, PyObject *const *args, struct tail *t) {
   uint64_t site;
@@ -152,7 +219,22 @@ static uint64_t *to_array(PyObject *o, uint32_t world) {
   return v;
 }
 
+/* A tensor without memory (fake, wrapped, freed) has address 0; to go there would end the process. */
+static int has_memory(const void *at, uint64_t size) {
+  if (at != NULL || size == 0) return 1;
+  PyErr_Format(PyExc_ValueError, "address 0 with a size of %llu: the tensor has no memory", (unsigned long long)size);
+  return 0;
+}
+
+/* The same for `world` addresses; `given` is the tuple that they came from, or None where this rank has none. */
+static int have_memory(PyObject *given, const uint64_t *at, const uint64_t *sizes, uint32_t world) {
+  for (uint32_t r = 0; given != Py_None && r < world; r++)
+    if (!has_memory((const void *)(uintptr_t)at[r], sizes[r])) return 0;
+  return 1;
+}
+
 static PyObject *group_barrier(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   if (want(n, 3, "barrier") != 0 || to_tail(self, a, &t) != 0) return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
@@ -161,12 +243,14 @@ static PyObject *group_barrier(Group *self, PyObject *const *a, Py_ssize_t n) {
 }
 
 static PyObject *group_all_reduce(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   void *in, *out;
   uint64_t count;
   int dtype, redop, root;
   if (want(n, 9, "all_reduce") != 0 || to_address(a[0], &in) || to_address(a[1], &out) || to_u64(a[2], &count) ||
-      to_int(a[3], &dtype) || to_int(a[4], &redop) || to_int(a[5], &root) || to_tail(self, a + 6, &t))
+      to_int(a[3], &dtype) || to_int(a[4], &redop) || to_int(a[5], &root) || to_tail(self, a + 6, &t) ||
+      !has_memory(in, count) || !has_memory(out, count))
     return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
   COLLECTIVE(self, t, plx_all_reduce(&self->g, &wait, &t.origin, in, out, count, dtype, redop, root))
@@ -174,12 +258,13 @@ static PyObject *group_all_reduce(Group *self, PyObject *const *a, Py_ssize_t n)
 }
 
 static PyObject *group_broadcast(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   void *data;
   uint64_t bytes;
   int dtype, root;
   if (want(n, 7, "broadcast") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &dtype) ||
-      to_int(a[3], &root) || to_tail(self, a + 4, &t))
+      to_int(a[3], &root) || to_tail(self, a + 4, &t) || !has_memory(data, bytes))
     return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
   COLLECTIVE(self, t, plx_broadcast(&self->g, &wait, &t.origin, data, bytes, dtype, t.role & PLX_FLAG_STEP ? plx_present_root(&self->g, root) : root))
@@ -187,6 +272,7 @@ static PyObject *group_broadcast(Group *self, PyObject *const *a, Py_ssize_t n) 
 }
 
 static PyObject *group_reduce_scatter(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   void *out;
   int dtype, redop;
@@ -194,8 +280,9 @@ static PyObject *group_reduce_scatter(Group *self, PyObject *const *a, Py_ssize_
       to_tail(self, a + 5, &t))
     return NULL;
   uint64_t *in = to_array(a[0], self->g.world), *counts = in ? to_array(a[1], self->g.world) : NULL;
-  if (counts == NULL) {
+  if (counts == NULL || !have_memory(a[0], in, counts, self->g.world) || !has_memory(out, counts[self->g.rank])) {
     free(in);
+    free(counts);
     return NULL;
   }
   BEGIN(self, t.timeout_ns, spin_of(self))
@@ -206,6 +293,7 @@ static PyObject *group_reduce_scatter(Group *self, PyObject *const *a, Py_ssize_
 }
 
 static PyObject *group_gather(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   void *in;
   int dtype, root;
@@ -213,8 +301,9 @@ static PyObject *group_gather(Group *self, PyObject *const *a, Py_ssize_t n) {
       to_tail(self, a + 5, &t))
     return NULL;
   uint64_t *out = to_array(a[1], self->g.world), *bytes = out ? to_array(a[2], self->g.world) : NULL;
-  if (bytes == NULL) {
+  if (bytes == NULL || !has_memory(in, bytes[self->g.rank]) || !have_memory(a[1], out, bytes, self->g.world)) {
     free(out);
+    free(bytes);
     return NULL;
   }
   BEGIN(self, t.timeout_ns, spin_of(self))
@@ -225,6 +314,7 @@ static PyObject *group_gather(Group *self, PyObject *const *a, Py_ssize_t n) {
 }
 
 static PyObject *group_scatter(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   void *out;
   uint64_t bytes;
@@ -234,6 +324,11 @@ static PyObject *group_scatter(Group *self, PyObject *const *a, Py_ssize_t n) {
     return NULL;
   uint64_t *in = to_array(a[0], self->g.world);
   if (in == NULL) return NULL;
+  for (uint32_t r = 0; r < self->g.world; r++)
+    if ((a[0] != Py_None && !has_memory((void *)(uintptr_t)in[r], bytes)) || !has_memory(out, bytes)) {
+      free(in);
+      return NULL;
+    }
   BEGIN(self, t.timeout_ns, spin_of(self))
   COLLECTIVE(self, t, plx_scatter(&self->g, &wait, &t.origin, (const void *const *)in, out, bytes, dtype, root))
   free(in);
@@ -241,6 +336,7 @@ static PyObject *group_scatter(Group *self, PyObject *const *a, Py_ssize_t n) {
 }
 
 static PyObject *group_all_to_all(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   int dtype, splits;
   if (want(n, 9, "all_to_all") != 0 || to_int(a[4], &dtype) || to_int(a[5], &splits) || to_tail(self, a + 6, &t)) return NULL;
@@ -250,6 +346,10 @@ static PyObject *group_all_to_all(Group *self, PyObject *const *a, Py_ssize_t n)
       while (i-- > 0) free(v[i]);
       return NULL;
     }
+  if (!have_memory(a[0], v[0], v[1], self->g.world) || !have_memory(a[2], v[2], v[3], self->g.world)) {
+    for (int i = 0; i < 4; i++) free(v[i]);
+    return NULL;
+  }
   BEGIN(self, t.timeout_ns, spin_of(self))
   COLLECTIVE(self, t, plx_all_to_all(&self->g, &wait, &t.origin, (const void *const *)v[0], v[1], (void *const *)v[2], v[3], dtype,
                             splits))
@@ -258,12 +358,13 @@ static PyObject *group_all_to_all(Group *self, PyObject *const *a, Py_ssize_t n)
 }
 
 static PyObject *group_send(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   void *data;
   uint64_t bytes;
   int dst, tag, dtype;
   if (want(n, 8, "send") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &dst) ||
-      to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t))
+      to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t) || !has_memory(data, bytes))
     return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_send(&self->g, &wait, &t.origin, data, bytes, (uint32_t)dst, (uint32_t)tag, dtype);
@@ -272,17 +373,19 @@ static PyObject *group_send(Group *self, PyObject *const *a, Py_ssize_t n) {
 
 /* The same without waiting; None where that cannot be done. */
 static PyObject *group_send_now(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   void *data;
   uint64_t bytes;
   int dst, tag, dtype;
   if (want(n, 8, "send_now") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_int(a[2], &dst) ||
-      to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t))
+      to_int(a[3], &tag) || to_int(a[4], &dtype) || to_tail(self, a + 5, &t) || !has_memory(data, bytes))
     return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
   int code = plx_send_now(&self->g, &wait, &t.origin, data, bytes, (uint32_t)dst, (uint32_t)tag, dtype);
   if (code == PLX_WOULD_WAIT) {
-    PyEval_RestoreThread(patience.thread);
+    come_back(self, patience.thread);
+    leave(self);
     Py_RETURN_NONE;
   }
   END(self, code)
@@ -330,12 +433,13 @@ static Receive *to_receive(PyObject *o) {
 
 /* post(receive, data, bytes, src, tag, dtype, timeout_ns, site, shape): its status, -1 while it waits. */
 static PyObject *group_post(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   struct tail t;
   void *data;
   uint64_t bytes;
   int src, tag, dtype;
   if (want(n, 9, "post") != 0 || to_address(a[1], &data) || to_u64(a[2], &bytes) || to_int(a[3], &src) ||
-      to_int(a[4], &tag) || to_int(a[5], &dtype) || to_tail(self, a + 6, &t))
+      to_int(a[4], &tag) || to_int(a[5], &dtype) || to_tail(self, a + 6, &t) || !has_memory(data, bytes))
     return NULL;
   Receive *receive = to_receive(a[0]);
   if (receive == NULL) return NULL;
@@ -347,16 +451,15 @@ static PyObject *group_post(Group *self, PyObject *const *a, Py_ssize_t n) {
   receive->r.tag = (uint32_t)tag;
   receive->r.dtype = (uint32_t)dtype;
   int code;
-  Py_BEGIN_ALLOW_THREADS
-  code = plx_post(&self->g, &t.origin, &receive->r);
-  Py_END_ALLOW_THREADS
+  OUTSIDE_GIL(self, code = plx_post(&self->g, &t.origin, &receive->r))
   return PyLong_FromLong(code);
 }
 
 /* drive(receive, limit_ns): wait until it or another posted receive is over, or the limit passes. */
 static PyObject *group_drive(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
   uint64_t limit_ns;
-  if (want(n, 2, "drive") != 0 || !is_open(self) || to_u64(a[1], &limit_ns) != 0) return NULL;
+  if (want(n, 2, "drive") != 0 || to_u64(a[1], &limit_ns) != 0) return NULL;
   Receive *receive = to_receive(a[0]);
   if (receive == NULL) return NULL;
   BEGIN(self, limit_ns, spin_of(self))
@@ -367,9 +470,7 @@ static PyObject *group_drive(Group *self, PyObject *const *a, Py_ssize_t n) {
 static PyObject *group_glance(Group *self, PyObject *unused) {
   (void)unused;
   if (!is_open(self)) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  plx_glance(&self->g);
-  Py_END_ALLOW_THREADS
+  OUTSIDE_GIL(self, plx_glance(&self->g))
   Py_RETURN_NONE;
 }
 
@@ -377,18 +478,14 @@ static PyObject *group_glance(Group *self, PyObject *unused) {
 static PyObject *group_attend(Group *self, PyObject *unused) {
   (void)unused;
   if (!is_open(self)) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  plx_attend(&self->g);
-  Py_END_ALLOW_THREADS
+  OUTSIDE_GIL(self, plx_attend(&self->g))
   Py_RETURN_NONE;
 }
 
 static PyObject *group_dismiss(Group *self, PyObject *unused) {
   (void)unused;
   if (!is_open(self)) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  plx_dismiss(&self->g);
-  Py_END_ALLOW_THREADS
+  OUTSIDE_GIL(self, plx_dismiss(&self->g))
   Py_RETURN_NONE;
 }
 
@@ -396,9 +493,9 @@ static PyObject *group_dismiss(Group *self, PyObject *unused) {
 
 static int to_rank(Group *self, PyObject *o, uint32_t *rank) {
   int r;
-  if (to_int(o, &r) != 0) return -1;
-  if (self->closed || r < 0 || r >= (int)self->g.world) {
-    PyErr_Format(PyExc_ValueError, "no rank %d in a group of %u that is %s", r, self->g.world, self->closed ? "closed" : "open");
+  if (to_int(o, &r) != 0 || !is_open(self)) return -1;
+  if (r < 0 || r >= (int)self->g.world) {
+    PyErr_Format(PyExc_ValueError, "no rank %d in a group of %u", r, self->g.world);
     return -1;
   }
   *rank = (uint32_t)r;
@@ -619,16 +716,39 @@ static PyObject *group_leave_in_order(Group *self, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
-/* Leave: peers that wait for us hear it at once. The mapping itself belongs to the arena. */
-static PyObject *group_close(Group *self, PyObject *unused) {
-  (void)unused;
-  if (!self->closed) {
-    struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
-    atomic_store_explicit(&me->life, PLX_LEFT, memory_order_release);
-    plx_futex_wake_all(plx_low_half(&me->step));
-    self->closed = 1;
+/* close(let_go): leave. Peers that wait for us hear it at once, and so do our own threads. The mapping itself belongs to
+ * the arena, which is called back as soon as none of them is inside: now, or when the last of them comes out.
+ * close(None): the process ends. The mapping stays, and our threads where they are. */
+static PyObject *group_close(Group *self, PyObject *callable) {
+  if (self->closed) Py_RETURN_NONE;
+  struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
+  atomic_store_explicit(&me->life, PLX_LEFT, memory_order_release);
+  plx_futex_wake_all(plx_low_half(&me->step));
+  self->closed = 1;
+  if (callable == Py_None) {
+    atomic_store_explicit(&self->parked, 1, memory_order_release);
+    Py_RETURN_NONE;
   }
+  if (self->inside != 0) plx_poison(&self->g, PLX_PEER_LOST, self->g.rank);
+  plx_mail_end(&self->g);
+  Py_INCREF(callable);
+  self->let_go = callable;
+  let_go(self);
   Py_RETURN_NONE;
+}
+
+/* settle(timeout_ns): whether no thread is inside, at the latest when time is up. A signal handler does not wait for the
+ * operation that it interrupted. */
+static PyObject *group_settle(Group *self, PyObject *arg) {
+  uint64_t timeout_ns, begun_ns = plx_now_ns();
+  if (to_u64(arg, &timeout_ns) != 0) return NULL;
+  while (self->inside > (is_main() ? self->main_inside : 0) && plx_now_ns() - begun_ns < timeout_ns) {
+    Py_BEGIN_ALLOW_THREADS
+    nanosleep(&(struct timespec){0, 200000}, NULL);
+    Py_END_ALLOW_THREADS
+    if (PyErr_CheckSignals() != 0) return NULL;
+  }
+  return PyBool_FromLong(self->inside == 0);
 }
 
 /* In a forked child: forget, touch nothing that is shared. */
@@ -679,11 +799,13 @@ static int group_init(PyObject *object, PyObject *args, PyObject *kwargs) {
 static int group_traverse(PyObject *object, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(((Group *)object)->idle);
+  Py_VISIT(((Group *)object)->let_go);
   return 0;
 }
 
 static int group_clear(PyObject *object) {
   Py_CLEAR(((Group *)object)->idle);
+  Py_CLEAR(((Group *)object)->let_go);
   return 0;
 }
 
@@ -740,7 +862,8 @@ static PyMethodDef group_methods[] = {
     {"is_released", (PyCFunction)group_is_released, METH_O, NULL},
     {"allow_uneven", (PyCFunction)group_allow_uneven, METH_NOARGS, NULL},
     {"leave_in_order", (PyCFunction)group_leave_in_order, METH_NOARGS, NULL},
-    {"close", (PyCFunction)group_close, METH_NOARGS, NULL},
+    {"close", (PyCFunction)group_close, METH_O, NULL},
+    {"settle", (PyCFunction)group_settle, METH_O, NULL},
     {"abandon", (PyCFunction)group_abandon, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL}};
 
@@ -770,11 +893,7 @@ typedef struct {
   Group *group;
 } Board;
 
-static int board_open(Board *self) {
-  if (!self->group->closed) return 1;
-  PyErr_SetString(PyExc_ValueError, "the group is closed");
-  return 0;
-}
+static int board_open(Board *self) { return is_open(self->group); }
 
 static PyObject *board_begin(Board *self, PyObject *const *a, Py_ssize_t n) {
   (void)a;
@@ -798,13 +917,12 @@ static PyObject *board_ready(Board *self, PyObject *const *a, Py_ssize_t n) {
     return NULL;
   }
   uint32_t left;
-  Py_BEGIN_ALLOW_THREADS
-  left = plx_board_poll(&self->b);
-  Py_END_ALLOW_THREADS
+  OUTSIDE_GIL(self->group, left = plx_board_poll(&self->b))
   return PyLong_FromUnsignedLong(left);
 }
 
 static PyObject *board_finish(Board *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self->group)
   struct tail t;
   if (want(n, 3, "finish") != 0 || to_tail(self->group, a, &t) != 0) return NULL;
   struct plx_call call = {.seq = self->b.round, .count = self->b.num_buckets, .kind = PLX_GRADIENTS, .root = -1};
@@ -820,6 +938,7 @@ static PyObject *board_finish(Board *self, PyObject *const *a, Py_ssize_t n) {
 
 /* After finish() returned PLX_APART: the mean over the ranks that are in this round. A collective. */
 static PyObject *board_meet(Board *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self->group)
   struct tail t;
   if (want(n, 3, "meet") != 0 || to_tail(self->group, a, &t) != 0) return NULL;
   BEGIN(self->group, t.timeout_ns, spin_of(self->group))

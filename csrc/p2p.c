@@ -377,10 +377,14 @@ static int turn(struct plx_group *g, struct plx_wait *w, uint64_t since_ns) {
   if (!moved) {
     pthread_mutex_unlock(&mail->lock);
     moved = await_arrival(g, w, bell);
-    if (!moved && w->idle != NULL) gave_up = w->idle(w->context, plx_now_ns() - since_ns) != 0;
     pthread_mutex_lock(&mail->lock);
   }
-  mail->driving = 0;
+  mail->driving = 0; /* before we ask: a signal handler may receive, too, and then drives itself */
+  if (!moved && w->idle != NULL) {
+    pthread_mutex_unlock(&mail->lock);
+    gave_up = w->idle(w->context, plx_now_ns() - since_ns) != 0;
+    pthread_mutex_lock(&mail->lock);
+  }
   if (gave_up) {
     w->culprit = (int32_t)g->rank;
     plx_poison(g, PLX_INTERRUPTED, g->rank);
@@ -487,6 +491,15 @@ void plx_attend(struct plx_group *g) {
     }
   }
   pthread_mutex_unlock(&mail->lock);
+}
+
+void plx_mail_end(struct plx_group *g) {
+  pthread_mutex_lock(&g->mail->lock);
+  g->mail->dismissed = 1;
+  finish_all(g, PLX_CLOSED, NULL);
+  pthread_cond_broadcast(&g->mail->work);
+  pthread_cond_broadcast(&g->mail->changed);
+  pthread_mutex_unlock(&g->mail->lock);
 }
 
 void plx_dismiss(struct plx_group *g) {

@@ -54,5 +54,7 @@ void plx_glance(struct plx_group *g);
 /* Take in messages while nobody waits for them; returns when that has ended a receive, or after plx_dismiss. */
 void plx_attend(struct plx_group *g);
 void plx_dismiss(struct plx_group *g);
+/* This process leaves: what is posted ends with PLX_CLOSED, and nobody waits any longer. */
+void plx_mail_end(struct plx_group *g);
 
 #endif

@@ -100,7 +100,7 @@ class Arena:
         self.rank = rank
         self.world_size = len(members)
         self._members = tuple(members)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come in the middle, in the same thread
         self._heap: int | None = None
         self._blocks_in_use = 0
         self._closed = False
@@ -153,8 +153,19 @@ class Arena:
         Raises:
             PhalanxError: the heap has no room for it.
         """
-        if self._closed:
-            raise ClosedError("shared_empty: the group was destroyed")
+        with self._lock:
+            if self._closed:
+                raise ClosedError("shared_empty: the group was destroyed")
+            self._blocks_in_use += 1  # from here on another thread that closes the arena leaves the heap to us
+        try:
+            return self._allocate(nbytes, deadline, site, check, owner)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _allocate(
+        self, nbytes: int, deadline: Deadline, site: int, check: Callable[[int], None], owner: int | None
+    ) -> Buffer:
         self._map_heap()
         message = ctypes.create_string_buffer(_BLOCK.size)
         piece = -1 if owner is None else owner
@@ -181,8 +192,6 @@ class Arena:
         assert self._heap is not None
         whose = self.rank if owner is None else owner
         buffer = (ctypes.c_char * nbytes).from_address(self._heap + whose * self._heap_bytes + offset)
-        with self._lock:
-            self._blocks_in_use += 1
         weakref.finalize(buffer, self._let_go, index).atexit = False  # tensors may outlive the exit hooks
         return buffer
 
@@ -194,9 +203,11 @@ class Arena:
         if block is None:
             return _NO_ROOM, 0
         try:
-            if self._heap_file is not None:
+            with self._lock:
+                file = self._heap_file
                 for rank in range(self.world_size) if owner is None else (owner,):
-                    self._heap_file.reserve(rank * self._heap_bytes + block.offset, nbytes)
+                    if file is not None:
+                        file.reserve(rank * self._heap_bytes + block.offset, nbytes)
         except PhalanxError:
             self._placement.remove(block)
             return _DISK_FULL, 0
@@ -224,8 +235,10 @@ class Arena:
                 self._placement.remove(block)
 
     def _let_go(self, index: int) -> None:
-        if not self._closed:
-            self.core.release(index)
+        self.core.release(index)  # which does nothing once the group is closed
+        self._put_back()
+
+    def _put_back(self) -> None:
         with self._lock:
             self._blocks_in_use -= 1
             if self._closed and self._blocks_in_use == 0:
@@ -234,7 +247,8 @@ class Arena:
     def _map_heap(self) -> None:
         if self._heap is not None:
             return
-        assert self._heap_page is not None
+        if self._heap_page is None:
+            raise ClosedError("shared_empty: the group was destroyed")
         try:
             self._heap = _core.map_again(self._heap_page, self._heap_bytes * self.world_size)
         except OSError as error:
@@ -257,18 +271,35 @@ class Arena:
             self._heap_page = None
 
     def close(self) -> None:
-        """Leave. Peers that wait for this rank hear it at once. Shared tensors stay valid as long as they are held."""
-        if self._closed:
-            return
-        self._closed = True
-        self.core.close()
+        """Leave. Peers that wait for this rank hear it at once, and so do threads of this process that are inside.
+
+        The memory goes with the last of these. Shared tensors stay valid as long as they are held.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         _arenas.discard(self)
+        self.core.close(self._let_go_of_memory)
+
+    def close_for_good(self) -> None:
+        """As `close`, at the end of the process: threads that are inside stay there, and so does the memory."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._blocks_in_use += 1
+        self.core.close(None)
+
+    def _let_go_of_memory(self) -> None:
+        """Nobody is inside, and nobody will be."""
         _core.unmap(self._control, self._control_bytes)
         self._witnesses.close()
-        if self._heap_file is not None:
-            os.close(self._heap_file.fd)
-        self._let_go_of_page()
         with self._lock:
+            if self._heap_file is not None:
+                os.close(self._heap_file.fd)
+                self._heap_file = None
+            self._let_go_of_page()
             if self._blocks_in_use == 0:
                 self._unmap_heap()
 

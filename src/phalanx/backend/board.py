@@ -16,6 +16,7 @@ from phalanx.backend.shared import shared_empty
 from phalanx.backend.shared_memory import Span
 from phalanx.backend.sites import calling_site
 from phalanx.dtypes import dtype_of
+from phalanx.errors import ClosedError
 
 
 class SharedBoard:
@@ -65,7 +66,10 @@ class SharedBoard:
         if self._memory.arena.closed:
             raise closed(self._memory.group)
         offset = self._offset(self._tensors[number] if instead is None else instead)
-        self._board.ready(number, offset, *(needed or ()))
+        try:
+            self._board.ready(number, offset, *(needed or ()))
+        except ClosedError:
+            raise closed(self._memory.group) from None
 
     def finish(self) -> None:
         """Return when every tensor holds the reduction on every rank, or on every rank that is in this round.
@@ -79,7 +83,7 @@ class SharedBoard:
         if status == APART:
             if self._memory.attendance is not None:
                 self._memory.attendance.apart = True
-            with self._memory.lock:
+            with self._memory.turn(span.timeout_s):
                 status = self._board.meet(span.timeout_ns, span.site, ())
         self._memory.check(status, span)
 

@@ -31,6 +31,8 @@ def failure(status: int, arena: Arena, group: str, timeout_s: float, *, kind: in
     threads may have begun something else meanwhile.
     """
     core = arena.core
+    if status == CLOSED:
+        return closed(group)
     mine = _own(read(core, arena.rank), kind, peer)
     here = f"{mine.label if mine else _forgotten(kind, peer)} in group {group!r} on rank {arena.rank}"
     if status == MISMATCH:
@@ -179,6 +181,16 @@ def late(core: _core.Group, rank: int, world_size: int) -> list[int]:
     """The ranks that have not come as far as `rank` has."""
     mine = core.state(rank)[3]
     return [r for r in range(world_size) if core.state(r)[3] < mine]
+
+
+def nested(what: str, group: str, rank: int) -> PhalanxError:
+    """The error for an operation of a signal handler that could only end after the one that it interrupted."""
+    return PhalanxError(
+        f"{what} in group {group!r} on rank {rank}: it was called in a signal handler that interrupted an operation of "
+        "the same group, which goes on when the handler returns: it would wait for itself.\n"
+        "Let the handler set a flag, and look at it between two steps, on every rank; or call with async_op=True in "
+        "the handler, which queues the operation behind the interrupted one, and wait after the handler."
+    )
 
 
 def closed(group: str) -> ClosedError:

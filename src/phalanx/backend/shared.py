@@ -61,7 +61,7 @@ def _allocate(
     nbytes = math.prod(shape) * dtype.itemsize
     if memory.attendance is not None:
         memory.barrier(span)  # where all meet again, if some were out of training steps
-    with memory.lock:
+    with memory.turn(group._timeout_s):
         buffer = memory.arena.allocate(
             nbytes, Deadline.after(group._timeout_s), span.site, lambda status: memory.check(status, span), owner=owner
         )

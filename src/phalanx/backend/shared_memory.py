@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from phalanx.backend.elsewhere import remember, whereabouts
 from phalanx.backend.meeting import NOTICE_S, ranks
 from phalanx.backend.sites import short
 from phalanx.dtypes import dtype_of
+from phalanx.errors import ClosedError, DeadlineError
 from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
@@ -49,6 +51,7 @@ class SharedMemory:
     def __init__(self, group: str) -> None:
         self.group = group
         self.lock = threading.Lock()
+        self._holder = 0  # the thread that has it; a signal handler runs in that very thread
         self.attendance: Attendance | None = None  # of those who train over the group
         self.arena: Arena = None  # type: ignore[assignment]  # set by `attach`, once: the arena needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
@@ -87,9 +90,20 @@ class SharedMemory:
         self.core.set_note("it left the group while its operations were in flight (destroy_process_group)")
         self.core.set_poison(failures.PEER_LOST, self.arena.rank)
 
+    def settle(self, patience_s: float) -> bool:
+        """Whether no thread of this process is in an operation, after at most `patience_s`.
+
+        In a signal handler the operation that it interrupted is not waited for.
+        """
+        return self.core.settle(timeout_ns(patience_s))
+
     def close(self) -> None:
-        """Leave. Whoever waits for this rank hears it at once."""
+        """Leave. Whoever waits for this rank hears it at once, and so does whoever is in an operation here."""
         self.arena.close()
+
+    def close_for_good(self) -> None:
+        """As `close`, at the end of the process, while threads are in operations: nothing happens to them."""
+        self.arena.close_for_good()
 
     # -- around an operation -------------------------------------------------------------------------------------
 
@@ -101,7 +115,10 @@ class SharedMemory:
                 self._sites.clear()
                 self._places.clear()
             text = f"{short(place[0])}:{place[1]}" if place[0] else ""
-            number = self.core.add_site(text)
+            try:
+                number = self.core.add_site(text)
+            except ClosedError:
+                raise failures.closed(self.group) from None
             self._sites[place] = number
             self._places[number] = text
         return number
@@ -114,6 +131,10 @@ class SharedMemory:
         """The core calls this while it waits: say once per wait who is missing."""
         if waited_s < NOTICE_S or self.arena is None or self.arena.closed:
             return
+        with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
+            self._tell_wait(waited_s)
+
+    def _tell_wait(self, waited_s: float) -> None:
         records = read(self.core, self.arena.rank)
         if not records or records[-1].enter_ns == self._said_at:
             return
@@ -136,14 +157,16 @@ class SharedMemory:
     def check(self, status: int, span: Span, *, kind: int = 0, peer: int = -1) -> None:
         """Raise the error that `status` stands for, if it is one; `kind` and `peer` if it was a message's."""
         if status:
-            raise failures.failure(status, self.arena, self.group, span.timeout_s, kind=kind, peer=peer)
+            try:
+                error = failures.failure(status, self.arena, self.group, span.timeout_s, kind=kind, peer=peer)
+            except ClosedError:  # before the story could be read, by another thread
+                error = failures.closed(self.group)
+            raise error
 
     def _collective(self, span: Span, call: Callable[[], int]) -> None:
         status = failures.REJOIN
         while status == failures.REJOIN:
-            with self.lock:
-                if self.arena.closed:
-                    raise failures.closed(self.group)
+            with self.turn(span.timeout_s):
                 try:
                     status = call()
                 except BaseException as error:
@@ -154,6 +177,40 @@ class SharedMemory:
         if status:
             self.check(status, span)
 
+    @contextlib.contextmanager
+    def turn(self, timeout_s: float) -> Iterator[None]:
+        """Hold `lock`, for one collective.
+
+        Raises:
+            PhalanxError: this is a signal handler, and the collective that it interrupted waits for its end.
+            DeadlineError: the other thread's collective was not over in time.
+        """
+        me = threading.get_ident()
+        if self.lock.locked():
+            self._await_turn(timeout_s)
+        with self.lock:
+            self._holder = me  # and nothing before it that a signal handler could come after
+            try:
+                yield
+            finally:
+                self._holder = 0
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
+        return self._holder == threading.get_ident()
+
+    def _await_turn(self, timeout_s: float) -> None:
+        if self.in_turn:
+            raise failures.nested("a collective", self.group, self.arena.rank)
+        if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise DeadlineError(
+                f"group {self.group!r} on rank {self.arena.rank}: another thread's collective was still under way "
+                f"after {timeout_s:.1f} s, so this one could not begin.\n"
+                "Let one thread call the collectives of a group, or give each thread a group of its own."
+            )
+        self.lock.release()
+
     def _rejoin(self) -> None:
         """All wait at this collective, and some were out of training steps; after this it is called again."""
         assert self.attendance is not None  # it is what made the core look
@@ -161,7 +218,7 @@ class SharedMemory:
 
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
-        if not self.arena.closed:
+        with contextlib.suppress(ClosedError):
             self.core.set_note(f"{type(error).__name__} in a collective")
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -174,7 +231,11 @@ class SharedMemory:
         """As `all_reduce` with SUM, for a contiguous tensor of a real dtype: the shortest way to the core."""
         site = self._sites.get(place)
         at = tensor.data_ptr()
-        with self.lock:
+        me = threading.get_ident()
+        if self.lock.locked():
+            self._await_turn(timeout_s)
+        with self.lock:  # `turn`, spelt out
+            self._holder = me
             try:
                 status = self.core.all_reduce(
                     at,
@@ -190,6 +251,8 @@ class SharedMemory:
             except BaseException as error:
                 self._interrupted(error)
                 raise
+            finally:
+                self._holder = 0
         if status == failures.REJOIN:
             self._rejoin()
             self.sum_in_place(tensor, code, timeout_s, place)
@@ -374,8 +437,6 @@ class SharedMemory:
 
     def send(self, tensor: Tensor, dst: int, tag: int, span: Span) -> None:
         """Return when the bytes of `tensor` have left it."""
-        if self.arena.closed:
-            raise failures.closed(self.group)
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         self.check(

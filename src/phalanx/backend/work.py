@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -13,7 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.errors import ClosedError, PhalanxError
+
 _SMALL_BYTES = 64
+
+
+class _Process:
+    """How many forks lie between this process and the first: work in flight is not inherited."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def after_fork(self) -> None:
+        self.number += 1
+
+
+process = _Process()
+os.register_at_fork(after_in_child=process.after_fork)
 
 
 class PhalanxWork(dist.Work):
@@ -33,12 +50,15 @@ class PhalanxWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
         self._settled = False
         self._source = -1
+        self._process = process.number
         self.lane: Lane | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; True, or its error."""
         limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
         lane = self.lane
+        if not self._done.is_set():
+            self._check_end_is_near()
         if limit is None and lane is not None and not self._done.is_set():
             lane.help(self)
         try:
@@ -52,6 +72,25 @@ class PhalanxWork(dist.Work):
         if self._error is not None:
             raise self._error
         return True
+
+    def _check_end_is_near(self) -> None:
+        """Whether this process, and this thread, can wait for its end at all.
+
+        Raises:
+            ClosedError: this process is a fork of the one that called the operation.
+            PhalanxError: this is a signal handler, and what it interrupted must be over first.
+        """
+        if self._process != process.number:
+            raise ClosedError(
+                "wait: the operation was called before this process was forked, and its parent carries it out: here "
+                "its end cannot be seen.\nWait for it in the parent, or start processes that communicate with spawn."
+            )
+        lane = self.lane
+        if lane is not None and lane.is_below():
+            raise PhalanxError(
+                "wait: this is a signal handler, and the operation can only end after the one that the handler "
+                "interrupted.\nIt goes on behind that one: wait for it when the handler has returned."
+            )
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -184,6 +223,7 @@ class Lane:
     as `dist.recv`, then never changes threads. Not so with `interrupted`: actions then wait where no signal is heard,
     so the main thread, which must hear Ctrl-C, never carries one out. It calls `interrupted` with what ended its wait,
     to end the action too. With `linger_s` the thread ends when there was nothing to do for so long.
+    `interrupts` says whether the calling thread, in a signal handler, has interrupted what the actions must wait for.
 
     With `callbacks_first`, what a future's callback calls is carried out within that call, before whatever is queued.
     PowerSGD's callbacks wait for collectives of their own: queued, those would wait for the thread that waits for them;
@@ -197,8 +237,11 @@ class Lane:
         callbacks_first: bool = False,
         interrupted: Callable[[BaseException], None] | None = None,
         linger_s: float | None = None,
+        interrupts: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = name
+        self._interrupts = interrupts
+        self._carrier = -1  # the thread that carries an action out
         self.interrupted = interrupted
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
@@ -226,12 +269,22 @@ class Lane:
             return work
         work.lane = self
         with self._changed:
+            if self._closing:  # by another thread, since the caller found the group open
+                work.settle(
+                    ClosedError(f"{self.name}: the group was destroyed in this process before the operation began.")
+                )
+                work.release()
+                return work
             self._items.append((action, work))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
         return work
+
+    def is_below(self) -> bool:
+        """Whether what is queued waits for the calling thread, which runs a signal handler in the middle of it."""
+        return (self._busy and self._carrier == threading.get_ident()) or self._interrupts()
 
     def help(self, work: PhalanxWork) -> None:
         """Carry out `work` here, if it is next in line and nobody has begun it."""
@@ -262,10 +315,12 @@ class Lane:
     def _carry_out(self, item: tuple[Action, PhalanxWork], *, nested: bool = False) -> None:
         action, work = item
         error: BaseException | None = None
+        before, self._carrier = self._carrier, threading.get_ident()
         try:
             action()
         except BaseException as e:  # whatever it was, the waiter must hear it
             error = e
+        self._carrier = before
         tell = work.settle(error)
         if tell is not None:
             self._in_callbacks = threading.get_ident()

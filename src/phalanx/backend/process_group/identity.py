@@ -17,11 +17,12 @@ from phalanx.arena.arena import Arena
 from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.attendance import BACKGROUND, WAITS, Attendance
-from phalanx.backend.failures import closed
+from phalanx.backend.failures import closed, nested
 from phalanx.backend.mpi.operations import OverMpi
 from phalanx.backend.shared_memory import SharedMemory, Span
 from phalanx.backend.sites import calling_site
 from phalanx.backend.work import Closable, DoneWork, Lane, PhalanxWork
+from phalanx.deadline import Deadline
 
 Operation = Callable[[Span], None]
 
@@ -60,10 +61,15 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         self._desc = ""
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self._interrupted = memory.interrupted if isinstance(memory, AcrossHosts) else None
-        self._lane = Lane(f"phalanx-{name}", callbacks_first=True, interrupted=self._interrupted)
+        self._lane = Lane(
+            f"phalanx-{name}",
+            callbacks_first=True,
+            interrupted=self._interrupted,
+            interrupts=self._interrupts_collective,
+        )
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
         self._closed = False
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may come in the middle
         self._done = DoneWork()
         self._attendance: Attendance | None = None  # once somebody trains over the group
         _groups.add(self)
@@ -188,10 +194,16 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
             operation(span)
             return self._done
         span.awaited = waits
+        if waits and self._lane.is_below():
+            raise nested("a collective", self._name, self._rank)
         work = self._queue(self._lane, lambda: operation(span), outputs)
         if waits and self._interrupted is not None:
             work.wait()
         return work
+
+    def _interrupts_collective(self) -> bool:
+        memory = self._memory
+        return isinstance(memory, SharedMemory) and memory.in_turn
 
     def drain(self) -> None:
         """Return when the collectives that were called here and run in the background are over, well or not."""
@@ -216,7 +228,8 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         """Leave the group at once; whoever waits in it gets an error."""
         self._leave(0.0)
 
-    def _leave(self, patience_s: float, *, in_order: bool = False) -> None:
+    def _leave(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
+        """`for_good`: the process ends, so what runs after `patience_s` need not end."""
         with self._closing:
             if self._closed:
                 return
@@ -224,18 +237,32 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         if self._memory.closed:  # a forked child: the threads and the seat are its parent's
             _groups.discard(self)
             return
-        ended = all([lane.close(patience_s) for lane in self._lanes()])
+        ended = self._settle(patience_s)
         in_order = in_order and ended
         if not ended and not self._memory.closed:
+            if for_good and isinstance(self._memory, SharedMemory):
+                self._memory.close_for_good()
+                return
             self._memory.leave_in_flight()
-            ended = all([lane.close(_JOIN_S) for lane in self._lanes()])
+            ended = self._settle(_JOIN_S)
         self._recent.clear()
-        with self._memory.lock:
-            if ended:
-                if in_order and self._attendance is not None:
-                    self._attendance.leave()
-                self._memory.close()
+        if in_order and self._attendance is not None:
+            self._attendance.leave()
+        if ended or isinstance(self._memory, SharedMemory):  # whose memory stays for whoever is still inside
+            self._memory.close()
         _groups.discard(self)
+
+    def _settle(self, patience_s: float) -> bool:
+        """Let what is queued end, and what other threads are in; whether all was over within `patience_s`."""
+        deadline = Deadline.after(patience_s)
+        ended = all([lane.close(deadline.left_s) for lane in self._lanes()])
+        memory = self._memory
+        if isinstance(memory, SharedMemory):
+            return memory.settle(deadline.left_s) and ended
+        if ended and memory.lock.acquire(timeout=deadline.left_s):
+            memory.lock.release()
+            return True
+        return False
 
 
 class _Options:
@@ -256,4 +283,4 @@ def leave_all(note: str) -> None:
     for group in list(_groups):
         if not group._closed and not group._memory.closed:
             group._memory.leave_note(note)
-            group._leave(0.1)
+            group._leave(0.1, for_good=True)

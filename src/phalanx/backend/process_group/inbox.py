@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +17,7 @@ from phalanx.backend.shared_memory import SharedMemory, Span, dense, nbytes, wri
 from phalanx.backend.work import DoneWork, PhalanxWork
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
-from phalanx.errors import PhalanxError
+from phalanx.errors import ClosedError, PhalanxError
 
 _PENDING = -1  # PLX_PENDING
 
@@ -38,6 +39,7 @@ class Posted(PhalanxWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the message is here; True, or what went wrong."""
         if not self._done.is_set():
+            self._check_end_is_near()
             limited = timeout is not None and timeout > timedelta(0)
             self._inbox.wait_for(self, Deadline.after(timeout if limited and timeout is not None else float("inf")))
         return super().wait(timeout)
@@ -74,7 +76,8 @@ class Inbox:
         self._group = group
         self._works: dict[_core.Receive, Posted] = {}
         self._dismissed = False
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a signal handler may post in the middle of it
+        self._begun = False
         self._thread: threading.Thread | None = None
 
     def post(self, tensor: Tensor, src: int, tag: int, span: Span) -> PhalanxWork | DoneWork:
@@ -117,7 +120,8 @@ class Inbox:
             try:
                 self._memory.core.drive(work._receive, timeout_ns(deadline.left_s))
             except BaseException as error:
-                self._memory.core.set_note(f"{type(error).__name__} in recv")
+                with contextlib.suppress(ClosedError):
+                    self._memory.core.set_note(f"{type(error).__name__} in recv")
                 self._reap()
                 raise
             self._reap()
@@ -125,8 +129,9 @@ class Inbox:
 
     def look(self) -> None:
         """Take in what is there."""
-        if self._works and not self._memory.closed:
-            self._memory.core.glance()
+        if self._works:
+            with contextlib.suppress(ClosedError):
+                self._memory.core.glance()
             self._reap()
 
     def close(self, timeout_s: float) -> bool:
@@ -136,24 +141,29 @@ class Inbox:
             self.wait_for(work, deadline)
         if self._works:
             return False
-        thread = self._thread
+        with self._starting:
+            thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
         self._dismissed = True
-        self._memory.core.dismiss()
+        with contextlib.suppress(ClosedError):
+            self._memory.core.dismiss()
         thread.join(max(1.0, deadline.left_s))
         return not thread.is_alive()
 
     def _start(self) -> None:
         with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._attend, name=f"phalanx-{self._group}-recv", daemon=True)
-                self._thread.start()
+            if not self._begun:
+                self._begun = True
+                thread = threading.Thread(target=self._attend, name=f"phalanx-{self._group}-recv", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _attend(self) -> None:
-        while not self._dismissed:
-            self._memory.core.attend()
-            self._reap()
+        with contextlib.suppress(ClosedError):
+            while not self._dismissed:
+                self._memory.core.attend()
+                self._reap()
 
     def _reap(self) -> None:
         """Finish the works whose receives are over; any thread may, each work is finished by one."""
