@@ -16,6 +16,21 @@ def explain(*args: str) -> Result:
     return CliRunner().invoke(command, list(args), prog_name="phalanx explain")
 
 
+def test_a_long_story_is_summarised_unless_it_is_asked_for():
+    """`explain ring --world-size 40` printed 6,520 lines."""
+    short = explain("ring", "--world-size", "40").output.splitlines()
+    assert len(short) < 40
+    assert short[0] == "ring all_reduce: 40 ranks, 40 chunks (a-an), 78 steps"
+    assert "Step 78 of 78: all-gather 39 of 39, 40 transfers" in short
+    assert "  … and 37 more" in short
+    assert short[-1] == "--all tells all 78 steps, and what each rank holds: 6,520 lines."
+    assert len(explain("ring", "--world-size", "40", "--all").output.splitlines()) == 6520
+    for words in (["ring", "--world-size", "8"], ["tree", "--world-size", "12"], ["hierarchical", "--hosts", "3,2"]):
+        whole = explain(*words)
+        assert "--all tells" not in whole.output
+        assert whole.output == explain(*words, "--all").output
+
+
 def test_a_ring_of_five_is_told_in_eight_steps() -> None:
     result = explain("ring", "--world-size", "5")
     assert result.exit_code == 0

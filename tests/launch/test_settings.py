@@ -12,6 +12,17 @@ def refuse(*words: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("words", [["-h"], ["--help"], ["--nproc-per-node", "2", "--help"], ["-m", "-h", "x"]])
+def test_help_is_asked_for_anywhere_before_the_script(words):
+    assert parse(words) is None
+
+
+def test_help_behind_the_script_is_the_scripts():
+    settings = parse(["train.py", "--help"])
+    assert settings is not None
+    assert settings.target.arguments == ("--help",)
+
+
 def test_a_script_alone_takes_all_defaults() -> None:
     assert parse(["train.py"]) == Settings(Target("script", "train.py"))
 

@@ -54,10 +54,18 @@ def test_a_syntax_error_shows_its_line(tmp_path: Path) -> None:
     assert "    y = (x +\n        ^" in found
 
 
-def test_a_binary_is_not_a_script(tmp_path: Path) -> None:
+def test_a_program_that_is_no_python_is_pointed_to_its_option(tmp_path: Path) -> None:
+    """`phalanx run /bin/ls` said "line None: SyntaxError", and nothing of --no-python."""
     program = tmp_path / "program"
     program.write_bytes(b"\x7fELF\0\0\0")
-    assert "--no-python" in problem("script", program) or "SyntaxError" in problem("script", program)
+    assert problem("script", program).endswith(
+        "not Python source: it contains null bytes. To run a program, use --no-python."
+    )
+    program.write_text("#!/bin/sh\nif true; then echo; fi\n")
+    assert problem("script", program).endswith("\nTo run a program, use --no-python.")
+    script = tmp_path / "train.py"
+    script.write_text("if true; then\n")
+    assert "--no-python" not in problem("script", script)
 
 
 def test_a_module_that_is_nowhere_is_found_missing() -> None:

@@ -14,8 +14,9 @@ def main() -> None:
 
         sys.exit(run(words[1:]))
     from phalanx.cli.commands import group
+    from phalanx.launch.output.standard import guarded
 
-    group(prog_name="phalanx")
+    guarded(lambda: group(prog_name="phalanx"))
 
 
 if __name__ == "__main__":

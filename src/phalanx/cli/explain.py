@@ -147,6 +147,7 @@ def _explain(
     hosts: Topology | None,
     root: int,
     svg: Path | None,
+    whole: bool,
 ) -> None:
     from phalanx.collectives.explanation import drawing, story
 
@@ -154,7 +155,10 @@ def _explain(
     _at_the_door(story.require_readable, schedule)
     if svg is not None:
         _write(svg, _at_the_door(drawing.draw, schedule))
-    if sys.stdout.isatty():
+    if not whole and story.count_lines(schedule) > story.MOST_LINES:
+        for line in story.summary(schedule):
+            click.echo(line)
+    elif sys.stdout.isatty():
         from rich.console import Console
 
         story.show(schedule, Console())
@@ -183,10 +187,11 @@ def _explanation_of(algorithm: Algorithm) -> click.Command:
         operation: Operation,
         world_size: int | None,
         svg: Path | None,
+        whole: bool,
         hosts: Topology | None = None,
         root: int = 0,
     ) -> None:
-        _explain(algorithm, operation, world_size, hosts, root, svg)
+        _explain(algorithm, operation, world_size, hosts, root, svg, whole)
 
     operations = list(algorithm.operations)
     params: list[click.Parameter] = [
@@ -195,6 +200,7 @@ def _explanation_of(algorithm: Algorithm) -> click.Command:
             ["--operation"], type=click.Choice(operations), default="all_reduce", show_default=True, help=_WHICH
         ),
         click.Option(["--svg"], type=_FILE, help=_DRAW),
+        click.Option(["--all", "whole"], is_flag=True, help="Every step, also of many ranks."),
     ]
     if algorithm.name == "hierarchical":
         hosts_help = "Ranks on each host.  [default: 2 on each]"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.doctor.facts import Facts, Probe, Torch
+from phalanx.launch.limits import needed_open_files
 
 OLDEST_TORCH = (2, 6)
 _GIB = 1 << 30
@@ -259,13 +260,7 @@ def check_limits(facts: Facts) -> Finding:
     host = facts.host
     needed = _PROCESSES_PER_CORE * host.usable_cores
     if host.open_files is not None and host.open_files < _OPEN_FILES:
-        wanted = min(4 * _OPEN_FILES, host.open_files_hard or 4 * _OPEN_FILES)
-        return Finding(
-            "limits",
-            Status.WARNING,
-            f"{host.open_files} open files per process",
-            f"DataLoader workers and large jobs need more: ulimit -n {wanted}",
-        )
+        return _judge_open_files(host.open_files, host.open_files_hard, host.usable_cores)
     left = None if host.processes is None else host.processes - (host.processes_running or 0)
     if left is not None and left < needed:
         return Finding(
@@ -277,6 +272,39 @@ def check_limits(facts: Facts) -> Finding:
         )
     files = "any number of" if host.open_files is None else host.open_files
     return Finding("limits", Status.OK, f"{files} open files, {'any number of' if left is None else left} processes")
+
+
+def _judge_open_files(soft: int, hard: int | None, cores: int) -> Finding:
+    fact = f"{soft} open files per process"
+    advice = "DataLoader workers and large jobs need more: "
+    least = needed_open_files(cores)
+    if hard is None or hard >= _OPEN_FILES:
+        return Finding(
+            "limits", Status.WARNING, fact, f"{advice}ulimit -n {min(4 * _OPEN_FILES, hard or 4 * _OPEN_FILES)}"
+        )
+    # What `ulimit -n` may raise is no way out here.
+    fact += f", and no more than {hard} are allowed"
+    elsewhere = (
+        f"raise the hard limit to {4 * _OPEN_FILES} (Docker: --ulimit nofile=; systemd: LimitNOFILE=; else"
+        " /etc/security/limits.conf and a new login)."
+    )
+    if hard < least:
+        return Finding(
+            "limits",
+            Status.PROBLEM,
+            fact,
+            f"`phalanx run` needs {least} for {cores} {'rank' if cores == 1 else 'ranks'}: {elsewhere}",
+        )
+    meanwhile = f" Until then: ulimit -n {hard}" if hard > soft else ""
+    return Finding("limits", Status.WARNING, fact, f"{advice}{elsewhere}{meanwhile}")
+
+
+def check_folder(facts: Facts) -> Finding:
+    """Whether the current folder is there: PyTorch cannot be loaded in one that has been removed."""
+    folder = facts.host.folder
+    if folder is not None:
+        return Finding("folder", Status.OK, folder)
+    return Finding("folder", Status.PROBLEM, "the current folder has been removed", "cd to one that is there.")
 
 
 def check_clock(facts: Facts) -> Finding:
@@ -321,6 +349,7 @@ def check_training(facts: Facts) -> Finding:
 
 
 CHECKS: tuple[Callable[[Facts], Finding], ...] = (
+    check_folder,
     check_cores,
     check_memory,
     check_shm,

@@ -36,6 +36,7 @@ class Host:
     gpus: tuple[str, ...] = ()
     gpu_tool: Probe = field(default_factory=lambda: Probe(False, "nvidia-smi is not installed"))
     variables: dict[str, str] = field(default_factory=dict)
+    folder: str | None = "."
 
 
 @dataclass(frozen=True)

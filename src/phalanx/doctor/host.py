@@ -47,7 +47,15 @@ def examine_host(root: Path = Path("/")) -> Host:
         gpus=gpus,
         gpu_tool=gpu_tool,
         variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        folder=_folder(),
     )
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 def cgroup_folders(root: Path) -> list[Path]:

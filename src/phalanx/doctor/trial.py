@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.doctor.facts import Probe, Torch
+from phalanx.errors import PhalanxError
 from phalanx.testing import RankFailed, run_ranks
 
 _PATIENCE_S = 60.0
@@ -126,7 +127,12 @@ def _seconds(call: Callable[..., Any], *args: Any) -> float:
 def _summarise(failure: RankFailed) -> str:
     """One line where every rank says the same, everything that is known otherwise."""
     said = {f"{type(error).__name__}: {error}" for error in failure.errors.values()}
-    return f"every rank raised {said.pop()}" if len(failure.errors) == 2 and len(said) == 1 else str(failure)
+    if len(failure.errors) == 2 and len(said) == 1:
+        return f"every rank raised {said.pop()}"
+    if len(failure.errors) == 2 and all(isinstance(error, PhalanxError) for error in failure.errors.values()):
+        # Their messages say all that their tracebacks, each of twenty of our own frames, would.
+        return "\n".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in failure.errors.items())
+    return str(failure)
 
 
 def _describe(exit_code: int) -> str:

@@ -12,6 +12,7 @@ from phalanx.launch import limits
 from phalanx.launch.agent.agent import run_job
 from phalanx.launch.devices import count_gpus, find_cpus
 from phalanx.launch.environment import find_disagreements
+from phalanx.launch.output.standard import guarded, open_standard_descriptors
 from phalanx.launch.output.text import show
 from phalanx.launch.placement import plan_placement
 from phalanx.launch.plan import JobPlan, is_terminal
@@ -22,11 +23,13 @@ from phalanx.launch.target import find_problem
 
 def main(words: Sequence[str]) -> int:
     """Run the job that `words` describe; returns the exit code, having said on stderr what was wrong."""
-    if words and words[0] in ("-h", "--help"):
-        return 0 if show(1, format_help(), sys.stdout.encoding if sys.stdout else "utf-8") else 1
-    _open_standard_descriptors()
+    open_standard_descriptors()
     try:
-        plan = plan_job(parse(words), os.environ)
+        settings = parse(words)
+        if settings is None:
+            guarded(lambda: print(format_help()))
+            return 0
+        plan = plan_job(settings, os.environ)
         if not SUPPORTED:
             show(
                 2,
@@ -41,13 +44,15 @@ def main(words: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def _open_standard_descriptors() -> None:
-    """Fill what the caller has closed (`>&-`): else our own pipes get those numbers, and output goes into them."""
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+_NO_FOLDER = "the current folder has been removed, and PyTorch cannot be loaded in it. cd to one that is there."
+
+
+def _has_folder() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
@@ -69,7 +74,7 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         limit_problem = limits.find_problem(num_ranks)
         if limit_problem is not None:
             problems.append(f"phalanx run: --nproc-per-node {settings.nproc}: {limit_problem}")
-    target_problem = find_problem(settings.target)
+    target_problem = find_problem(settings.target) if _has_folder() or settings.target.kind == "program" else _NO_FOLDER
     if target_problem is not None:
         problems.append(f"phalanx run: {target_problem}")
     if problems:

@@ -12,10 +12,15 @@ _FDS_OF_JOB = 24  # libraries, signals, the zygote, the store, reports, the agen
 _FDS_OF_VISITORS = 256  # groups that show their flight recorder, `phalanx stacks`; done without where there is no room
 
 
+def needed_open_files(num_ranks: int) -> int:
+    """How many descriptors the agent holds at least, for so many ranks."""
+    return (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_ON_THEIR_WAY, 5 * num_ranks) + _FDS_OF_JOB
+
+
 def find_problem(num_ranks: int) -> str | None:
     """Why the agent can't hold the descriptors of so many ranks, in the words for the user; None if it can."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_ON_THEIR_WAY, 5 * num_ranks) + _FDS_OF_JOB
+    needed = needed_open_files(num_ranks)
     if hard == resource.RLIM_INFINITY or needed <= hard:
         return None
     return (

@@ -140,8 +140,10 @@ _REFUSED = {
 }
 
 
-def parse(words: Sequence[str]) -> Settings:
-    """The settings that the words after `phalanx run` ask for. Everything behind the script belongs to the script.
+def parse(words: Sequence[str]) -> Settings | None:
+    """The settings that the words after `phalanx run` ask for; None if they ask for help.
+
+    Everything behind the script belongs to the script.
 
     Raises:
         LaunchError: with every problem of the command line, one per line; its exit code is 2.
@@ -156,6 +158,8 @@ def parse(words: Sequence[str]) -> Settings:
         word = rest.pop(0)
         if word == "--":
             break
+        if word in ("-h", "--help"):
+            return None
         given, separator, attached = word.partition("=")
         name = given.lstrip("-").replace("_", "-")
         option = options.get(name)

@@ -42,6 +42,9 @@ def _find_script_problem(path: str) -> str | None:
         return f"script {path!r}: no such file in {os.getcwd()}.{advice}"
     except OSError as error:
         return f"script {path!r}: cannot be read: {error.strerror}. Look at its permissions: ls -l {path}"
+    hint = "" if path.endswith(".py") else " To run a program, use --no-python."
+    if b"\0" in source:  # Python says so in another way in each version
+        return f"script {path!r}: not Python source: it contains null bytes.{hint}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks' own compilation shows them
@@ -50,10 +53,10 @@ def _find_script_problem(path: str) -> str | None:
         text = (error.text or "").rstrip()
         caret = f"\n    {' ' * (max(1, error.offset or 1) - 1)}^" if text else ""
         shown = f"\n    {text}{caret}" if text else ""
-        return f"script {path!r}, line {error.lineno}: {type(error).__name__}: {error.msg}{shown}"
+        line = f", line {error.lineno}" if error.lineno else ""
+        return f"script {path!r}{line}: {type(error).__name__}: {error.msg}{shown}{hint and chr(10) + hint[1:]}"
     except ValueError as error:
-        advice = "" if path.endswith(".py") else " To run a program, use --no-python."
-        return f"script {path!r}: not Python source: {error}.{advice}"
+        return f"script {path!r}: not Python source: {error}.{hint}"
     return None
 
 

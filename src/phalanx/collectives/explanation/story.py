@@ -16,6 +16,10 @@ from phalanx.collectives.symbolic import Snapshot, State, trace
 
 MOST_RANKS = 64
 
+# A longer story is summarised unless it is asked for: eight ranks around a ring take 280 lines.
+MOST_LINES = 300
+_MOVES_SHOWN = 3
+
 # The values of a wider transfer do not fit on a line; its chunks are named, and the state shows the values.
 _VALUES_SHOWN = 3
 
@@ -85,6 +89,31 @@ def plain(schedule: Schedule) -> Iterator[str]:
         for head, row in [("", names), *((f"rank {rank}", row) for rank, row in enumerate(rows))]:
             cells = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
             yield f"    {head.ljust(label)}  {cells}".rstrip()
+
+
+def count_lines(schedule: Schedule) -> int:
+    """How many lines `plain` gives; tells no story for that."""
+    moves = sum(1 for step in schedule.steps() for _ in step.phase.transfers(step.within))
+    return len(headline(schedule)) + 1 + moves + (schedule.num_steps + 1) * (schedule.world_size + 3)
+
+
+def summary(schedule: Schedule) -> Iterator[str]:
+    """The first and the last step of each phase, with a few of their transfers."""
+    yield from headline(schedule)
+    before: State = ()
+    for snapshot in trace(schedule):
+        if snapshot.step is not None:
+            _, phase, within = snapshot.step
+            if within in (0, phase.num_steps - 1):
+                yield ""
+                yield f"{_title(schedule, snapshot)}, {_count(len(snapshot.transfers), 'transfer')}"
+                shown = snapshot.transfers[:_MOVES_SHOWN]
+                yield from (f"  {_move(t, before, schedule.world_size)}" for t in shown)
+                if len(snapshot.transfers) > len(shown):
+                    yield f"  … and {len(snapshot.transfers) - len(shown)} more"
+        before = snapshot.state
+    yield ""
+    yield f"--all tells all {schedule.num_steps} steps, and what each rank holds: {count_lines(schedule):,} lines."
 
 
 def show(schedule: Schedule, console: Console) -> None:
