@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.dynamo import untraced
 from phalanx.errors import ClosedError, PhalanxError
 
 _SMALL_BYTES = 64
@@ -33,6 +34,7 @@ process = _Process()
 os.register_at_fork(after_in_child=process.after_fork)
 
 
+@untraced
 class PhalanxWork(dist.Work):
     """An operation that runs, or has run, on one of the group's threads.
 
@@ -169,6 +171,7 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()  # not Tensor.nbytes, which sparse tensors do not have
 
 
+@untraced
 class DoneWork(dist.Work):
     """What a call that was carried out before it returned answers with."""
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.backend.attendance import absent_ranks, training_step
+from phalanx.backend.dynamo import untraced
 from phalanx.backend.sharing import LARGE_BYTES, shares_memory
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Counted, Exchange, Pending, SparsePending, WorkExchange
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # needs the C core, which may not be there
 _SHOWN = 8  # parameter names in a message
 
 
+@untraced  # autograd calls it, in a compiled step with Dynamo at work
 class Reducer:
     """Averages the gradients of `parameters` over the ranks of `group`, once per backward.
 
@@ -459,6 +461,7 @@ def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -
 
 
 def _when_accumulated(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+    @untraced
     def hook(_parameter: Tensor) -> None:
         alive = reducer()
         if alive is not None:
@@ -468,6 +471,7 @@ def _when_accumulated(reducer: weakref.ref[Reducer], index: int) -> Callable[[Te
 
 
 def _when_begun(reducer: weakref.ref[Reducer], sync: bool) -> Callable[[object], None]:
+    @untraced
     def hook(_gradients: object) -> None:
         alive = reducer()
         if alive is not None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from phalanx.backend.dynamo import untraced
 from phalanx.backend.sharing import shares_memory
 from phalanx.backend.slices import NeededSlice, find_needed, need_all, need_slice
 from phalanx.optim.arguments import check_parameters, decide_group, refuse
@@ -166,6 +167,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     # -- the step ------------------------------------------------------------------------------------------------
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update this rank's slices; on return every rank has updated its own, and parameters may be read. Collective.
@@ -201,6 +203,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             for piece in pieces:
                 piece.drop_gradient()
 
+    @untraced
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None

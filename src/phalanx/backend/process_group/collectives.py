@@ -22,6 +22,7 @@ from phalanx.backend.arguments import (
     split_rows,
     timeout_of,
 )
+from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group.identity import Identity
 from phalanx.backend.shared_memory import Span, is_plain
 from phalanx.backend.sites import calling_site
@@ -45,6 +46,7 @@ def _options(options: Any, kind: type, timeout: timedelta | None = None) -> Any:
     return made
 
 
+@untraced
 class Collectives(Identity):
     """Every collective of `torch.distributed`, on CPU tensors of the ranks of one host.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from phalanx.backend.carriers import Carrier, available, find_device, nobody_carries
+from phalanx.backend.dynamo import untraced
 from phalanx.backend.failures import closed
 from phalanx.backend.process_group import PhalanxProcessGroup
 
@@ -161,3 +162,4 @@ def _routed(name: str, *, collective: bool) -> Callable[..., dist.Work]:
 
 for _name in (*_COLLECTIVES, *_MESSAGES):
     setattr(RoutedProcessGroup, _name, _routed(_name, collective=_name in _COLLECTIVES))
+untraced(RoutedProcessGroup)

@@ -17,6 +17,7 @@ from phalanx.arena.arena import Arena
 from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.attendance import BACKGROUND, WAITS, Attendance
+from phalanx.backend.dynamo import untraced
 from phalanx.backend.failures import closed, nested
 from phalanx.backend.mpi.operations import OverMpi
 from phalanx.backend.shared_memory import SharedMemory, Span
@@ -33,6 +34,7 @@ _JOIN_S = 5.0
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+@untraced
 class Identity(_ProcessGroup):  # type: ignore[misc]
     """What every process group answers, and the order in which this one carries things out.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from phalanx import _core
 from phalanx.arena.arena import timeout_ns
 from phalanx.backend import failures
+from phalanx.backend.dynamo import untraced
 from phalanx.backend.shared_memory import SharedMemory, Span, dense, nbytes, write_back
 from phalanx.backend.work import DoneWork, PhalanxWork
 from phalanx.deadline import Deadline
@@ -22,6 +23,7 @@ from phalanx.errors import ClosedError, PhalanxError
 _PENDING = -1  # PLX_PENDING
 
 
+@untraced
 class Posted(PhalanxWork):
     """A receive that is not over. Whoever waits for it takes in messages itself, for all posted receives."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.arguments import check_rank, one
+from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group.identity import Identity
 from phalanx.backend.process_group.inbox import Inbox, failed
 from phalanx.backend.shared_memory import SharedMemory
@@ -22,6 +23,7 @@ _LINGER_S = 1.0
 _MANY = 64  # channels, before those that nobody uses are forgotten
 
 
+@untraced
 class Messages(Identity):
     """send, recv and recv from anybody. Messages between two ranks arrive in order per tag.
 
