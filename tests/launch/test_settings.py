@@ -148,3 +148,22 @@ def test_the_help_names_every_option_within_80_columns() -> None:
     for option in OPTIONS:
         assert f"--{option.name}" in text
     assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_every_option_of_torchrun_and_its_predecessor_is_taken_or_explained() -> None:
+    from torch.distributed.run import get_args_parser
+
+    flags = [flag for action in get_args_parser()._actions for flag in action.option_strings]
+    unknown = []
+    for flag in {*flags, "--use-env", "--use_env"} - {"-h", "--help"}:
+        for words in ([flag, "1", "a.py"], [f"{flag}=1", "a.py"], [flag, "a.py"]):
+            try:
+                parse(words)
+            except LaunchError as error:
+                if "no such option" in str(error):
+                    unknown.append(flag)
+    assert unknown == []
+
+
+def test_use_env_changes_nothing() -> None:
+    assert parse(["--use_env", "a.py"]) == parse(["a.py"])

@@ -271,3 +271,22 @@ def test_a_rank_that_failed_and_ends_with_0_has_failed(tmp_path: Path) -> None:
     finished = run("--no-preload", "--nproc-per-node", "1", script)
     assert finished.code == 1
     assert "ValueError: x at script.py:3 (exit code 0)" in finished.err
+
+
+def test_a_syntax_error_in_an_imported_file_is_placed_there(tmp_path: Path) -> None:
+    # The failure was placed at the import.
+    (tmp_path / "broken.py").write_text("def f():\n    x = 1\n  y = 2\n")
+    finished = run("--no-preload", "--nproc-per-node", "1", write_script(tmp_path, "\nimport broken\n"))
+    assert "IndentationError: unindent does not match any outer indentation level at broken.py:3" in finished.err
+    finished = run(
+        "--no-preload", "--nproc-per-node", "1", write_script(tmp_path, "\ncompile('a b', '<text>', 'exec')")
+    )
+    assert "SyntaxError: invalid syntax at script.py:2 (exit code 1)" in finished.err
+
+
+def test_breakpoint_says_how_to_debug_a_rank(tmp_path: Path) -> None:
+    # A bare BdbQuit told nobody that a rank's standard input is empty.
+    finished = run("--no-preload", "--nproc-per-node", "2", write_script(tmp_path, "breakpoint()\nprint('on')\n"))
+    assert finished.code == 1
+    assert "ranks have no terminal" in finished.err.partition("First failure")[2]
+    assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1" in finished.err

@@ -207,3 +207,55 @@ def test_the_agent_imports_no_torch_and_no_click(tmp_path: Path) -> None:
     script = write_script(tmp_path, code)
     launched = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert launched.stdout == "[]\n", launched.stderr
+
+
+def test_ps_shows_the_command_that_a_rank_is(tmp_path: Path) -> None:
+    # It showed `python -B -c import sys…`, of every rank of every job.
+    script = write_script(
+        tmp_path,
+        "import os, sys\n"
+        "def shown(pid): return open(f'/proc/{pid}/cmdline', 'rb').read().rstrip(b'\\0').decode().split('\\0')\n"
+        "print(shown('self') == [sys.executable, *sys.argv] == sys.orig_argv, len(sys.argv), os.environ['LAST'])\n"
+        "print(shown(os.getppid()))\n"
+        "if os.fork() == 0: os._exit(0)\n"
+        "os.wait()\n",
+    )
+    for arguments in ([], ["a", "b c", "", "--lr", "0.1", "ü" * 500]):
+        finished = run("--no-preload", "--nproc-per-node", "1", script, *arguments, "x", env={"LAST": "variable"})
+        assert finished.lines[0] == f"[0] True {len(arguments) + 2} variable", finished
+        assert "zygote, from which the ranks are forked" in finished.lines[1]
+
+
+def test_words_that_are_too_long_to_show_are_cut() -> None:
+    code = (
+        "import sys\n"
+        "from phalanx.launch.title import set_command\n"
+        "set_command([sys.executable, 'x' * 10_000])\n"
+        "first, second = open('/proc/self/cmdline', 'rb').read().rstrip(b'\\0').decode().split('\\0')\n"
+        "assert first == sys.executable and second and set(second) == {'x'}, second\n"
+        "set_command(['y'])\n"
+        "assert open('/proc/self/cmdline', 'rb').read().rstrip(b'\\0') == b'y'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_pinned_rank_may_have_as_many_workers_as_the_job_has_cores(tmp_path: Path) -> None:
+    # Pinned to one core, DataLoader warned of two workers, and they shared that core with the rank.
+    script = write_script(
+        tmp_path,
+        "import os, sys\n"
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Cores(Dataset):\n"
+        "    def __len__(self): return 2\n"
+        "    def __getitem__(self, i): return len(os.sched_getaffinity(0))\n"
+        "cores = int(sys.argv[1])\n"
+        "for batch in DataLoader(Cores(), num_workers=cores): print(int(batch) == cores)\n"
+        "os.sched_setaffinity(0, os.sched_getaffinity(0))\n"
+        "DataLoader(Cores(), num_workers=cores + 1)\n",
+    )
+    cores = len(os.sched_getaffinity(0))
+    finished = run("--no-preload", "--nproc-per-node", "cpu", script, str(cores))
+    assert finished.code == 0, finished.err
+    assert {line.partition("] ")[2] for line in finished.lines} == {"True"}
+    assert f"This DataLoader will create {cores} worker" not in finished.err
+    assert f"This DataLoader will create {cores + 1} worker" in finished.err

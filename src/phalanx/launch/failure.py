@@ -17,6 +17,12 @@ from phalanx.launch.processes import name_signal
 SILENT_LAG_S = 0.5
 
 _MAX_REPORT_BYTES = 100_000  # a report is one datagram; the default socket buffer takes about 200 kB
+_HOW_TO_DEBUG = (
+    "A debugger found nobody at the keyboard: ranks have no terminal. To step through the script, run it as the only "
+    "rank, without `phalanx run`:\n"
+    "  RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python SCRIPT\n"
+    "`phalanx stacks` shows where the ranks of a running job are."
+)
 _OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -158,6 +164,8 @@ def describe_failures(
         lines += ["", first.report.traceback.rstrip()]
     elif first.exit and first.exit.dump:
         lines += ["", without_launcher(first.exit.dump)]
+    if first.report and "BdbQuit" in first.report.types:
+        lines += ["", _HOW_TO_DEBUG]
     return "\n".join(lines)
 
 

@@ -120,6 +120,7 @@ OPTIONS = (
     Option("master-port", "master_port", "MASTER_PORT for the ranks (default: a free one).", "PORT", _read_port),
     Option("rdzv-id", "run_id", "TORCHELASTIC_RUN_ID for the ranks.", "ID"),
     Option("standalone", None, "As torchrun's; one host is always standalone."),
+    Option("use-env", None, "As torch.distributed.launch's; LOCAL_RANK is always in the environment."),
     Option("nnodes", None, "Only 1 in this version.", "1", _read_nnodes),
     Option("node-rank", None, "Only 0 in this version.", "0", _read_node_rank),
 )  # fmt: skip
@@ -136,6 +137,16 @@ _REFUSED = {
     "local-ranks-filter": "use --log-dir; identical lines of several ranks are shown once",
     "role": "this version has one role",
     "monitor-interval": "ends of ranks are noticed at once",
+    "r": "use --log-dir, which keeps a file per rank",
+    "t": "use --log-dir, which keeps a file per rank; all ranks are always shown",
+    "duplicate-stdout-filters": "use --log-dir, which keeps a file per rank",
+    "duplicate-stderr-filters": "use --log-dir, which keeps a file per rank",
+    "logs-specs": "use --log-dir, which keeps a file per rank",
+    "event-log-handler": "nothing records events; the output says how a job ended",
+    "numa-binding": "each rank is pinned to cores next to each other; --no-affinity leaves them free",
+    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end a job, SIGUSR1 and SIGUSR2 are passed on to the ranks",
+    "shutdown-timeout": "use --grace",
+    "virtual-local-rank": "LOCAL_RANK is the rank on this host; set CUDA_VISIBLE_DEVICES in the script",
     "run-path": "give the script's path",
 }
 

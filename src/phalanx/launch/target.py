@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,13 @@ class Target:
     kind: Kind
     name: str
     arguments: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words that would start it without us."""
+        if self.kind == "program":
+            return (self.name, *self.arguments)
+        return (sys.executable, *(("-m",) if self.kind == "module" else ()), self.name, *self.arguments)
 
 
 def find_problem(target: Target) -> str | None:

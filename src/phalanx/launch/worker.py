@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType, ModuleType, TracebackType
@@ -24,6 +25,8 @@ from typing import NoReturn
 
 from phalanx.launch.failure import Report
 from phalanx.launch.processes import STACKS_SIGNAL, die_with_parent
+from phalanx.launch.target import Kind, Target
+from phalanx.launch.title import set_command
 
 _OUR_FDS = 8  # numbers that we take from the upper end of those that a rank may have
 _LAUNCHER_FILES = (__file__, "<string>", runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
@@ -42,7 +45,7 @@ class Assignment:
     rank: int
     environment: dict[str, str]
     cpus: list[int]
-    kind: str
+    kind: Kind
     name: str
     arguments: list[str]
 
@@ -121,14 +124,31 @@ def _become_own_process(assignment: Assignment) -> None:
     os.close(assignment.stderr)
     os.environ.update(assignment.environment)
     if assignment.cpus:
-        try:
-            os.sched_setaffinity(0, assignment.cpus)
-        except OSError:
-            pass  # the cores were taken from us since the agent looked; running unpinned is right, only slower
+        _pin(frozenset(assignment.cpus))
     for stream in (sys.stdout, sys.stderr):
         # Output goes to a pipe but is meant to be seen live, as on a terminal.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
+
+
+def _pin(cpus: frozenset[int]) -> None:
+    """Keep this process to `cpus`. What it forks (DataLoader workers) may use all cores of the job, as without us."""
+    everywhere = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        return  # the cores were taken from us since the agent looked; running unpinned is right, only slower
+    if cpus == everywhere:
+        return
+
+    def release() -> None:
+        if os.sched_getaffinity(0) == cpus:  # else the script has chosen
+            os.sched_setaffinity(0, everywhere)
+
+    os.register_at_fork(after_in_child=release)
+    # DataLoader compares its workers with the cores that the rank is pinned to, and would warn of too many
+    counts = "|".join(str(count) for count in range(1, len(everywhere) + 1))
+    warnings.filterwarnings("ignore", f"This DataLoader will create ({counts}) worker", UserWarning)
 
 
 def _execute(assignment: Assignment, report: _Reporter) -> NoReturn:
@@ -158,17 +178,18 @@ def _prepare_main(assignment: Assignment) -> Callable[[], object]:
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
+    command = Target(assignment.kind, assignment.name, tuple(assignment.arguments)).command
+    sys.orig_argv = list(command)
+    set_command(command)
     safe_path = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
     if assignment.kind == "module":
         sys.argv = ["-m", *assignment.arguments]
-        sys.orig_argv = [sys.executable, "-m", assignment.name, *assignment.arguments]
         if not safe_path:
             sys.path.insert(0, os.getcwd())
         # private, but it is what `python -m` itself calls, and unchanged since Python 3.3
         run_module: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
         return lambda: run_module(assignment.name)
     sys.argv = [assignment.name, *assignment.arguments]
-    sys.orig_argv = [sys.executable, assignment.name, *assignment.arguments]
     path = os.path.abspath(assignment.name)
     if not safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(assignment.name)))
@@ -197,7 +218,7 @@ class _Reporter:
     def send(self, error: BaseException, at: float) -> None:
         """Send `error`, raised at `at` on the monotonic clock; never raises."""
         try:
-            place = _find_place(error.__traceback__)
+            place = _find_place(error)
             names = tuple(cls.__name__ for cls in type(error).__mro__)
             if isinstance(error, SystemExit):
                 text, summary = "", f"sys.exit({error.code!r})"  # a decision of the script: the place says enough
@@ -230,7 +251,9 @@ def _is_launcher(frame: FrameType) -> bool:
     return frame.f_code.co_filename in _LAUNCHER_FILES
 
 
-def _find_place(trace: TracebackType | None) -> str:
+def _find_place(error: BaseException) -> str:
     """`train.py:88`, the innermost line of the traceback; empty when there is none."""
-    frames = traceback.extract_tb(trace)
+    if isinstance(error, SyntaxError) and error.filename and os.path.exists(error.filename):
+        return f"{os.path.basename(error.filename)}:{error.lineno}"  # the traceback ends at the import of that file
+    frames = traceback.extract_tb(error.__traceback__)
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""

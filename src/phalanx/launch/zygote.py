@@ -20,6 +20,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -32,6 +33,7 @@ from phalanx.launch.processes import (
     kill_descendants,
     outlive_parent,
 )
+from phalanx.launch.title import set_command
 from phalanx.launch.worker import Assignment, run_worker
 
 
@@ -39,6 +41,7 @@ def main(control: int, agent: int, preload: bool) -> None:
     """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended."""
     die_with_parent(agent)  # while torch is being imported nobody watches the socket, and there is nothing to clean up
     adopt_orphans()
+    set_command([sys.executable, f"(phalanx run {agent}: the zygote, from which the ranks are forked)"])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until a rank runs its script, Ctrl-C ends it without a traceback of ours. Python's handler only takes a note
         # of the signal; in a rank that is about to become a program the note would be lost with Python.

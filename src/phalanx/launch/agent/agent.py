@@ -9,6 +9,7 @@ from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_zygote_environment
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import adopt_orphans, kill_descendants
+from phalanx.launch.title import count_room
 
 
 def run_job(plan: JobPlan) -> int:
@@ -22,7 +23,7 @@ def run_job(plan: JobPlan) -> int:
         environment = plan_zygote_environment(plan.environ, plan.placement.threads)
         preload = plan.settings.preload and plan.settings.target.kind != "program"
         try:
-            zygote = ZygoteProcess(environment, preload=preload)
+            zygote = ZygoteProcess(environment, preload=preload, room=count_room(plan.settings.target.command))
         except OSError as error:
             raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
         try:

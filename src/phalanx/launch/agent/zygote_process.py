@@ -20,11 +20,14 @@ _BOOT = (
     "from phalanx.launch.zygote import main; main({control}, {agent}, {preload})"
 )
 
+_MAX_ROOM = 1 << 14
+
 
 class ZygoteProcess:
     """The one zygote of this host. No call waits for it; to a dead one nothing is sent: its end shows on `control`."""
 
-    def __init__(self, environment: Mapping[str, str], *, preload: bool) -> None:
+    def __init__(self, environment: Mapping[str, str], *, preload: bool, room: int = 0) -> None:
+        """`room` is the number of bytes that the ranks will need for the words that `ps` shows of them."""
         ours, theirs = socket.socketpair()
         self.control = wire.Channel(ours)
         boot = _BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload)
@@ -34,7 +37,7 @@ class ZygoteProcess:
         stdin = subprocess.DEVNULL if os.isatty(0) else None
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *flags, "-c", boot],
+                [sys.executable, *flags, "-c", boot, " " * min(room, _MAX_ROOM)],
                 env=dict(environment),
                 pass_fds=[theirs.fileno()],
                 stdin=stdin,
