@@ -1,12 +1,14 @@
 """What is said of measurements: the sentences, the tables, the picture."""
 
 import json
+import os
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from phalanx.bench.comparison import Comparison, explain
 from phalanx.bench.contestants import CONTESTANTS, DDP, DP, ONE, POOL
+from phalanx.bench.load import Load
 from phalanx.bench.picture import draw
 from phalanx.bench.report import as_json, as_text
 from phalanx.bench.sample import PARTS, Sample, median_of, slowest_of
@@ -69,6 +71,54 @@ def test_threads_that_do_not_meet_are_told_so():
     text = _text(_comparison(_apart()))
     assert "hardly meet at the interpreter" in text
     assert "as long." not in text
+
+
+def _rounds(*pairs, others=0.0):
+    """A comparison whose rounds took these steps, of DataParallel and of DistributedDataParallel."""
+    samples = {ONE: [_sample(0.016)], POOL: [_sample(0.014)]}
+    samples[DP] = [_sample(step, stops=60, waiting=0.01, replicate=0.0, scatter=0.0, threads=0.0) for step, _ in pairs]
+    samples[DDP] = [_sample(step) for _, step in pairs]
+    return Comparison(WORKLOADS["many-small"], 2, samples, others)
+
+
+def test_on_a_busy_machine_the_reader_is_told_and_nothing_is_blamed_on_the_interpreter():
+    """It explained with the GIL what other programs on the same cores had done."""
+    text = _text(_rounds((0.040, 0.012), (0.041, 0.013), others=1.3))
+    assert text.startswith("This machine was busy: other programs took 1.3 of the 2 cores meanwhile, and every figure")
+    assert "cannot be told from these rounds" in text
+    assert "take turns at the interpreter" not in text
+    assert "Which is faster" not in text
+
+
+def test_rounds_that_scatter_more_than_the_contestants_differ_decide_nothing():
+    text = _text(_rounds((0.040, 0.012), (0.012, 0.030)))
+    assert "a step of DataParallel took 12 ms to 40 ms, one of DistributedDataParallel 12 ms to 30 ms. Which is" in text
+    assert "This machine was busy" not in text
+    assert "take turns at the interpreter" not in text
+    # one round in five that went astray decides nothing either
+    calm = _text(_rounds((0.040, 0.012), (0.041, 0.013), (0.040, 0.012), (0.042, 0.099), (0.011, 0.012)))
+    assert "scatter" not in calm.replace("scattering", "")
+    assert "take turns at the interpreter" in calm
+
+
+def test_what_others_take_of_our_cores_is_counted_without_what_we_take(tmp_path):
+    (tmp_path / "proc").mkdir()
+    tick = os.sysconf("SC_CLK_TCK")
+
+    def say(busy_s, elsewhere_s):
+        cores = sorted(os.sched_getaffinity(0))
+        lines = [f"cpu{core} {busy_s * tick} 0 0 9999 99 0 0 0 0 0" for core in cores]
+        lines.append(f"cpu{cores[-1] + 1} {elsewhere_s * tick} 0 0 0 0 0 0 0 0 0")
+        (tmp_path / "proc/stat").write_text("\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *lines, "intr 5"]) + "\n")
+
+    say(100, 100)
+    load = Load(tmp_path)
+    assert load.others() == 0.0  # we took more than the nothing that the file shows
+    say(10**9, 10**12)
+    taken = load.others()
+    assert taken is not None
+    assert taken > 1.0
+    assert Load(tmp_path / "nowhere").others() is None
 
 
 def test_too_few_cores_are_told():

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.bench.contestants import CONTESTANTS, DDP, DP, ONE, POOL
+from phalanx.bench.load import Load
 from phalanx.bench.sample import PARTS, Sample, median_of
 from phalanx.bench.workloads import WORKLOADS, Workload
 from phalanx.collectives.units import format_seconds
 
 _NOTABLE = 0.05  # of a time: what is less is not worth a sentence
 _NOTABLE_STOPS = 10  # in one forward; one in a process of its own has one or none
+_BUSY = 0.25  # cores' worth of other programs: from there on, who waits for whom cannot be told
+_QUARTILES_FROM = 4  # rounds; of fewer, the extremes say more
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """samples[contestant] has one entry per round, all of `workload` with `world_size` ranks, replicas or threads."""
+    """samples[contestant] has one entry per round, all of `workload` with `world_size` ranks, replicas or threads.
+
+    `others` is how many cores' worth of time other programs took meanwhile; None where the system does not tell.
+    """
 
     workload: Workload
     world_size: int
     samples: dict[str, list[Sample]]
+    others: float | None = None
 
     @property
     def medians(self) -> dict[str, Sample]:
         """Of each contestant, over the rounds."""
         return {name: median_of(samples) for name, samples in self.samples.items()}
+
+    def range_of(self, contestant: str) -> tuple[float, float]:
+        """Where the steps of most rounds lie: between the quartiles, or the extremes of a few."""
+        steps = sorted(sample.step for sample in self.samples[contestant])
+        if len(steps) < _QUARTILES_FROM:
+            return steps[0], steps[-1]
+        low, _, high = statistics.quantiles(steps, n=4, method="inclusive")
+        return low, high
 
     def title_of(self, contestant: str) -> str:
         """The contestant in words."""
@@ -42,19 +59,22 @@ def compare(
     Raises:
         RankFailed: a process failed.
     """
+    load = Load()
     comparisons = [Comparison(WORKLOADS[name], world_size, {one: [] for one in CONTESTANTS}) for name in names]
     for number in range(1, rounds + 1):
         for comparison in comparisons:
             for name, contestant in CONTESTANTS.items():
                 say(f"round {number} of {rounds}: {comparison.workload.name}, {comparison.title_of(name)}")
                 comparison.samples[name].append(contestant.measure(comparison.workload, world_size, steps))
-    return comparisons
+    return [dataclasses.replace(comparison, others=load.others()) for comparison in comparisons]
 
 
 def explain(comparison: Comparison, usable_cores: int) -> Iterator[str]:
     """Sentences with where DataParallel's and DistributedDataParallel's time went, from what was measured."""
     medians, count = comparison.medians, comparison.world_size
     dp, ddp = medians[DP], medians[DDP]
+    doubts = list(_doubts(comparison, usable_cores))
+    yield from doubts
     times = {name: format_seconds(sample.step) for name, sample in medians.items()}
     yield (
         f"A step of DataParallel takes {times[DP]}: {dp.step / ddp.step:.2f} times that of DistributedDataParallel "
@@ -70,7 +90,9 @@ def explain(comparison: Comparison, usable_cores: int) -> Iterator[str]:
     )
     yield f"A replica's forward takes {_forward(dp)} in a thread, and {_forward(ddp)} in a process."
     took, own = dp.parts["waiting"] + dp.parts["computing"], ddp.parts["waiting"] + ddp.parts["computing"]
-    if took > (1 + _NOTABLE) * own and _stands_still(dp, ddp):
+    if doubts:
+        yield "What of that the interpreter (GIL) does, and what other programs do, cannot be told from these rounds."
+    elif took > (1 + _NOTABLE) * own and _stands_still(dp, ddp):
         yield (
             f"The threads of one process take turns at the interpreter (GIL): that makes their forward "
             f"{took / own:.1f} times as long."
@@ -87,6 +109,22 @@ def explain(comparison: Comparison, usable_cores: int) -> Iterator[str]:
     )
     if count > usable_cores:
         yield f"There are {usable_cores} cores for {count}: some of the waiting is for a core."
+
+
+def _doubts(comparison: Comparison, usable_cores: int) -> Iterator[str]:
+    """Sentences on what keeps the figures from saying anything; none where they can be trusted."""
+    if comparison.others is not None and comparison.others > _BUSY:
+        yield (
+            f"This machine was busy: other programs took {comparison.others:.1f} of the {usable_cores} cores "
+            "meanwhile, and every figure below has its share of that. Measure again when it is idle."
+        )
+    (low, high), (ddp_low, ddp_high) = comparison.range_of(DP), comparison.range_of(DDP)
+    if max(low, ddp_low) <= min(high, ddp_high) and len(comparison.samples[DP]) > 1:
+        yield (
+            f"The rounds scatter more than the two differ: a step of DataParallel took {format_seconds(low)} to "
+            f"{format_seconds(high)}, one of DistributedDataParallel {format_seconds(ddp_low)} to "
+            f"{format_seconds(ddp_high)}. Which is faster cannot be told; take more --rounds, on an idle machine."
+        )
 
 
 def _forward(sample: Sample) -> str:

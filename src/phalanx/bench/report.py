@@ -28,6 +28,7 @@ def as_json(comparisons: Sequence[Comparison], usable_cores: int) -> str:
             {
                 "workload": dataclasses.asdict(comparison.workload),
                 "world_size": comparison.world_size,
+                "cores_taken_by_others": comparison.others,
                 "medians": {name: dataclasses.asdict(sample) for name, sample in comparison.medians.items()},
                 "rounds": {
                     name: [dataclasses.asdict(sample) for sample in samples]
