@@ -18,7 +18,10 @@
  *   all step or stand in             compared as ever
  *   some step, a call in background  PLX_MISMATCH: its rank may be anywhere, also in the same step
  *
- * Whoever waits at a gate goes nowhere until all have come, so "rank 2 is out" holds for as long as it matters. A rank
+ * Whoever waits at a gate goes nowhere until all have come, so "rank 2 is out" holds for as long as it matters. That is
+ * so of a rank whose *program* waits there; another thread of a rank may stand at a gate for a call in background while the
+ * program goes on, and may have reached fewer gates than the program has issued. So gates are compared with those of a
+ * rank that has carried out all it issued (board.h), and a call in background is no place to be out at. A rank
  * that left in order (`left_after` gates, none of its rounds open) took part in a turn if it had reached its gate by
  * then: also that is the same for whoever looks, whenever it looks.
  *

@@ -143,23 +143,64 @@ static uint32_t find_late(const struct plx_board *b) {
 /* A rank that calls something else instead rings no bell: only looking tells. */
 #define LOOK_NS (PLX_SLICE_NS / 5)
 
-int plx_board_finish(struct plx_board *b, struct plx_wait *w) {
+static int is_complete(const struct plx_board *b, uint32_t rank) { return is_ready(b, rank) && is_done(b, rank); }
+
+/* Tell those who wait for us elsewhere that our program stands at the end of this round. */
+static void tell_ending(const struct plx_board *b) {
+  struct plx_rank *me = plx_rank_of(b->g, b->g->rank);
+  atomic_store_explicit(&me->ending_round, (uint64_t)b->num_buckets << 32 | b->round, memory_order_relaxed);
+  atomic_store_explicit(&me->ending, b->flags + 1, memory_order_release);
+}
+
+/* Whether the program of `rank` stands at the end of another board's round, in which a slice of ours is missing: we shall
+ * not come to it before this round has ended, nor `rank` to this one before that. */
+static int ends_another(const struct plx_board *b, uint32_t rank) {
+  const struct plx_group *g = b->g;
+  struct plx_rank *p = plx_rank_of(g, rank);
+  uint64_t ending = atomic_load_explicit(&p->ending, memory_order_acquire);
+  if (ending == 0 || ending == b->flags + 1) return 0;
+  uint64_t what = atomic_load_explicit(&p->ending_round, memory_order_acquire);
+  if (atomic_load_explicit(&p->ending, memory_order_acquire) != ending) return 0;
+  struct plx_flags *ours = (struct plx_flags *)(g->heaps[g->rank] + (ending - 1));
+  for (uint32_t i = 0; i < what >> 32; i++)
+    if ((int32_t)(atomic_load_explicit(&ours[i].done, memory_order_acquire) - (uint32_t)what) < 0) return 1;
+  return 0;
+}
+
+/* Whether `rank` may still come to the end of this round: the proof is in board.h. */
+static int judge(struct plx_board *b, uint32_t rank) {
+  struct plx_group *g = b->g;
+  struct plx_rank *p = plx_rank_of(g, rank);
+  int gone = g->uneven && plx_gone(g, rank, UINT64_MAX), alive = plx_peer_alive(g, rank), another = ends_another(b, rank);
+  uint64_t theirs = atomic_load_explicit(&p->step, memory_order_acquire);
+  if (is_complete(b, rank)) return PLX_OK; /* read last: what was read above, it did before the end of its round */
+  if (another) return plx_poison(g, PLX_MISMATCH, g->rank);
+  if (plx_is_behind(g)) return alive || gone ? PLX_OK : plx_poison(g, PLX_PEER_LOST, rank);
+  if (gone) return PLX_APART;
+  if (!alive) return plx_poison(g, PLX_PEER_LOST, rank);
+  if (theirs <= g->step) return PLX_OK;
+  return g->uneven ? PLX_APART : plx_poison(g, PLX_MISMATCH, g->rank);
+}
+
+static int wait_for_round(struct plx_board *b, struct plx_wait *w) {
   struct plx_group *g = b->g;
   uint64_t since = plx_now_ns();
-  if (g->apart || g->num_gone != 0) return PLX_APART; /* who was out of the last step still waits where it was */
   for (uint32_t looks = 1;; looks++) {
+    /* Who was out of the last step still waits where it was. */
+    if (!plx_is_behind(g) && (g->apart || g->num_gone != 0)) return PLX_APART;
     uint32_t owed = plx_board_poll(b), late = find_late(b);
     if (owed == 0 && late == g->rank) return PLX_OK;
     if (late == g->rank) continue; /* the others are done, so all were ready: poll again does our part */
     if (g->crowded) {
-      if (looks % 8 != 0) {
+      if (looks % PLX_LOOKS_CROWDED != 0) {
         sched_yield();
         continue;
       }
     } else {
       plx_relax();
-      if (looks % 64 != 0 || plx_now_ns() - since < w->spin_ns) continue;
+      if (looks % PLX_LOOKS != 0 || plx_now_ns() - since < w->spin_ns) continue;
     }
+    tell_ending(b);
     struct plx_flags *bell = bell_of(b, late);
     atomic_fetch_add_explicit(&bell->done, 1, memory_order_seq_cst);
     uint32_t seen = atomic_load_explicit(&bell->ready, memory_order_seq_cst);
@@ -169,17 +210,12 @@ int plx_board_finish(struct plx_board *b, struct plx_wait *w) {
     atomic_fetch_sub_explicit(&bell->done, 1, memory_order_relaxed);
 
     int code = plx_poisoned(g, w);
+    for (uint32_t i = 1; code == PLX_OK && i < g->world; i++) {
+      w->culprit = (int32_t)((g->rank + i) % g->world);
+      code = judge(b, (uint32_t)w->culprit);
+    }
     if (code != PLX_OK) return code;
     w->culprit = (int32_t)late;
-    if (!is_ready(b, late)) {
-      if (g->uneven && plx_gone(g, late, UINT64_MAX) && !is_ready(b, late)) return PLX_APART;
-      if (!plx_peer_alive(g, late) && !is_ready(b, late)) return plx_poison(g, PLX_PEER_LOST, late);
-      /* It stands at a gate that we have not reached, and has not given its gradients: it does something else. */
-      if (atomic_load_explicit(&plx_rank_of(g, late)->step, memory_order_acquire) > g->step && !is_ready(b, late))
-        return g->uneven ? PLX_APART : plx_poison(g, PLX_MISMATCH, g->rank);
-    } else if (!plx_peer_alive(g, late) && find_late(b) == late) {
-      return plx_poison(g, PLX_PEER_LOST, late);
-    }
     uint64_t now = plx_now_ns();
     if (now >= w->deadline_ns) return plx_poison(g, PLX_DEADLINE, g->rank);
     if (w->idle != NULL && w->idle(w->context, now - since) != 0) {
@@ -187,4 +223,12 @@ int plx_board_finish(struct plx_board *b, struct plx_wait *w) {
       return PLX_INTERRUPTED;
     }
   }
+}
+
+int plx_board_finish(struct plx_board *b, struct plx_wait *w) {
+  struct plx_rank *me = plx_rank_of(b->g, b->g->rank);
+  int code = wait_for_round(b, w);
+  if (atomic_load_explicit(&me->ending, memory_order_relaxed) != 0)
+    atomic_store_explicit(&me->ending, 0, memory_order_release);
+  return code;
 }

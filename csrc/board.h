@@ -15,6 +15,28 @@
  *
  * A bucket's slices are written by one rank each, and read by others only before its owner wrote them (ready, not done)
  * or after (done everywhere), so no byte is ever read while it is written.
+ *
+ * A round passes no gate, so at its end a rank must find out by itself whether another will never come: it looks at what
+ * the other has *issued*, against what it has issued itself. A rank's program issues its calls in one order, the ends of
+ * rounds among them; some collectives are carried out later, by another thread of the rank (plx_issue). We stand at the
+ * end of round k; rank r has not done all of its part of it.
+ *
+ *   1  r's program has not come to the end of its round k: it leaves that only when all is done, its own part too.
+ *   2  All that our program issued before the end of the round is carried out (not plx_is_behind), and it issues nothing
+ *      while it waits here: the gates that we have reached are those of the calls that it makes before the end of round k.
+ *   3  So if r has reached more gates, it has issued a call before the end of its round k that we shall issue after the
+ *      end of ours: the programs differ, or r is out of data. If it has not, nothing can be said: r may be slow, or it
+ *      waits at a gate that some thread of ours, or of a third rank, will reach.
+ *   4  If r's program stands at the end of another board's round, in which something of ours is missing, then it waits
+ *      for us there and we wait for it here: the programs differ.
+ *
+ * Step 2 is what this lacked at first: our gates, which the other thread reaches late, were compared with r's at once, and
+ * one asynchronous all_reduce beside a backward was enough for a false alarm. While we are behind, nobody is judged but
+ * the dead; that thread waits for nobody for ever: where the calls in its line differ, their gate tells (plx_agree).
+ * Nobody waits for ever: of ranks that wait for each other, take the one that has issued the fewest calls. If it waits at
+ * a gate, those that it waits for are at ends of rounds with the same number of calls, so they are not behind, and find it
+ * at a gate beyond theirs; if it waits at the end of a round, it finds one that is beyond, by 3, or all are at ends of
+ * rounds, and two of them at those of different boards, by 4. tests/csrc/interleavings tries it.
  */
 #ifndef PLX_BOARD_H
 #define PLX_BOARD_H
@@ -61,7 +83,8 @@ uint32_t plx_board_poll(struct plx_board *b);
 /* Reduce slice `index` of a bucket over `n` ranks, which all have it: into the memory of each. */
 void plx_board_reduce(struct plx_board *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index);
 /* Wait until all slices of all buckets are done by everybody. All buckets must be ready here. PLX_APART, with
- * g->uneven: some rank is out of this round; nothing is reduced, and plx_board_meet goes on (attendance.h). */
+ * g->uneven: some rank is out of this round; nothing is reduced, and plx_board_meet goes on (attendance.h). What the
+ * program has issued is carried out by then. */
 int plx_board_finish(struct plx_board *b, struct plx_wait *w);
 /* Whether `rank` has given a bucket of this round. */
 int plx_board_has_begun(const struct plx_board *b, uint32_t rank);

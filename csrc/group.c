@@ -170,7 +170,7 @@ static int wait_for_each(struct plx_group *g, struct plx_wait *w, uint64_t step)
     struct plx_rank *p = plx_rank_of(g, peer);
     for (uint32_t spins = 1; atomic_load_explicit(&p->step, memory_order_acquire) < step; spins++) {
       plx_relax();
-      if (spins % 64 != 0) continue; /* a pause is up to 140 cycles: look at the clock every few microseconds */
+      if (spins % PLX_LOOKS != 0) continue; /* a pause is up to 140 cycles: look at the clock every few microseconds */
       uint64_t now = plx_now_ns();
       if (since == 0) since = now;
       if (now - since < w->spin_ns) continue;
@@ -205,7 +205,7 @@ static int wait_at_gate(struct plx_group *g, struct plx_wait *w, uint64_t step) 
   for (int yields = 0;; yields++) {
     uint32_t seen = atomic_load_explicit(&g->header->gate, memory_order_acquire);
     if ((int32_t)(seen - (uint32_t)step) >= 0) return PLX_OK;
-    if (yields < 8) {
+    if (yields + 1 < PLX_LOOKS_CROWDED) {
       sched_yield();
       continue;
     }
@@ -216,8 +216,9 @@ static int wait_at_gate(struct plx_group *g, struct plx_wait *w, uint64_t step) 
     atomic_fetch_sub_explicit(&g->header->gate_sleepers, 1, memory_order_relaxed);
     seen = atomic_load_explicit(&g->header->gate, memory_order_acquire);
     if ((int32_t)(seen - (uint32_t)step) >= 0) return PLX_OK;
+    /* Who should have opened the gate may have died between its arrival and that; or it left, and arrives no more. */
+    if (all_reached(g, step)) return PLX_OK;
     uint32_t late = g->rank;
-    if (somebody_gone(g) && all_reached(g, step)) return PLX_OK;
     for (uint32_t r = 0; r < g->world; r++) {
       if (atomic_load_explicit(&plx_rank_of(g, r)->step, memory_order_acquire) >= step) continue;
       late = r;
@@ -249,6 +250,15 @@ int plx_gate(struct plx_group *g, struct plx_wait *w) {
     return PLX_OK;
   }
   return wait_at_gate(g, w, step);
+}
+
+void plx_issue(struct plx_group *g) { atomic_fetch_add_explicit(&g->issued, 1, memory_order_release); }
+
+void plx_carried_out(struct plx_group *g) { atomic_fetch_add_explicit(&g->carried_out, 1, memory_order_release); }
+
+int plx_is_behind(struct plx_group *g) {
+  uint64_t issued = atomic_load_explicit(&g->issued, memory_order_acquire);
+  return atomic_load_explicit(&g->carried_out, memory_order_acquire) != issued;
 }
 
 void plx_publish(struct plx_group *g, const struct plx_call *call) {

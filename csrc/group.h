@@ -26,6 +26,10 @@ struct plx_group {
   uint64_t step; /* gates that this rank has reached */
   uint64_t turn; /* stages that this rank has used */
   uint64_t seq;  /* collectives that this rank has begun */
+  /* Collectives that another thread of this rank carries out: while these differ, step, turn, seq and what follows from
+   * the calls (apart, absent, num_gone) are that thread's, and tell less than what this rank's program has issued. */
+  _Atomic uint64_t issued;
+  _Atomic uint64_t carried_out;
   uint64_t spin_ns;
   int crowded;
   int over; /* this rank has begun a collective after the group's end */
@@ -88,6 +92,19 @@ void plx_relax(void);
 _Atomic uint32_t *plx_low_half(_Atomic uint64_t *word);
 
 #define PLX_SLICE_NS 50000000ull /* how long a rank sleeps before it looks around */
+/* How often it looks at memory before it asks for the time, or yields its core before it sleeps; a checker sets them. */
+#ifndef PLX_LOOKS
+#define PLX_LOOKS 64
+#define PLX_LOOKS_CROWDED 8
+#endif
+
+/* The program goes on, and another thread of this rank will carry out what it has called, in the order of the calls. */
+void plx_issue(struct plx_group *g);
+/* That thread has carried one out. */
+void plx_carried_out(struct plx_group *g);
+/* Whether that thread owes something: then this rank has issued more than its counters tell. Only the program issues, so
+ * once it waits, and this says no, the counters are what it has issued. */
+int plx_is_behind(struct plx_group *g);
 
 /* Publish `call` for this turn. */
 void plx_publish(struct plx_group *g, const struct plx_call *call);

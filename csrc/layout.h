@@ -10,7 +10,9 @@
  * A turn is one use of a stage. Stage t & 1 belongs to turn t and is written again in turn t + 2. Every turn holds at
  * least one gate (all arrive, all wait) after its writes, and a rank arrives in turn t + 1 only when it has read all
  * that it needs from turn t. So whoever passed the gate of turn t + 1 knows that nobody reads the stage of turn t any
- * more. The same argument covers `call` and `table`, which alternate with the stages.
+ * more. The same argument covers `call` and `table`, which alternate with the stages. It asks that a rank's turns come one
+ * after the other, in the order of its program's calls, whichever thread takes them: what takes a turn by itself while
+ * another thread still has some to take (the allocation of shared memory, the building of a board) waits for these first.
  */
 #ifndef PLX_LAYOUT_H
 #define PLX_LAYOUT_H
@@ -20,10 +22,12 @@
 #include <stdint.h>
 
 #define PLX_MAGIC 0x31584e414c414850ull /* "PHALANX1", little endian */
-#define PLX_VERSION 2u
+#define PLX_VERSION 3u
 #define PLX_LINE 128u /* two cache lines: the adjacent-line prefetcher couples them */
 #define PLX_PAGE 4096u
+#ifndef PLX_MAX_WORLD /* a checker needs few */
 #define PLX_MAX_WORLD 1024u
+#endif
 #define PLX_RECORDS 128u
 #define PLX_SITES 256u
 #define PLX_SITE_BYTES 128u
@@ -110,6 +114,10 @@ struct plx_rank {
   uint64_t start_ticks; /* /proc/PID/stat field 22: tells a reused pid */
   _Atomic uint64_t left_after; /* 0, or 1 + the gates that it had reached when it left in order */
   _Atomic uint64_t finished; /* sequence number of the last collective that returned */
+  /* While the rank's program waits for long at the end of a round of gradients: 1 + where its board lies, and above the
+   * round's number that of the board's buckets, which is written first. Else 0. */
+  _Atomic uint64_t ending;
+  _Atomic uint64_t ending_round;
   _Atomic uint64_t next_record;
   _Atomic uint32_t num_sites;
   char note[192]; /* last words: why the process is leaving, UTF-8, zero-terminated */

@@ -639,6 +639,20 @@ static PyObject *group_set_poison(Group *self, PyObject *args) {
   return PyLong_FromLong(plx_poison(&self->g, code, rank));
 }
 
+/* The program has called a collective that another thread will carry out; see plx_issue. Also on a closed group. */
+static PyObject *group_issue(Group *self, PyObject *unused) {
+  (void)unused;
+  plx_issue(&self->g);
+  Py_RETURN_NONE;
+}
+
+/* That thread has carried it out, well or not. */
+static PyObject *group_carried_out(Group *self, PyObject *unused) {
+  (void)unused;
+  plx_carried_out(&self->g);
+  Py_RETURN_NONE;
+}
+
 static PyObject *group_alive(Group *self, PyObject *arg) {
   uint32_t rank;
   if (to_rank(self, arg, &rank) != 0) return NULL;
@@ -855,6 +869,8 @@ static PyMethodDef group_methods[] = {
     {"end_record", (PyCFunction)group_end_record, METH_VARARGS, NULL},
     {"poison", (PyCFunction)group_get_poison, METH_NOARGS, NULL},
     {"set_poison", (PyCFunction)group_set_poison, METH_VARARGS, NULL},
+    {"issue", (PyCFunction)group_issue, METH_NOARGS, NULL},
+    {"carried_out", (PyCFunction)group_carried_out, METH_NOARGS, NULL},
     {"alive", (PyCFunction)group_alive, METH_O, NULL},
     {"set_heaps", (PyCFunction)group_set_heaps, METH_VARARGS, NULL},
     {"claim", (PyCFunction)group_claim, METH_O, NULL},

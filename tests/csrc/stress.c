@@ -40,8 +40,9 @@
 #define FLAGS (512u << 10) /* where in the heap the board's flags lie, and its buckets */
 #define BUCKETS (640u << 10)
 #define NUM_BUCKETS 5u
+#define NUM_BESIDE 12u /* asynchronous calls, and rounds beside them */
 
-enum ending { FINISH, NEVER_COME, POISON, LEAVE, CALL_ANOTHER, POISON_ROUND, LEAVE_ROUND, ANY_TIME, NUM_ENDINGS };
+enum ending { FINISH, NEVER_COME, POISON, LEAVE, CALL_ANOTHER, POISON_ROUND, LEAVE_ROUND, DIE_AT_GATE, ANY_TIME, NUM_ENDINGS };
 
 struct thread {
   struct plx_group g;
@@ -55,6 +56,7 @@ struct thread {
   struct plx_board board;
   struct plx_bucket buckets[NUM_BUCKETS];
   uint64_t offsets[NUM_BUCKETS]; /* of the buckets, in this rank's heap */
+  uint64_t before; /* calls that were issued before the asynchronous ones */
 };
 
 static const struct plx_origin here = {0, 0, NULL};
@@ -304,10 +306,49 @@ static void gradients(struct thread *t) {
     CHECK(holds_sum(t, (int32_t *)(t->g.heaps[t->g.rank] + t->offsets[b]), b, t->buckets[b].count));
 }
 
+/* What a program does with an asynchronous all_reduce: another thread carries it out, while rounds of gradients go on.
+ * Once "the other has gone further" was judged by this thread's late counter: a mismatch within four rounds. */
+static void *carry_out(void *argument) {
+  struct thread *t = argument;
+  for (uint32_t i = 0; i < NUM_BESIDE; i++) {
+    int32_t value = (int32_t)(t->g.rank + i), expected = 0;
+    for (uint32_t r = 0; r < t->g.world; r++) expected += (int32_t)(r + i);
+    while (atomic_load_explicit(&t->g.issued, memory_order_acquire) <= t->before + i) sched_yield();
+    CHECK(plx_all_reduce(&t->g, &t->wait, &here, &value, &value, 1, PLX_I32, PLX_SUM, -1) == PLX_OK);
+    CHECK(value == expected);
+    plx_carried_out(&t->g);
+  }
+  return NULL;
+}
+
+static void gradients_beside(struct thread *t) {
+  pthread_t lane;
+  struct plx_wait wait = {.deadline_ns = t->wait.deadline_ns, .spin_ns = t->wait.spin_ns, .culprit = -1};
+  t->before = atomic_load_explicit(&t->g.issued, memory_order_relaxed);
+  CHECK(pthread_create(&lane, NULL, carry_out, t) == 0);
+  for (uint32_t i = 0; i < NUM_BESIDE; i++) {
+    if (i % 3 != 0) plx_issue(&t->g);
+    plx_board_begin(&t->board);
+    give(t, NUM_BUCKETS);
+    if (i % 3 == 0) plx_issue(&t->g);
+    CHECK(plx_board_finish(&t->board, &wait) == PLX_OK);
+    for (uint32_t b = 0; b < NUM_BUCKETS; b++)
+      CHECK(holds_sum(t, (int32_t *)(t->g.heaps[t->g.rank] + t->offsets[b]), b, t->buckets[b].count));
+  }
+  pthread_join(lane, NULL);
+}
+
 static void leave(struct plx_group *g) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
   atomic_store_explicit(&me->life, PLX_LEFT, memory_order_release);
   plx_futex_wake_all(plx_low_half(&me->step));
+}
+
+/* The last to come to a crowded gate opens it; here it dies between the two. Others once waited out their deadline. */
+static void die_at_gate(struct plx_group *g, int counted) {
+  atomic_store_explicit(&plx_rank_of(g, g->rank)->step, g->step + 1, memory_order_seq_cst);
+  if (counted) atomic_fetch_add_explicit(&g->header->arrivals, 1, memory_order_acq_rel);
+  leave(g);
 }
 
 /* Somebody ends the group at any time. Whoever got its result got the right one, though others may know already that it
@@ -341,6 +382,14 @@ static void end(struct thread *t) {
   if (round) plx_board_begin(&t->board);
   if (round) give(t, g->rank == odd ? draw(t, NUM_BUCKETS) : NUM_BUCKETS);
   if (g->rank == odd && t->ending == NEVER_COME) return;
+  if (t->ending == DIE_AT_GATE) {
+    if (g->rank == odd) {
+      plx_publish(g, &(struct plx_call){.seq = g->seq + 1, .kind = PLX_BARRIER, .root = -1});
+      die_at_gate(g, n % 2 == 0);
+      return;
+    }
+    CHECK(plx_barrier(g, &t->wait, &here) == PLX_OK); /* it came */
+  }
   if (g->rank == odd && (t->ending == POISON || t->ending == POISON_ROUND)) {
     CHECK(plx_poison(g, PLX_INTERRUPTED, odd) == PLX_INTERRUPTED);
     return;
@@ -359,7 +408,7 @@ static void end(struct thread *t) {
   else
     code = plx_all_reduce(g, &t->wait, &here, t->in, t->in, n, PLX_I32, PLX_SUM, -1);
   static const int expected[NUM_ENDINGS] = {PLX_OK,       PLX_DEADLINE,    PLX_INTERRUPTED, PLX_PEER_LOST,
-                                            PLX_MISMATCH, PLX_INTERRUPTED, PLX_PEER_LOST, PLX_INTERRUPTED};
+                                            PLX_MISMATCH, PLX_INTERRUPTED, PLX_PEER_LOST, PLX_PEER_LOST, PLX_INTERRUPTED};
   CHECK(code == expected[t->ending]);
   CHECK(holds(t, t->in, g->rank, 0, n));
   CHECK(plx_barrier(g, &t->wait, &here) == expected[t->ending]); /* it stays over */
@@ -374,7 +423,7 @@ static void *run(void *argument) {
   struct thread *t = argument;
   static void (*const operations[])(struct thread *) = {all_reduce, all_reduce, reduce_scatter, gather,  broadcast,
                                                         scatter,    all_to_all, pass_on,        hear_everybody, barrier,
-                                                        gradients,  gradients,  exchange};
+                                                        gradients,  gradients,  exchange,       gradients_beside};
   for (t->operation = 1; t->operation <= t->operations; t->operation++)
     operations[draw(t, sizeof operations / sizeof *operations)](t);
   if (t->ending == ANY_TIME)

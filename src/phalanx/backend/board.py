@@ -33,7 +33,8 @@ class SharedBoard:
         self._tensors = list(tensors)  # the heap's blocks stay ours as long as the board does
         words = _core.board_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
-        self._memory.barrier(self._span(WAITS))  # nobody raises a flag before all flags are down
+        span = self._span(WAITS)
+        group.in_order(lambda: self._memory.barrier(span))  # nobody raises a flag before all flags are down
         self._board = _core.Board(
             self._memory.core,
             self._offset(self._flags),
@@ -83,9 +84,12 @@ class SharedBoard:
         if status == APART:
             if self._memory.attendance is not None:
                 self._memory.attendance.apart = True
-            with self._memory.turn(span.timeout_s):
-                status = self._board.meet(span.timeout_ns, span.site, ())
+            status = self._group.in_order(lambda: self._meet(span))
         self._memory.check(status, span)
+
+    def _meet(self, span: Span) -> int:
+        with self._memory.turn(span.timeout_s):
+            return self._board.meet(span.timeout_ns, span.site, ())
 
     @property
     def round(self) -> int:

@@ -59,10 +59,16 @@ def _allocate(
     memory = group._memory
     span = Span(group._timeout_s, memory.site(place))
     nbytes = math.prod(shape) * dtype.itemsize
-    if memory.attendance is not None:
-        memory.barrier(span)  # where all meet again, if some were out of training steps
-    with memory.turn(group._timeout_s):
-        buffer = memory.arena.allocate(
-            nbytes, Deadline.after(group._timeout_s), span.site, lambda status: memory.check(status, span), owner=owner
-        )
-    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+    def allocate() -> Tensor:
+        if memory.attendance is not None:
+            memory.barrier(span)  # where all meet again, if some were out of training steps
+        deadline = Deadline.after(group._timeout_s)
+        with memory.turn(group._timeout_s):
+            buffer = memory.arena.allocate(
+                nbytes, deadline, span.site, lambda status: memory.check(status, span), owner=owner
+            )
+        return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+    allocated: Tensor = group.in_order(allocate)
+    return allocated

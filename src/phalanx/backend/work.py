@@ -216,6 +216,16 @@ class Closable(Protocol):
         """Let what is queued end; whether it did within `timeout_s`."""
 
 
+class Ledger(Protocol):
+    """Who must know whether all that was queued is over: the core's rounds of gradients, which pass the queue by."""
+
+    def issue(self) -> None:
+        """An action is about to be queued."""
+
+    def carried_out(self) -> None:
+        """An action is over, and so are the callbacks of its future."""
+
+
 Action = Callable[[], None]
 
 
@@ -241,11 +251,13 @@ class Lane:
         interrupted: Callable[[BaseException], None] | None = None,
         linger_s: float | None = None,
         interrupts: Callable[[], bool] = lambda: False,
+        ledger: Ledger | None = None,
     ) -> None:
         self.name = name
         self._interrupts = interrupts
         self._carrier = -1  # the thread that carries an action out
         self.interrupted = interrupted
+        self._ledger = ledger
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
         self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the lane meanwhile
@@ -278,6 +290,8 @@ class Lane:
                 )
                 work.release()
                 return work
+            if self._ledger is not None:
+                self._ledger.issue()
             self._items.append((action, work))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -331,6 +345,8 @@ class Lane:
         # Free before the waiter wakes up, or its next call would queue behind nothing.
         if not nested:
             self._in_callbacks = -1
+            if self._ledger is not None:
+                self._ledger.carried_out()
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()

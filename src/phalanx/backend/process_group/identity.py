@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from phalanx.backend.work import Closable, DoneWork, Lane, PhalanxWork
 from phalanx.deadline import Deadline
 
 Operation = Callable[[Span], None]
+Result = TypeVar("Result")
 
 _JOIN_S = 5.0
 
@@ -68,6 +69,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
             callbacks_first=True,
             interrupted=self._interrupted,
             interrupts=self._interrupts_collective,
+            ledger=memory.core if isinstance(memory, SharedMemory) else None,
         )
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
         self._closed = False
@@ -206,6 +208,17 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     def _interrupts_collective(self) -> bool:
         memory = self._memory
         return isinstance(memory, SharedMemory) and memory.in_turn
+
+    def in_order(self, operation: Callable[[], Result]) -> Result:
+        """Run `operation`, whose collectives go straight to the memory, after all that was called here before; wait.
+
+        Also what is no collective of c10d's has its place in the order that is the same on all ranks.
+        """
+        if self._lane.idle:
+            return operation()
+        results: list[Result] = []
+        self._queue(self._lane, lambda: results.append(operation()), []).wait()
+        return results[0]
 
     def drain(self) -> None:
         """Return when the collectives that were called here and run in the background are over, well or not."""
