@@ -7,13 +7,12 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from harness import describe_machine, format_time, print_table, write_results  # noqa: E402 - the line above finds it
+from harness import add_output_arguments, describe_machine, format_time, print_table, write_results  # noqa: E402 - the line above finds it
 from predictions import of_backend, of_schedule  # noqa: E402
 from rank import COMBINED, Samples, Span, rank_main  # noqa: E402
 
@@ -143,7 +142,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="4,64KiB,1MiB,4MiB", help="of the buffers, comma-separated")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / f"{date.today()}.json")
+    add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
     if reason := why_no_hosts():
         raise SystemExit(f"benchmarks/algorithms: {reason}")

@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 from cases import COPY, OPS, SIZES, UPDATE, Case  # noqa: E402
 from contestants.contract import NotOfferedError  # noqa: E402
 from fleet import Fleet, FleetError  # noqa: E402
-from harness import describe_machine, plan_rounds, write_results  # noqa: E402
+from harness import add_output_arguments, describe_machine, plan_rounds, write_results  # noqa: E402
 from measurements import Measurements  # noqa: E402
 from peers import MEMORY, PEERS, PHALANX, Peer  # noqa: E402
 from report import print_report  # noqa: E402
@@ -131,11 +130,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=_peers, default=list(PEERS), metavar="NAME,NAME", help=", ".join(_names()))
     parser.add_argument("--rounds", type=int, help=f"default 5, or {QUICK_ROUNDS} with --quick")
     parser.add_argument("--quick", action="store_true", help="shorter measurements, fewer rounds")
-    parser.add_argument("--output", type=Path, help="default results/<today>.json")
+    add_output_arguments(parser, HERE)
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else 5)
     options.budget = QUICK_BUDGET_S if options.quick else BUDGET_S
-    options.output = options.output or HERE / "results" / f"{date.today().isoformat()}.json"
     if min(options.world_size) < 2 or options.rounds < 1:
         parser.error("a collective needs at least 2 ranks, a median at least 1 round")
     return options

@@ -6,13 +6,13 @@ import argparse
 import statistics
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from harness import (  # noqa: E402 - the line above says where it is
+    add_output_arguments,
     describe_machine,
     format_ratio,
     format_time,
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument(
         "--warmup", type=int, default=4, help="steps before the first round; buckets are rebuilt in them"
     )
-    parser.add_argument("--output", type=Path, default=HERE / "results" / f"{date.today()}.json")
+    add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
     machine = describe_machine()

@@ -13,13 +13,12 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from harness import describe_machine, format_time, print_table, write_results  # noqa: E402
+from harness import add_output_arguments, describe_machine, format_time, print_table, write_results  # noqa: E402
 from plan import DEATHS, FAULTS, MISMATCHES, Trial, plan_trial  # noqa: E402
 from rank import Clock, Report, work  # noqa: E402
 
@@ -125,7 +124,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="run this trial alone and print it")
     parser.add_argument("--rounds", type=int, default=1, help="go through that many times the trials, each drawn anew")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / f"{date.today()}.json")
+    add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
     if arguments.only is not None:
         print(run(plan_trial(arguments.only, arguments.seed)))

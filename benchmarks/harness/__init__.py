@@ -6,12 +6,13 @@ A benchmark compares contestants in one command. A script in `benchmarks/<questi
     from harness import interleave, print_table, summarise, write_results
 """
 
-from harness.record import describe_machine, write_results
+from harness.record import add_output_arguments, describe_machine, write_results
 from harness.rounds import Summary, interleave, plan_rounds, summarise
 from harness.table import format_ratio, format_table, format_time, print_table
 
 __all__ = [
     "Summary",
+    "add_output_arguments",
     "describe_machine",
     "format_ratio",
     "format_table",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import sys
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import date, datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,6 +25,28 @@ def describe_machine() -> dict[str, object]:
         "torch": _version("torch"),
         "phalanx": _version("phalanx"),
     }
+
+
+def add_output_arguments(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """`--output` and `--record`, both read as `.output`: where the results of the benchmark in `folder` go.
+
+    Unless asked, into a folder that git ignores: a run for oneself changes no file of the repository.
+    """
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--output",
+        type=Path,
+        default=folder / ".results" / f"{date.today()}.json",
+        help="the file for every sample, as JSON (default .results/<today>.json, which git ignores)",
+    )
+    where.add_argument(
+        "--record",
+        dest="output",
+        metavar="NAME",
+        type=lambda name: folder / "results" / f"{name.removesuffix('.json')}.json",
+        default=argparse.SUPPRESS,
+        help="write them to results/NAME.json, for the README to quote and git to keep",
+    )
 
 
 def write_results(path: Path, results: Mapping[str, object], *, machine: Mapping[str, object]) -> Path:

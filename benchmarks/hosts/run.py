@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import date, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from harness import (  # noqa: E402 - the line above says where it is
+    add_output_arguments,
     describe_machine,
     format_ratio,
     format_time,
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="what each host may send, as tc says it")
     parser.add_argument("--sizes", default="1,16,64", help="MiB, comma-separated")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / f"{date.today()}.json")
+    add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
     if reason := why_no_hosts():
         raise SystemExit(f"benchmarks/hosts: {reason}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +13,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from contestants import CONTESTANTS, WIDTHS  # noqa: E402 - the line above says where they are
 from fleet import MOMENTS, measure  # noqa: E402
-from harness import describe_machine, format_ratio, print_table, write_results  # noqa: E402
+from harness import add_output_arguments, describe_machine, format_ratio, print_table, write_results  # noqa: E402
 
 PEER = "pytorch"
 SHARDED_PEER = "pytorch-zero"
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="buckets are rebuilt after the first backward")
     parser.add_argument("--rounds", type=int, default=1, help="whole jobs of each; the figure is the median")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / f"{date.today()}.json")
+    add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
     machine = describe_machine()

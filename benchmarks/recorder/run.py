@@ -1,6 +1,6 @@
 """What does the flight recorder cost? The smallest all_reduce with it and without it, side by side.
 
-python benchmarks/recorder/run.py --out benchmarks/recorder/results/recorder.json
+python benchmarks/recorder/run.py --record recorder
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import describe_machine, write_results
+from harness import add_output_arguments, describe_machine, write_results
 
 HERE = Path(__file__).resolve().parent
 CORE = HERE.parents[1] / "csrc"
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6, help="how often the two programs take turns")
     parser.add_argument("--rounds", type=int, default=100, help="rounds per turn")
     parser.add_argument("--calls", type=int, default=300, help="calls per round")
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    add_output_arguments(parser, HERE)
     options = parser.parse_args()
     machine = describe_machine()
     calls: dict[str, list[float]] = {"with": [], "without": []}
@@ -105,8 +105,7 @@ def main() -> None:
         "share_of_torch_call": (min(calls["with"]) - min(calls["without"])) / min(through_torch),
     }
     print(json.dumps({key: round(value, 4) for key, value in results.items()}, indent=1))
-    if options.out:
-        write_results(options.out, results, machine=machine)
+    write_results(options.output, results, machine=machine)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,15 @@ from torch.utils.data import DistributedSampler as TorchSampler
 from phalanx.data import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import describe_machine, format_ratio, format_time, interleave, print_table, write_results
+from harness import (
+    add_output_arguments,
+    describe_machine,
+    format_ratio,
+    format_time,
+    interleave,
+    print_table,
+    write_results,
+)
 
 SAMPLERS: dict[str, Any] = {"pytorch": TorchSampler, "phalanx": DistributedSampler}
 EPOCHS = [(1_000, 1), (50_000, 1), (1_000_000, 1), (1_000_000, 2), (1_000_000, 4)]
@@ -56,7 +64,7 @@ def medians(measure: Callable[..., float], rounds: int, *arguments: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "sampler.json")
+    add_output_arguments(parser, Path(__file__).resolve().parent)
     arguments = parser.parse_args()
     machine = describe_machine()
 
@@ -86,7 +94,7 @@ def main() -> None:
 
     start = {"seconds_at_1e7": at_1e7, "phalanx_seconds_at_1e9": at_1e9, "phalanx_bytes_at_1e9": memory}
     results = {"rounds": arguments.rounds, "epoch": epochs, "start": start}
-    write_results(arguments.json, results, machine=machine)
+    write_results(arguments.output, results, machine=machine)
 
 
 if __name__ == "__main__":
