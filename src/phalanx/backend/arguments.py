@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 
 from phalanx import _core
 from phalanx.backend.carriers import nobody_carries
+from phalanx.backend.memoryless import address_of, check_memory
 from phalanx.dtypes import REDUCTIONS, dtype_of, reduction_name
 
 _SUM = REDUCTIONS[ReduceOp.SUM]
@@ -60,6 +61,8 @@ def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tenso
         raise ValueError(nobody_carries(tensor.device, operation))
     if tensor.layout != torch.strided:
         raise ValueError(f"{operation}: the tensor is {tensor.layout}; only all_reduce takes sparse tensors")
+    if not address_of(tensor):
+        check_memory(tensor, operation, written=written)
     if written and not tensor.is_contiguous() and 0 in tensor.stride() and _overlaps_itself(tensor):
         raise ValueError(
             f"{operation}: elements of the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} share "

@@ -262,7 +262,7 @@ class SharedMemory:
     def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
         src = dense(scaled(tensor, factor))
-        dst = src if factor is None or not tensor.is_contiguous() else tensor
+        dst = src if factor is None or not is_plain(tensor) else tensor
         self._collective(
             span,
             lambda: self.core.all_reduce(
@@ -460,13 +460,15 @@ class SharedMemory:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the elements lie in order in memory and mean what they say."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 def dense(tensor: Tensor) -> Tensor:
     """`tensor` itself if it is plain; else a copy that is."""
     if is_plain(tensor):
         return tensor
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
@@ -481,7 +483,8 @@ def scaled(tensor: Tensor, factor: Any) -> Tensor:
 
 def write_back(tensor: Tensor, data: Tensor) -> None:
     """Copy `data` into a tensor whose own memory could not be used."""
-    with torch.no_grad():
+    # Only inference mode may write to its tensors, and it belongs to the thread: this may be another than the caller's.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(data)
 
 

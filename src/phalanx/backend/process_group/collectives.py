@@ -23,8 +23,9 @@ from phalanx.backend.arguments import (
     timeout_of,
 )
 from phalanx.backend.dynamo import untraced
+from phalanx.backend.memoryless import FakeCall, nothing_done, without_fakes
 from phalanx.backend.process_group.identity import Identity
-from phalanx.backend.shared_memory import Span, is_plain
+from phalanx.backend.shared_memory import Span, is_plain, write_back
 from phalanx.backend.sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
@@ -65,6 +66,9 @@ class Collectives(Identity):
                 and tensor.is_cpu
                 and tensor.layout is torch.strided
                 and tensor.is_contiguous()
+                and not tensor.is_neg()
+                and type(tensor) is Tensor
+                and tensor.data_ptr()
                 and opts.reduceOp == _SUM
             ):
                 self._memory.sum_in_place(tensor, real, timeout_of(opts, self._timeout_s), calling_site())
@@ -72,7 +76,10 @@ class Collectives(Identity):
         opts = _options(opts, c10d.AllreduceOptions, timeout)
         if isinstance(tensors, Sequence) and len(tensors) == 1 and _is_sparse(tensors[0]):
             return self._sparse_all_reduce(tensors[0], opts)
-        tensor = one(tensors, "all_reduce", written=True)
+        try:
+            tensor = one(tensors, "all_reduce", written=True)
+        except FakeCall:
+            return nothing_done("all_reduce", (tensors,))
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "all_reduce")
         return self._carry_out(lambda span: self._memory.all_reduce(tensor, code, span, factor=factor), opts, [tensor])
 
@@ -80,6 +87,7 @@ class Collectives(Identity):
         sparse.check(tensor, opts.reduceOp)
         return self._carry_out(lambda span: sparse.all_reduce(self._memory, tensor, span), opts, [tensor])
 
+    @without_fakes
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """As one all_reduce per tensor."""
         opts = _options(opts, c10d.AllreduceCoalescedOptions)
@@ -92,6 +100,7 @@ class Collectives(Identity):
 
         return self._carry_out(run, opts, checked)
 
+    @without_fakes
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         """Each tensor becomes the root's."""
         if not isinstance(opts, c10d.BroadcastOptions):
@@ -103,6 +112,7 @@ class Collectives(Identity):
         root = check_rank(opts.rootRank, self._size, "broadcast", "src")
         return self._carry_out(lambda span: self._memory.broadcast(tensor, root, span), opts, [tensor])
 
+    @without_fakes
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         """The root's tensor becomes the reduction over ranks; the others keep theirs."""
         opts = _options(opts, c10d.ReduceOptions)
@@ -113,6 +123,7 @@ class Collectives(Identity):
             lambda span: self._memory.all_reduce(tensor, code, span, root=root, factor=factor), opts, [tensor]
         )
 
+    @without_fakes
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """output_tensors[0][r] becomes rank r's input; the outputs may differ in size from rank to rank."""
         opts = _options(opts, c10d.AllgatherOptions)
@@ -126,6 +137,7 @@ class Collectives(Identity):
             )
         return self._carry_out(lambda span: self._memory.gather(outputs, tensor, span), opts, outputs)
 
+    @without_fakes
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         """`output` becomes all ranks' tensors, one after the other."""
         opts = _options(opts, c10d.AllgatherOptions)
@@ -136,6 +148,7 @@ class Collectives(Identity):
 
     _allgather_base = all_gather_single
 
+    @without_fakes
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
@@ -154,6 +167,7 @@ class Collectives(Identity):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @without_fakes
     def allgather_coalesced(self, output_lists: Any, input_list: Sequence[Tensor], opts: Any = None) -> Work:
         """output_lists[r][i] becomes rank r's input_list[i]."""
         opts = _options(opts, c10d.AllgatherOptions)
@@ -177,6 +191,7 @@ class Collectives(Identity):
 
         return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
 
+    @without_fakes
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """On the root output_tensors[0][r] becomes rank r's input."""
         opts = _options(opts, c10d.GatherOptions)
@@ -191,6 +206,7 @@ class Collectives(Identity):
             raise ValueError(f"gather: only rank {root} (dst) takes outputs, rank {self._rank} gave some")
         return self._carry_out(lambda span: self._memory.gather(outputs, tensor, span, root=root), opts, outputs)
 
+    @without_fakes
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Each output becomes the root's input_tensors[0][rank]."""
         opts = _options(opts, c10d.ScatterOptions)
@@ -205,6 +221,7 @@ class Collectives(Identity):
             raise ValueError(f"scatter: only rank {root} (src) gives inputs, rank {self._rank} gave some")
         return self._carry_out(lambda span: self._memory.scatter(output, inputs, root, span), opts, [output])
 
+    @without_fakes
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """The output becomes the reduction over ranks of input_tensors[0][rank]; the inputs may differ in size."""
         opts = _options(opts, c10d.ReduceScatterOptions)
@@ -221,6 +238,7 @@ class Collectives(Identity):
             lambda span: self._memory.reduce_scatter(output, inputs, code, span, factor=factor), opts, [output]
         )
 
+    @without_fakes
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         """The output becomes the reduction over ranks of this rank's part of the tensor."""
         opts = _options(opts, c10d.ReduceScatterOptions)
@@ -234,6 +252,7 @@ class Collectives(Identity):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @without_fakes
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
@@ -254,6 +273,7 @@ class Collectives(Identity):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @without_fakes
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """output_tensors[r] becomes rank r's input_tensors[rank]; sizes may differ from pair to pair."""
         opts = _options(opts, c10d.AllToAllOptions)
@@ -266,6 +286,7 @@ class Collectives(Identity):
         )
         return self._carry_out(lambda span: self._memory.all_to_all(outputs, inputs, span, splits=True), opts, outputs)
 
+    @without_fakes
     def all_to_all_single(
         self,
         output: Tensor,
@@ -297,8 +318,7 @@ class Collectives(Identity):
         def run(span: Span) -> None:
             self._memory.all_to_all(outputs, inputs, span, splits=splits)
             if dense is not output:
-                with torch.no_grad():
-                    output.copy_(dense)
+                write_back(output, dense)
 
         return self._carry_out(run, opts, [output])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.arguments import check_rank, one
 from phalanx.backend.dynamo import untraced
+from phalanx.backend.memoryless import without_fakes
 from phalanx.backend.process_group.identity import Identity
 from phalanx.backend.process_group.inbox import Inbox, failed
 from phalanx.backend.shared_memory import SharedMemory
@@ -36,6 +37,7 @@ class Messages(Identity):
         self._channels: dict[tuple[str, int, int], Lane] = {}
         self._inbox = Inbox(self._memory, self._name) if isinstance(self._memory, SharedMemory) else None
 
+    @without_fakes
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
         """Over when the tensor may be changed again; the receiver may not have it yet."""
         tensor = one(tensors, "send")
@@ -52,12 +54,14 @@ class Messages(Identity):
                 return failed(error, [tensor])
         return self._queue(self._channel("send", dst, tag), lambda: memory.send(tensor, dst, tag, span), [tensor])
 
+    @without_fakes
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
         """Over when the tensor holds the message."""
         tensor = one(tensors, "recv", written=True)
         self._check_peer(src, "recv", "src")
         return self._receive(tensor, src, tag)
 
+    @without_fakes
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """As `recv`, from whoever sends first; `source_rank()` of the work says who."""
         tensor = one(tensors, "recv", written=True)
