@@ -17,6 +17,7 @@
 #include "p2p.h"
 #include "recorder.h"
 #include "reduce.h"
+#include "word.h"
 
 typedef struct {
   PyObject_HEAD
@@ -1143,6 +1144,33 @@ static PyObject *core_reduce(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+/* The word at that address, or NULL with an error set. */
+static _Atomic uint64_t *word_at(unsigned long long address) {
+  if (address == 0 || address % sizeof(uint64_t) != 0) {
+    PyErr_SetString(PyExc_ValueError, "a word lies at a multiple of 8, and not at 0");
+    return NULL;
+  }
+  return (_Atomic uint64_t *)(uintptr_t)address;
+}
+
+static PyObject *core_load_word(PyObject *module, PyObject *args) {
+  unsigned long long address;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "K", &address)) return NULL;
+  const _Atomic uint64_t *word = word_at(address);
+  return word == NULL ? NULL : PyLong_FromUnsignedLongLong(plx_word_load(word));
+}
+
+static PyObject *core_store_word(PyObject *module, PyObject *args) {
+  unsigned long long address, value;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KK", &address, &value)) return NULL;
+  _Atomic uint64_t *word = word_at(address);
+  if (word == NULL) return NULL;
+  plx_word_store(word, value);
+  Py_RETURN_NONE;
+}
+
 static PyMethodDef core_methods[] = {{"map", core_map, METH_VARARGS, NULL},
                                      {"map_again", core_map_again, METH_VARARGS, NULL},
                                      {"unmap", core_unmap, METH_VARARGS, NULL},
@@ -1152,6 +1180,8 @@ static PyMethodDef core_methods[] = {{"map", core_map, METH_VARARGS, NULL},
                                      {"board_bytes", core_board_bytes, METH_O, NULL},
                                      {"can_reduce", core_can_reduce, METH_VARARGS, NULL},
                                      {"reduce", core_reduce, METH_VARARGS, NULL},
+                                     {"load_word", core_load_word, METH_VARARGS, NULL},
+                                     {"store_word", core_store_word, METH_VARARGS, NULL},
                                      {NULL, NULL, 0, NULL}};
 
 static int core_exec(PyObject *module) {

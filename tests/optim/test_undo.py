@@ -9,7 +9,7 @@ import torch
 from tests.optim.models import backward, same, values, wrapped
 from torch import optim
 
-from phalanx import PeerLostError, ZeroRedundancyOptimizer
+from phalanx import PeerLostError, ZeroRedundancyOptimizer, _core, shared_empty
 from phalanx.optim import undo
 from phalanx.testing import run_ranks
 
@@ -136,3 +136,44 @@ def train_until_killed(rank, world_size, delay):
     except PeerLostError:
         got = values(ddp)
         return step if same(got, old) else step + 1 if same(got, new) else "torn"
+
+
+def _litmus(rank, world_size, rounds):
+    """Rank 0 writes bytes and then its word; whoever sees the word must see the bytes. And nothing passes the word."""
+    words = shared_empty(world_size * undo._WORDS_APART, dtype=torch.int64, owner=0)
+    data = shared_empty(256, dtype=torch.int64, owner=0)
+    at = [words.data_ptr() + other * undo._WORDS_APART * 8 for other in range(world_size)]
+    _core.store_word(at[rank], 0)
+    torch.distributed.barrier()
+    for number in range(1, rounds):
+        if rank == 0:
+            data.fill_(number)
+            _core.store_word(at[0], number)
+            while min(_core.load_word(other) for other in at[1:]) < number:
+                os.sched_yield()
+        else:
+            while _core.load_word(at[0]) < number:
+                os.sched_yield()
+            assert data.unique().tolist() == [number]
+            _core.store_word(at[rank], number)
+    torch.distributed.barrier()
+
+
+def test_whoever_sees_a_word_sees_what_was_written_before_it():
+    """The words were elements of a tensor: plain stores, which on ARM may become visible in another order than written.
+
+    Values can show that on ARM only; that the words release and acquire, tests/csrc/words.c shows under the thread
+    sanitizer on any processor.
+    """
+    run_ranks(_litmus, 3, 300)
+
+
+def test_a_word_is_a_whole_one():
+    word = torch.zeros(2, dtype=torch.int64)
+    _core.store_word(word.data_ptr(), 2**63 - 1)
+    assert _core.load_word(word.data_ptr()) == word[0].item() == 2**63 - 1
+    for address in (0, word.data_ptr() + 4):
+        with pytest.raises(ValueError, match="a word lies at a multiple of 8"):
+            _core.load_word(address)
+        with pytest.raises(ValueError, match="a word lies at a multiple of 8"):
+            _core.store_word(address, 1)

@@ -11,6 +11,10 @@ until every rank has got to `done`, has given up or is dead, and then they all s
                                   copied aside is written back; by every survivor, the same bytes
 
 Nobody overwrites what lies aside before gate A of the next step, which a survivor in trouble never reaches.
+
+A survivor reads words without having passed a gate since, so a word itself must say that what was written before it can
+be seen: `saved` the bytes aside, `done` the new parameters; and that nothing written after `saved` was seen before it.
+Stores of a tensor's elements keep that order on x86 and need not on ARM: words go through the C core (csrc/word.h).
 """
 
 from __future__ import annotations
@@ -84,7 +88,7 @@ class Undo:
         self._failed_at = 0  # the step that did not end well, or is under way
         self._regions: list[_Region] = []
         self._words = _shared(self._world_size * _WORDS_APART, torch.int64, group)
-        self._words[self._rank * _WORDS_APART] = 0
+        self._store(0)
         dist.barrier(group=group)
 
     def cover(self, home: Home, plan: Plan) -> None:
@@ -135,10 +139,20 @@ class Undo:
         self._failed_at = 0
 
     def _say(self, phase: int) -> None:
-        self._words[self._rank * _WORDS_APART] = 4 * self._number + phase
+        self._store(4 * self._number + phase)
+
+    def _store(self, word: int) -> None:
+        from phalanx import _core  # without it no memory is shared, and there is nothing to undo
+
+        _core.store_word(self._address(self._rank), word)
 
     def _word(self, rank: int) -> int:
-        return int(self._words[rank * _WORDS_APART])
+        from phalanx import _core
+
+        return _core.load_word(self._address(rank))
+
+    def _address(self, rank: int) -> int:
+        return self._words.data_ptr() + rank * _WORDS_APART * self._words.element_size()
 
     def _save(self) -> None:
         for region in self._regions:
