@@ -255,3 +255,39 @@ def test_a_rank_that_is_still_there_is_named_with_its_state_and_stopped_after_th
     assert "script.py:5)" in finished.err
     assert "rank 1 did not end within 0.2 s of the first (--exit-timeout), and had to be stopped" in finished.err
     assert "First failure" not in finished.err
+
+
+@pytest.mark.parametrize("whom", ["rank", "agent", "agent and zygote"])
+def test_no_temporary_folder_of_multiprocessing_is_left(tmp_path: Path, whom: str) -> None:
+    # Ranks that were killed left their workers' sockets behind, in folders called pymp-…
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    script = write_script(
+        tmp_path,
+        "import multiprocessing, os, signal, tempfile\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('forkserver')\n"
+        "    context.Process(target=signal.pause, daemon=True).start()\n"
+        "    print('in', tempfile.gettempdir(), flush=True)\n"
+        "    print('up', os.getppid(), os.getpid(), flush=True)\n"
+        "    signal.pause()\n",
+    )
+    environment = {"TMPDIR": str(temporary)}
+    with start("run", "--no-preload", "--nproc-per-node", "1", script, env=environment) as running:
+        said = running.read_until("up")
+        assert f"in {temporary}\n" in said  # TMPDIR itself is the user's
+        zygote, rank = map(int, said.split()[-2:])
+        (folder,) = temporary.iterdir()
+        assert folder.name.startswith("phalanx-")
+        assert [path.name[:9] for path in folder.iterdir()] == ["listener-"]
+        if whom == "agent and zygote":
+            os.kill(running.process.pid, signal.SIGSTOP)  # so that it can't clean up first
+            os.kill(zygote, signal.SIGKILL)
+        os.kill(rank if whom == "rank" else running.process.pid, signal.SIGKILL)
+        running.process.wait()
+        if whom == "agent and zygote":
+            os.utime(folder, (0, 0))
+            assert run("--nproc-per-node", "1", "--no-python", "true", env=environment).code == 0
+        else:
+            running.wait_gone()
+    assert list(temporary.iterdir()) == []

@@ -24,6 +24,7 @@ from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
 from phalanx.launch.failure import Report
+from phalanx.launch.folder import use_for_multiprocessing
 from phalanx.launch.processes import STACKS_SIGNAL, die_with_parent
 from phalanx.launch.target import Kind, Target
 from phalanx.launch.title import set_command
@@ -48,6 +49,7 @@ class Assignment:
     kind: Kind
     name: str
     arguments: list[str]
+    folder: str
 
 
 def run_worker(assignment: Assignment) -> None:
@@ -57,6 +59,7 @@ def run_worker(assignment: Assignment) -> None:
     if assignment.kind == "program":
         _execute(assignment, report)
     _reseed()
+    use_for_multiprocessing(assignment.folder)
     if not faulthandler.is_enabled():  # else the user asked for dumps on stderr
         faulthandler.enable(file=_move_up(assignment.dump))
     if hasattr(faulthandler, "register"):

@@ -26,6 +26,7 @@ import time
 from typing import Any
 
 from phalanx.launch import wire
+from phalanx.launch.folder import remove
 from phalanx.launch.processes import (
     ENDING_SIGNALS,
     adopt_orphans,
@@ -114,6 +115,8 @@ class _Zygote:
                 received = wire.receive(self._control)
                 if received is None:
                     kill_descendants(list(self._ranks))
+                    if self._target:
+                        remove(self._target["folder"])  # the agent would do it, if it had not been killed
                     os._exit(0)
                 assignment = self._obey(*received)
                 if assignment is not None:
@@ -123,6 +126,8 @@ class _Zygote:
         command = message["command"]
         if command == "target":
             self._target = message["target"]
+            if self._target["kind"] != "program":
+                from multiprocessing import process  # noqa: F401  once for all ranks: each says where its sockets go
         elif command == "signal":
             self._signal(message["signum"], message["ranks"], message["group"])
         elif command == "sweep":

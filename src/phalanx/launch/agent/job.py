@@ -18,6 +18,7 @@ from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.failure import describe_failures
 from phalanx.launch.flight.files import write_flight
 from phalanx.launch.flight.story import tell_flight
+from phalanx.launch.folder import JobFolder
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
@@ -49,11 +50,15 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     except LaunchError:
         door.close()
         raise
+    folder = JobFolder(plan.environ)
     try:
+        zygote.assign(plan.settings.target, folder.path)
+        folder.remove_others()  # the zygote is busy meanwhile
         code = _run_attempts(plan, host)
     finally:
         door.close()
         zygote.close(kill_descendants([zygote.pid]))
+        folder.close()
         host.pump.drain()
         _flush(host)
         host.pump.close()
@@ -61,7 +66,6 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
 
 
 def _run_attempts(plan: JobPlan, host: Host) -> int:
-    host.zygote.assign(plan.settings.target)
     for restart_count in range(plan.settings.max_restarts + 1):
         attempt = Attempt(plan, host, restart_count)
         try:

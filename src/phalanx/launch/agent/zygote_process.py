@@ -50,9 +50,9 @@ class ZygoteProcess:
         """Of the zygote itself."""
         return self._process.pid
 
-    def assign(self, target: Target) -> None:
-        """Say what the ranks will run; to be called once, before `fork`."""
-        fields = {"kind": target.kind, "name": target.name, "arguments": target.arguments}
+    def assign(self, target: Target, folder: str) -> None:
+        """Say what the ranks will run, and which temporary folder is the job's; to be called once, before `fork`."""
+        fields = {"kind": target.kind, "name": target.name, "arguments": target.arguments, "folder": folder}
         self.control.put({"command": "target", "target": fields})
 
     def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
