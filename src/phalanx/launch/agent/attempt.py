@@ -61,6 +61,7 @@ class Attempt:
         self._dumps: dict[int, int] = {}
         self._stacks: dict[int, int] = {}
         self._store: int | None = None
+        self._early: list[Report] = []  # of ranks that the zygote has forked and not told us of
         self._next = 0  # the first rank that was not forked yet
         self._sweep_due: float | None = None
         self._swept = False
@@ -207,6 +208,12 @@ class Attempt:
         if event["event"] == "started":
             self._pids[event["rank"]] = event["pid"]
             self.state.on_started(event["rank"])
+            early, self._early = self._early, []
+            for report in early:
+                if report.rank == event["rank"]:
+                    self._hear(report)
+                else:
+                    self._early.append(report)
         elif event["event"] == "unforked":
             error = OSError(event["errno"], os.strerror(event["errno"]))
             raise LaunchError(limits.explain_start(event["rank"], self._plan.num_ranks, error))
@@ -253,16 +260,17 @@ class Attempt:
             except OSError:  # there is no more
                 return
             report = Report.from_bytes(data)
-            # a rank may pass the descriptor on by mistake, to a child or as a file of its own: only ranks are heard
-            if (
-                report is not None
-                and self._pids.get(report.rank, report.pid) == report.pid
-                and self._knows(report.rank)
-            ):
-                self._do(self.state.on_report(report, time.monotonic()))
+            if report is None:
+                continue
+            if report.rank in self._pids:
+                self._hear(report)
+            elif 0 <= report.rank < self._plan.num_ranks and len(self._early) < _MAX_REPORTS:
+                self._early.append(report)
 
-    def _knows(self, rank: int) -> bool:
-        return 0 <= rank < self._plan.num_ranks
+    def _hear(self, report: Report) -> None:
+        # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
+        if self._pids[report.rank] == report.pid:
+            self._do(self.state.on_report(report, time.monotonic()))
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:  # the zygote's end shows on its socket
