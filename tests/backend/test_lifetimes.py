@@ -215,19 +215,18 @@ if how == "raise":
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_process_ends_at_once_and_as_it_wants_while_a_daemon_thread_is_inside(tmp_path):
     """It died of SIGSEGV, or waited for the group's timeout, here an hour, because the exit hook wanted the lock."""
     cases = [
         ("all_reduce", "end"),
         ("recv", "exit"),
-        ("send", "raise"),
-        ("backward", "end"),
         ("backward", "raise"),
         ("collectives", "exit"),
         ("messages", "end"),
     ]
     command = [sys.executable, "-c", ENDING, str(tmp_path), json.dumps(cases)]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280, check=True)
     told = json.loads(run.stdout)
     for what, how in cases:
         for status, text in told[f"{what}-{how}"]:

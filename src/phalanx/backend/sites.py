@@ -1,4 +1,4 @@
-"""Where in the user's program a collective was called: the first frame that is neither torch's nor ours."""
+"""Where in the user's program a collective was called: the first frame that is not torch's, Python's or ours."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import torch
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_PACKAGES = tuple(os.path.join(_PYTHON, name) + os.sep for name in ("site-packages", "dist-packages"))
+# Decorators of torch's public functions: a deprecated one is called through the first.
+_PASS_ON = ("typing_extensions.py", "contextlib.py")
 
 # Code that only passes the call on. Files of phalanx's own examples or tests lie elsewhere and count as the user's.
 _library: dict[str, bool] = {}
@@ -18,7 +22,8 @@ _library: dict[str, bool] = {}
 def _is_library(filename: str) -> bool:
     answer = _library.get(filename)
     if answer is None:
-        answer = filename.startswith((_OURS, _TORCH)) or "contextlib.py" in filename
+        pythons = filename.startswith(("<frozen ", _PYTHON)) and not filename.startswith(_PACKAGES)
+        answer = pythons or filename.startswith((_OURS, _TORCH)) or os.path.basename(filename) in _PASS_ON
         _library[filename] = answer
     return answer
 

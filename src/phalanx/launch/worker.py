@@ -255,8 +255,32 @@ def _is_launcher(frame: FrameType) -> bool:
 
 
 def _find_place(error: BaseException) -> str:
-    """`train.py:88`, the innermost line of the traceback; empty when there is none."""
+    """`train.py:88`, the innermost line of the traceback that is the user's own; empty when there is none.
+
+    What was raised inside of a library is placed where the user called it: that is the line to look at first, and the
+    traceback shows the rest.
+    """
     if isinstance(error, SyntaxError) and error.filename and os.path.exists(error.filename):
         return f"{os.path.basename(error.filename)}:{error.lineno}"  # the traceback ends at the import of that file
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    folders = _library_folders()
+    users = [frame for frame in frames if not _is_library(frame.filename, folders)] or frames
+    return f"{os.path.basename(users[-1].filename)}:{users[-1].lineno}" if users else ""
+
+
+def _is_library(filename: str, folders: tuple[str, ...]) -> bool:
+    parts = filename.split(os.sep)  # one environment may take packages from another
+    return filename.startswith(folders) or "site-packages" in parts or "dist-packages" in parts
+
+
+def _library_folders() -> tuple[str, ...]:
+    """How the names of files begin that are Python's, installed, or this package's own."""
+    import site
+    import sysconfig
+
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.dirname(__file__))}
+    torch = sys.modules.get("torch")  # it may lie elsewhere
+    if torch is not None and torch.__file__ is not None:
+        folders.add(os.path.dirname(torch.__file__))
+    return ("<frozen ", *(os.path.abspath(folder) + os.sep for folder in folders))
