@@ -8,7 +8,7 @@ import pytest
 
 from phalanx import _core
 from phalanx.arena.arena import Member, channel_bytes, heap_bytes, is_crowded, open_as_leader, open_as_member
-from phalanx.arena.handover import Counter, new_token
+from phalanx.arena.handover import Counter, Door, new_token
 from phalanx.arena.watch import ProcessId
 from phalanx.backend.failures import CLOSED
 from phalanx.deadline import Deadline
@@ -121,5 +121,7 @@ def test_members_that_never_fetch_the_memory_are_named_and_nothing_is_kept():
         open_as_leader(counter, members({0}, {1}), Deadline.after(0.1), lambda missing: None, lambda waited_s: None)
     assert caught.value.missing == (1,)
     with pytest.raises(PhalanxError, match="cannot be reached"):
-        open_as_member(new_token(), 1, members({0}, {1}), Deadline.after(1), lambda waited_s: None)
+        open_as_member(
+            Door(new_token(), "/proc/self/fd/1000000"), 1, members({0}, {1}), Deadline.after(1), lambda waited_s: None
+        )
     assert len(os.listdir("/proc/self/fd")) == before

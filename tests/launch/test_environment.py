@@ -62,11 +62,28 @@ def test_an_environment_that_agrees_is_accepted(environ: dict[str, str]) -> None
         ({"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "2 ranks", "--nproc-per-node 8"]),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "already a rank", "env -u RANK"]),
         ({"LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "already a rank"]),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE=4", "mpiexec"]),
-        ({"PMI_SIZE": "2"}, ["PMI_SIZE=2", "mpiexec"]),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+            ["Open MPI started this command 4 times (this is number 1)", "mpiexec -n <ranks>", "--standalone"],
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["MPICH started this command 2 times", "mpiexec"]),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+            [
+                "Slurm started this command 2 times (this is number 1)",
+                "srun -n1 -c<cores> phalanx run",
+                "srun -n <ranks>",
+            ],
+        ),
     ],
 )
 def test_an_outer_launcher_is_named(environ: dict[str, str], words: list[str]) -> None:
     (problem,) = find_disagreements(environ, 2)
     for word in words:
         assert word in problem
+
+
+def test_whoever_wants_a_job_for_each_task_says_so() -> None:
+    tasks = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    assert find_disagreements(tasks, 2, standalone=True) == []
+    assert len(find_disagreements({**tasks, "RANK": "0"}, 2, standalone=True)) == 1

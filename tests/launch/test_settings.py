@@ -54,7 +54,7 @@ def test_every_option_reaches_its_field() -> None:
     assert parse(words.split()) == Settings(
         Target("module", "pkg.mod", ("x",)),
         nproc="gpu", log_dir="d", grace_s=2.5, exit_timeout_s=7.0, affinity=False, preload=False, max_restarts=3,
-        master_addr="h", master_port=99, run_id="job7",
+        master_addr="h", master_port=99, run_id="job7", standalone=True,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from phalanx import _core
-from phalanx.arena.handover import Counter, Notice, fetch
+from phalanx.arena.handover import Counter, Door, Notice, fetch
 from phalanx.arena.heap import Placement
 from phalanx.arena.lifeline import Lifelines, needs_lifelines, new_pipes
 from phalanx.arena.nameless import Sparse, memory, sparse_memory
@@ -389,7 +389,7 @@ def open_as_leader(
 
 
 def open_as_member(
-    token: str, rank: int, members: Sequence[Member], deadline: Deadline, idle: Callable[[float], None]
+    door: Door, rank: int, members: Sequence[Member], deadline: Deadline, idle: Callable[[float], None]
 ) -> Arena:
     """Fetch the memory from rank 0 of the host.
 
@@ -397,7 +397,7 @@ def open_as_member(
         DeadlineError: it did not answer in time.
         PhalanxError: it is gone.
     """
-    fds = fetch(token, rank, 2 + (len(members) + 1 if needs_lifelines(_processes(members)) else 0), deadline)
+    fds = fetch(door, rank, 2 + (len(members) + 1 if needs_lifelines(_processes(members)) else 0), deadline)
     try:
         return Arena(fds, rank, members, idle)
     finally:

@@ -15,7 +15,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from phalanx.arena import nameless
-from phalanx.arena.handover import Counter, new_token
+from phalanx.arena.handover import Counter, Door, new_token
 from phalanx.arena.lifeline import why_unwatched
 from phalanx.arena.watch import ProcessId
 from phalanx.backend import carriers
@@ -102,7 +102,7 @@ def _my_seat(counter: Counter | None, obstacle: str, store: Any, settings: Optio
     return Seat(
         host=host_identity(),
         hostname=os.uname().nodename,
-        token=counter.token if counter else "",
+        token=str(counter.door) if counter else "",
         process=ProcessId.of_self(),
         cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
         core=_core.VERSION if _core is not None else 0,
@@ -190,8 +190,13 @@ def _open_arena(
     try:
         if rank == local_ranks[0]:
             show = _showing(seats, local_ranks, options)
+            if not all(_sees_processes(seats[rank], seats[r]) for r in local_ranks):
+                counter.open_to_containers()
             return open_as_leader(counter, members, deadline, lambda missing: None, idle, show=show)
-        return open_as_member(seats[local_ranks[0]].token, local_ranks.index(rank), members, deadline, idle)
+        door = Door.parse(seats[local_ranks[0]].token)
+        if not _sees_processes(seats[local_ranks[0]], seats[rank]):
+            door = Door(door.token)
+        return open_as_member(door, local_ranks.index(rank), members, deadline, idle)
     except DeadlineError as error:
         missing = tuple(local_ranks[r] for r in error.missing)
         raise DeadlineError(
@@ -200,6 +205,11 @@ def _open_arena(
         ) from None
     except (PhalanxError, OSError) as error:
         raise PhalanxError(_no_memory(error, rank, local_ranks, name)) from None
+
+
+def _sees_processes(leader: Seat, member: Seat) -> bool:
+    """Whether the leader's number leads `member` to its process."""
+    return bool(leader.process.namespace) and leader.process.namespace == member.process.namespace
 
 
 def _no_memory(error: PhalanxError | OSError, rank: int, local_ranks: Sequence[int], name: str) -> str:

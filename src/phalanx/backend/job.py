@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from datetime import timedelta
 from types import TracebackType
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from phalanx.backend.rendezvous import mpi_launch
+from phalanx.backend.rendezvous import join, join_siblings
+from phalanx.coordination.launchers import Launch, find_half_told, find_launch
+from phalanx.deadline import Deadline
 
 
 class Job:
@@ -42,34 +45,109 @@ class Job:
         return f"Job(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
 
 
-def init(backend: str | None = None, *, timeout: float | timedelta = 1800.0) -> Job:
-    """Join the job: under `phalanx run`, torchrun or mpiexec as one of its ranks, else alone, as a job of one.
+def init(
+    backend: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    timeout: float | timedelta = 1800.0,
+) -> Job:
+    """Join the job: under `phalanx run`, torchrun, mpiexec or srun as one of its ranks, else alone, as a job of one.
 
     `backend` defaults to "phalanx". `timeout` (seconds) limits each operation of the group. If the process group is
     there already, it is used as it is.
 
+    `rank` and `world_size` are for processes that a program starts itself (mp.spawn): they find each other through the
+    process that started them, or at `init_method` or MASTER_ADDR and MASTER_PORT, as in torch.
+
     Raises:
+        ValueError: something says that this process is one of several, and not which, or where they meet.
         DeadlineError: some rank never came; the message names it.
     """
     span = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"phalanx.init: rank and world_size go together, got rank={rank}, world_size={world_size}")
+    launch = None
     if not dist.is_initialized():
         name = backend or "phalanx"
-        if _was_launched() or name == "mpi":  # MPI knows who we are, also alone
-            dist.init_process_group(name, timeout=span)
+        if rank is not None and world_size is not None:
+            _join_as(name, rank, world_size, init_method, span)
+        elif "RANK" in os.environ or init_method is not None or name == "mpi":  # MPI knows who we are, also alone
+            _join_told(name, init_method, span)
+        elif (launch := find_launch(os.environ)) is not None:
+            _join_launch(name, launch, span)
+        elif told := find_half_told(os.environ, is_spawned=multiprocessing.parent_process() is not None):
+            raise ValueError(_explain_half_told(told))
         else:
             dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=span)
     local_rank = _local_rank()
     return Job(dist.get_rank(), dist.get_world_size(), local_rank, _device(local_rank))
 
 
-def _was_launched() -> bool:
-    return "RANK" in os.environ or mpi_launch(os.environ) is not None
+def _join_as(name: str, rank: int, world_size: int, init_method: str | None, span: timedelta) -> None:
+    """As `rank`, which the program itself gave us."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"phalanx.init: rank {rank} of {world_size}: ranks are 0 to world_size - 1")
+    if init_method is not None or all(variable in os.environ for variable in ("MASTER_ADDR", "MASTER_PORT")):
+        dist.init_process_group(name, init_method, rank=rank, world_size=world_size, timeout=span)
+    elif world_size == 1:
+        dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=span)
+    elif multiprocessing.parent_process() is not None:
+        secret = bytes(multiprocessing.current_process().authkey)
+        store, _, _ = join_siblings(rank, world_size, secret, Deadline.after(span))
+        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=span)
+    else:
+        raise ValueError(
+            f"phalanx.init: rank {rank} of {world_size}, and nothing says where the ranks meet.\n"
+            "Give init_method= (tcp://host:port, file:///path), or set MASTER_ADDR and MASTER_PORT."
+        )
+
+
+def _join_told(name: str, init_method: str | None, span: timedelta) -> None:
+    """As the rank that the environment tells, at `init_method` if given."""
+    rank, world_size = -1, -1
+    if init_method is not None and not init_method.startswith("env://"):
+        launch = find_launch(os.environ)
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        elif launch is not None:
+            rank, world_size = launch.rank, launch.world_size
+        else:
+            raise ValueError(
+                f"phalanx.init: init_method={init_method!r} says where the ranks meet, and nothing which rank this is."
+                "\nGive rank= and world_size= as well."
+            )
+    dist.init_process_group(name, init_method, timeout=span, rank=rank, world_size=world_size)
+
+
+def _join_launch(name: str, launch: Launch, span: timedelta) -> None:
+    """As the rank that mpiexec or Slurm has started; also with a backend of torch's, which knows neither."""
+    if name == "phalanx":
+        dist.init_process_group(name, timeout=span)
+    else:
+        store, rank, world_size = join(launch, Deadline.after(span))
+        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=span)
+
+
+def _explain_half_told(told: str) -> str:
+    return (
+        f"phalanx.init: this process is one of several ({told}), but nothing says which rank it is, or where they "
+        "meet. Each would train alone, and write the same files.\n"
+        "Give rank= and world_size= (phalanx.init(rank=rank, world_size=n)); or set RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT; or start the script with `phalanx run`. If it is to train alone: phalanx.init(rank=0, "
+        "world_size=1)."
+    )
 
 
 def _local_rank() -> int:
-    launch = mpi_launch(os.environ)
-    default = launch.local_rank if launch is not None else dist.get_rank() if "RANK" in os.environ else 0
-    return int(os.environ.get("LOCAL_RANK", default))
+    told = os.environ.get("LOCAL_RANK", "")
+    if told.isdecimal():
+        return int(told)
+    launch = find_launch(os.environ)
+    if launch is not None and (launch.rank, launch.world_size) == (dist.get_rank(), dist.get_world_size()):
+        return launch.local_rank
+    return dist.get_rank()
 
 
 def _device(local_rank: int) -> torch.device:

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from phalanx.backend.seats import Arrival, Failure, Seat, find_dead, find_problem
+from phalanx.arena.watch import ProcessId
+from phalanx.backend.seats import Arrival, Failure, Seat, find_dead, find_problem, host_identity
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
 from phalanx.log import get_logger
@@ -99,6 +102,26 @@ class Meeting:
             raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
         self.seats = [Seat.from_json(seat) for seat in said["seats"]]
         return self.seats
+
+    def contest(self) -> str:
+        """What is said of the start that others wait in, or will, once this rank has come, too, as one kept out."""
+        _, self._number, _ = self._current()
+        seats = self._key("seats")
+        if self._store.check([seats]) or (self._number and not self._arrived()):
+            return ""  # no start is going on
+        self._index = self._store.add(self._key("came"), 1) - 1
+        self._me = replace(self._me, is_contested=True)
+        self._store.set(self._key(f"rank/{self._index}"), json.dumps(self._me.to_json()))
+
+        def is_over() -> bool:
+            if min(self._arrived()) == self._index:
+                self._judge()
+            return self._store.check([seats])
+
+        if not self._await(is_over, self._deadline, _say_nothing):
+            return ""
+        failure = json.loads(self._store.get(seats)).get("failure")
+        return str(failure["text"]) if failure else ""
 
     def part(self) -> None:
         """The meeting has failed and all ranks will say why: rank 0, whose process may be the store's, goes last.
@@ -254,11 +277,15 @@ class Meeting:
         missing = self._missing()
         if missing:
             size = self._me.world_size
+            where = _address_of(self._store)
             text = (
-                f"{ranks(missing)} of {size} never came within {self._deadline.timeout_s:.1f} s.\n"
+                f"{ranks(missing)} of {size} never came{f' to {where}' if where else ''} within "
+                f"{self._deadline.timeout_s:.1f} s.\n"
                 f"Check that {size} processes were started and that each reached init_process_group; "
                 "the log of a missing rank comes first."
             )
+            if where:
+                text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a way to it."
             if self._before:
                 text += f"\nBefore this start, {self._before['how'].rstrip('.')}."
             self._say(Failure("missing", text, dict.fromkeys(missing, "never came")))
@@ -343,15 +370,35 @@ def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadl
     return meeting
 
 
+def contest(store: Store, rank: int, world_size: int) -> str:
+    """Show those who wait at `store` for a start that this process takes itself for `rank`, too, and keeps out.
+
+    Returns what all of them are told; nothing if nobody waits there. Takes two seconds at most.
+    """
+    seat = Seat(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
+    meeting = Meeting(store, rank, world_size, seat, "0", Deadline.after(_PATIENCE_S))
+    return meeting.contest()
+
+
 def _say_nothing() -> None:
     pass
 
 
-def _file_of(store: Any) -> str:
-    """The path of a store in a file that has a name, and so outlives its job; else nothing."""
+def _base(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    path = str(getattr(store, "path", ""))
+    return store
+
+
+def _address_of(store: Any) -> str:
+    """Where a store that has an address is; else nothing."""
+    store = _base(store)
+    return f"{store.host} port {store.port}" if getattr(store, "host", "") else ""
+
+
+def _file_of(store: Any) -> str:
+    """The path of a store in a file that has a name, and so outlives its job; else nothing."""
+    path = str(getattr(_base(store), "path", ""))
     return "" if path.startswith("/proc/") else path
 
 

@@ -1,19 +1,20 @@
-"""`env://` where torch's own would fail or open a port: under `phalanx run`, and under `mpiexec`.
+"""`env://` where torch's own would fail or open a port: under `phalanx run`, `mpiexec` and Slurm's `srun`.
 
-Both give every rank of one host the same `FileStore` on memory without a name. Under `phalanx run` the agent owns that
-memory and says where (PHALANX_STORE). Under `mpiexec` on one host rank 0 makes it and the others fetch it, by a name
-that follows from the MPI job; on several hosts rank 0 opens a `TCPStore` and tells its address through MPI. Everything
-else is left to torch.
+All give every rank of one host the same `FileStore` on memory without a name. Under `phalanx run` the agent owns that
+memory and says where (PHALANX_STORE). Under `mpiexec` and `srun` on one host rank 0 makes it and the others fetch it,
+by a name that follows from the job; on several hosts rank 0 opens a `TCPStore`, and tells its address through MPI, or
+has one that follows from Slurm's job. Everything else is left to torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
+import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -21,57 +22,23 @@ from urllib.parse import parse_qs, urlsplit
 from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from phalanx.arena.handover import Counter, fetch
+from phalanx.arena import private
+from phalanx.arena.handover import Counter, Door, fetch
 from phalanx.arena.nameless import memory
 from phalanx.arena.observer import fetch_store
 from phalanx.arena.watch import start_ticks
 from phalanx.backend import unreachable
 from phalanx.backend.addresses import own_addresses, reachable
 from phalanx.backend.start import launched
+from phalanx.backend.tcp_store import open_store
 from phalanx.backend.unreachable import explained
+from phalanx.coordination.launchers import Launch, find_launch, mpi_launch
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import Launcher, start, why_not
 from phalanx.errors import DeadlineError, PhalanxError
 
 Meeting = tuple[Any, int, int]
 Handler = Callable[..., Iterator[Meeting]]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Who this process is, as its launcher says. `local_size` is 0 where the launcher does not say."""
-
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
-
-
-# What each MPI tells its processes: (rank, size, local rank, local size).
-_MPI = {
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-}
-
-
-def mpi_launch(environment: Mapping[str, str]) -> Launch | None:
-    """What an `mpiexec` says of this process (MPICH and Intel MPI speak alike), or None."""
-    for launcher, (rank, size, local_rank, local_size) in _MPI.items():
-        if rank in environment and size in environment:
-            return Launch(
-                launcher,
-                int(environment[rank]),
-                int(environment[size]),
-                int(environment.get(local_rank, environment[rank])),
-                int(environment.get(local_size, 0)),
-            )
-    return None
 
 
 def launcher() -> Launcher | None:
@@ -96,15 +63,15 @@ def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwarg
 
 def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
     """The handler of `env://` for our backend."""
-    if "RANK" not in os.environ and "?" not in url and (launch := mpi_launch(os.environ)) is not None:
-        if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-            yield from address_rendezvous(
-                original, f"{url}?rank={launch.rank}&world_size={launch.world_size}", timeout, **kwargs
-            )
-        else:
-            yield _from_mpi(launch, Deadline.after(timeout))
-    else:
+    launch = find_launch(os.environ) if "RANK" not in os.environ and "?" not in url else None
+    if launch is None:
         yield from address_rendezvous(original, url, timeout, **kwargs)
+    elif "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        _compare(launch, os.environ)
+        url = f"{url}?rank={launch.rank}&world_size={launch.world_size}"
+        yield from address_rendezvous(original, url, timeout, **kwargs)
+    else:
+        yield join(launch, Deadline.after(timeout))
     raise RuntimeError(_NOT_AGAIN)
 
 
@@ -112,10 +79,21 @@ _NOT_AGAIN = "env:// cannot rendezvous again; destroy the group and initialise a
 
 
 def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
-    """torch's handler of `tcp://`, or of `env://` with an address: its errors say who waited where."""
+    """`tcp://`, or `env://` with an address: its errors say who waited where.
+
+    torch's `original` has rank 0 wait until as many processes have come as it believes in, and so hear too late of
+    those that believe something else. Here all go on to the meeting of the group, which compares.
+    """
+    place = _place(url, timeout)
+    if place.host and place.port and place.rank >= 0 and place.world_size >= 1:
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store
+        libuv = parse_qs(urlsplit(url).query).get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0] == "1"
+        yield open_store(place, keep=place.rank == 0 and not is_agents, libuv=libuv), place.rank, place.world_size
+        raise RuntimeError(_NOT_AGAIN)
+    # torch says what is wrong with it. Not around a `yield`: whoever forgets the iterator ends it at the interpreter's
+    # exit, when modules are empty.
     meetings = original(url, timeout=timeout, **kwargs)
-    # Not around a `yield`: whoever forgets the iterator ends it at the interpreter's exit, when modules are empty.
-    with launched(url), explained(_place(url, timeout)):
+    with launched(url), explained(place):
         meeting = next(meetings)
     yield meeting
     yield from meetings
@@ -190,25 +168,92 @@ def _store_of_agent(path: str) -> str:
 def mpi_rendezvous(deadline: Deadline) -> Meeting | None:
     """Where the ranks of an `mpiexec` meet; None in a process that none has started."""
     launch = mpi_launch(os.environ)
-    return None if launch is None else _from_mpi(launch, deadline)
+    return None if launch is None else join(launch, deadline)
 
 
-def _from_mpi(launch: Launch, deadline: Deadline) -> Meeting:
-    if launch.local_size not in (0, launch.world_size):
-        return _across_hosts(launch, deadline), launch.rank, launch.world_size
+def join(launch: Launch, deadline: Deadline) -> Meeting:
+    """Where the processes of this launch meet, without an address from the user.
+
+    Raises:
+        ValueError: WORLD_SIZE says something else than the launcher.
+        DeadlineError: some rank never came.
+        PhalanxError: they have no way to find each other; the message says what to set.
+    """
+    _compare(launch, os.environ)
+    if launch.local_size in (0, launch.world_size):
+        prefix = _next_prefix()
+        return PrefixStore(prefix, _on_one_host(launch, prefix, deadline)), launch.rank, launch.world_size
+    store = _at_first_host(launch, deadline) if launch.launcher == "Slurm" else _across_hosts(launch, deadline)
+    return store, launch.rank, launch.world_size
+
+
+def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline) -> Meeting:
+    """Where the processes meet that one process has started with `multiprocessing`, which share its `secret`.
+
+    Raises:
+        DeadlineError: some rank never came.
+    """
     prefix = _next_prefix()
-    token = _mpi_token(prefix)
+    # The secret itself goes nowhere: it is the key of every connection of multiprocessing.
+    name, token = (hmac.new(secret, f"phalanx {word} {prefix}".encode(), "sha256").hexdigest() for word in "nt")
+    launch = Launch("multiprocessing", rank, world_size, rank, world_size)
+    door = Door(token[:32], str(private.folder() / f"spawn-{name[:32]}"))
+    return PrefixStore(prefix, _around_rank_0(launch, door, deadline)), rank, world_size
+
+
+def _compare(launch: Launch, environ: Mapping[str, str]) -> None:
+    size = environ.get("WORLD_SIZE", "")
+    if size not in ("", str(launch.world_size)):
+        raise ValueError(
+            f"init_process_group: {launch.launcher} started {launch.world_size} processes, and WORLD_SIZE={size} in "
+            "the environment says otherwise.\nUnset WORLD_SIZE, or set RANK for each process as well."
+        )
+
+
+def _on_one_host(launch: Launch, prefix: str, deadline: Deadline) -> Any:
+    """The store of a job on one host: in memory of rank 0, found by the job's name in a folder of this user alone.
+
+    The name is no secret, and need not be one: nobody else can go there, or take the name first.
+    """
+    parent = os.getppid()
+    job = launch.job if launch.launcher == "Slurm" else f"{launch.job}/{parent}/{start_ticks(parent)}"
+    digest = hashlib.sha256(f"{launch.launcher}/{job}/{prefix}".encode()).hexdigest()
+    return _around_rank_0(launch, Door(digest[:32], str(private.folder() / f"job-{digest[:32]}")), deadline)
+
+
+def _around_rank_0(launch: Launch, door: Door, deadline: Deadline) -> Any:
     if launch.rank == 0:
-        with memory("phalanx-store", 0) as fd, Counter(token) as counter:
+        with memory("phalanx-store", 0) as fd, Counter(door.token, at=door.path) as counter:
             _kept.append(os.dup(fd))
             try:
                 counter.serve(range(1, launch.world_size), [fd], deadline, lambda missing: None)
             except DeadlineError as error:
                 raise _missing(launch, error) from None
     else:
-        _kept.extend(fetch(token, launch.rank, 1, deadline, wait_for_leader=True))
-    store = FileStore(f"/proc/self/fd/{_kept[-1]}", launch.world_size)
-    return PrefixStore(prefix, store), launch.rank, launch.world_size
+        try:
+            _kept.extend(fetch(door, launch.rank, 1, deadline, wait_for_leader=True))
+        except DeadlineError:
+            raise _missing(launch, DeadlineError("rank 0 did not come", missing=(0,))) from None
+    return FileStore(f"/proc/self/fd/{_kept[-1]}", launch.world_size)
+
+
+def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
+    """The store of a job of Slurm on several hosts: a port of the first host that follows from the job's number."""
+    host = os.environ.get("MASTER_ADDR", launch.first_host)
+    port = int(os.environ.get("MASTER_PORT", launch.port))
+    here = f"init_process_group under Slurm on rank {launch.rank} of {launch.world_size}"
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise PhalanxError(
+            f"{here}: the ranks are on several hosts, and the name of the first, {host!r}, leads nowhere from here "
+            f"({error.strerror}).\nSet MASTER_ADDR to an address of that host, for all ranks (and MASTER_PORT, if port "
+            f"{port} is not free there): srun --export=ALL,MASTER_ADDR=…"
+        ) from None
+    place = unreachable.Meeting(
+        host, port, launch.rank, launch.world_size, timedelta(seconds=min(deadline.left_s + 1.0, 1e6))
+    )
+    return open_store(place, keep=launch.rank == 0)
 
 
 def _across_hosts(launch: Launch, deadline: Deadline) -> Any:
@@ -250,17 +295,14 @@ def store_through_mpi(here: str, deadline: Deadline) -> Any:
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=min(deadline.left_s + 1.0, 1e6)))
 
 
-def _mpi_token(prefix: str) -> str:
-    """A name that the ranks of one mpiexec share: the process that started them, when, and the job's name."""
-    parent = os.getppid()
-    job = os.environ.get("PMIX_NAMESPACE", "")
-    text = f"{os.getuid()}/{parent}/{start_ticks(parent)}/{job}/{prefix}"
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def _missing(launch: Launch, error: DeadlineError) -> DeadlineError:
+    advice = {
+        "Slurm": "Check that each task reached init_process_group; the log of a missing rank comes first.",
+        "multiprocessing": "Start all ranks from one process, on one host, or give init_method= (tcp://host:port).",
+    }
+    mpi = "Start the ranks directly under mpiexec, without a shell in between, or set MASTER_ADDR and MASTER_PORT."
     return DeadlineError(
-        f"init_process_group under {launch.launcher}: {error}.\nStart the ranks directly under mpiexec, without a "
-        "shell in between, or set MASTER_ADDR and MASTER_PORT.",
+        f"init_process_group under {launch.launcher} on rank {launch.rank}: {error}.\n"
+        f"{advice.get(launch.launcher, mpi)}",
         missing=error.missing,
     )

@@ -82,16 +82,18 @@ class Arrival:
     seat: Seat
     at: float = field(default_factory=time.time)
     protocol: int = PROTOCOL
+    is_contested: bool = False  # it is kept out: another process keeps the store that it, as rank 0, was to keep
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the store."""
-        fields = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol")}
+        fields = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol", "is_contested")}
         return {**fields, "seat": self.seat.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Arrival:
         """The opposite of `to_json`."""
-        return cls(data["rank"], data["world_size"], Seat.from_json(data["seat"]), data["at"], data["protocol"])
+        fields = {name: data[name] for name in ("rank", "world_size", "at", "protocol", "is_contested")}
+        return cls(seat=Seat.from_json(data["seat"]), **fields)
 
     def __str__(self) -> str:
         return f"{self.seat}, which came at {time.strftime('%H:%M:%S', time.localtime(self.at))}"
@@ -130,14 +132,21 @@ def find_problem(arrivals: Sequence[Arrival]) -> Failure | None:
     for one in arrivals:
         first = seen.setdefault(one.rank, one)
         if first is not one:
-            return Failure(
-                "mismatch",
-                f"two processes are rank {one.rank} of {one.world_size}:\n  {first}\n  {one}\n"
-                "Give each process a RANK (rank=...) of its own; if these are two jobs, give each an address "
-                "(port, file) of its own.",
-                {one.rank: f"{first}; {one}"},
-            )
+            return _twice(one, str(first))
+    for one in arrivals:
+        if one.is_contested:
+            return _twice(one, "the one that keeps the store at that port")
     return None
+
+
+def _twice(one: Arrival, other: str) -> Failure:
+    return Failure(
+        "mismatch",
+        f"two processes are rank {one.rank} of {one.world_size}:\n  {other}\n  {one}\n"
+        "Give each process a RANK (rank=...) of its own; if these are two jobs, give each an address "
+        "(port, file) of its own.",
+        {one.rank: f"{other}; {one}"},
+    )
 
 
 def find_dead(arrivals: Sequence[Arrival], mine: Seat) -> Failure | None:

@@ -63,19 +63,27 @@ def explain(meeting: Meeting, seen: str, said: str) -> str:
     span = f"within {meeting.timeout.total_seconds():.1f} s"
     said = said.splitlines()[0] if said else "nothing"
     if meeting.rank == 0:
-        others = meeting.world_size - 1
-        missing = "rank 1" if others == 1 else f"some of ranks 1 to {others}" if others > 1 else "a store"
         return (
-            f"init_process_group{who}: {missing} never came to {place} {span}.\n"
+            f"init_process_group{who}: the job's store cannot be opened at {place}"
+            f"{f': {seen}' if seen else ''}.\n"
             f"torch said: {said}\n"
-            "Check that every rank was started with this address and port (MASTER_ADDR, MASTER_PORT), that the other "
-            "hosts reach it under this name, and that no other program has the port; the log of a missing rank comes "
-            "first."
+            "Check that MASTER_ADDR names this host, on which rank 0 runs, and that MASTER_PORT may be used."
         )
-    fact = seen or "something answers there, but no store of this job's: another program's port, or a job that ended"
+    fact = seen or "something answers there, but it is no store: another program has the port"
     return (
         f"init_process_group{who}: rank 0 did not answer at {place} {span}: {fact}.\n"
         f"torch said: {said}\n"
         "Check that rank 0 was started and still runs (its log comes first), that MASTER_ADDR names its host as seen "
         "from here, that MASTER_PORT is the same on every rank, and that no firewall closes it."
+    )
+
+
+def explain_taken(meeting: Meeting, contested: str, said: str) -> str:
+    """The message of a rank 0 whose port another process has; `contested` is what ranks that wait there are told."""
+    fact = f"\n{contested}" if contested else " It is no start of a group: another program's, or a job that goes on."
+    return (
+        f"init_process_group on rank 0 of {meeting.world_size}: port {meeting.port} is in use by another process of "
+        f"this host, where rank 0 would keep the job's store.{fact}\n"
+        f"torch said: {said.splitlines()[0] if said else 'nothing'}\n"
+        "Choose another MASTER_PORT (the same on every rank), or end that process: `ss -ltnp` shows which it is."
     )

@@ -70,7 +70,8 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
     except LaunchError as error:
         problems.append(str(error))
     else:
-        problems += [f"phalanx run: {problem}" for problem in find_disagreements(environ, num_ranks)]
+        disagreements = find_disagreements(environ, num_ranks, standalone=settings.standalone)
+        problems += [f"phalanx run: {problem}" for problem in disagreements]
         limit_problem = limits.find_problem(num_ranks)
         if limit_problem is not None:
             problems.append(f"phalanx run: --nproc-per-node {settings.nproc}: {limit_problem}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phalanx.coordination.launchers import find_launch
+
 # What a launcher sets for a rank. An outer launcher's values must never reach our ranks.
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -12,9 +14,6 @@ RANK_VARIABLES = (
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_AGENT", "PHALANX_TTY",
 )  # fmt: skip
-
-# Each says that this process is one of several that another launcher started, and how many they are.
-_OUTER_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,11 @@ def plan_zygote_environment(environ: Mapping[str, str], threads: int) -> dict[st
     return variables
 
 
-def find_disagreements(environ: Mapping[str, str], world_size: int) -> list[str]:
-    """Why a job of `world_size` ranks must not be started from this environment; empty when it may."""
+def find_disagreements(environ: Mapping[str, str], world_size: int, *, standalone: bool = False) -> list[str]:
+    """Why a job of `world_size` ranks must not be started from this environment; empty when it may.
+
+    `standalone`: the user says that it is a job of its own, however often this command was started.
+    """
     problems = []
     ranks = [f"{name}={environ[name]}" for name in ("RANK", "LOCAL_RANK") if environ.get(name)]
     if ranks:
@@ -99,11 +101,15 @@ def find_disagreements(environ: Mapping[str, str], world_size: int) -> list[str]
             f"WORLD_SIZE={size} in the environment, but {world_size} ranks are to be started. "
             f"Unset WORLD_SIZE, or pass --nproc-per-node {size}."
         )
-    for name in _OUTER_WORLD_SIZES:
-        if environ.get(name, "1") not in ("", "1"):
-            problems.append(
-                f"{name}={environ[name]} in the environment: MPI started this command {environ[name]} times, "
-                "and each would start a job of its own. Run the script under mpiexec directly (phalanx.init joins "
-                "the MPI job), or phalanx run without mpiexec."
-            )
+    launch = find_launch(environ)
+    if launch is not None and launch.world_size > 1 and not standalone:
+        starter, fewer = "mpiexec", "phalanx run without mpiexec"
+        if launch.launcher == "Slurm":
+            starter, fewer = "srun", "srun -n1 -c<cores> phalanx run"
+        problems.append(
+            f"{launch.launcher} started this command {launch.world_size} times (this is number {launch.rank}), and "
+            f"each would start a job of its own. On one host: {fewer}. On one or several, without phalanx run: "
+            f"{starter} -n <ranks> python train.py, whose phalanx.init joins them. If each is to be a job of its own: "
+            "phalanx run --standalone."
+        )
     return problems

@@ -32,6 +32,7 @@ class Settings:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     run_id: str = "none"
+    standalone: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ OPTIONS = (
     Option("master-addr", "master_addr", "MASTER_ADDR for the ranks (default 127.0.0.1).", "HOST"),
     Option("master-port", "master_port", "MASTER_PORT for the ranks (default: a free one).", "PORT", _read_port),
     Option("rdzv-id", "run_id", "TORCHELASTIC_RUN_ID for the ranks.", "ID"),
-    Option("standalone", None, "As torchrun's; one host is always standalone."),
+    Option("standalone", "standalone", "A job of its own, also where Slurm or MPI start this command several times."),
     Option("use-env", None, "As torch.distributed.launch's; LOCAL_RANK is always in the environment."),
     Option("nnodes", None, "Only 1 in this version.", "1", _read_nnodes),
     Option("node-rank", None, "Only 0 in this version.", "0", _read_node_rank),
@@ -185,7 +186,7 @@ def parse(words: Sequence[str]) -> Settings | None:
             if option.field and option.field.startswith("kind:"):
                 kinds.append("module" if option.name == "module" else "program")
             elif option.field:
-                fields[option.field.removeprefix("not:")] = False
+                fields[option.field.removeprefix("not:")] = not option.field.startswith("not:")
             continue
         if not separator:
             if not rest:

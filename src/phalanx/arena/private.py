@@ -1,0 +1,99 @@
+"""Unix sockets that no other user of the machine can reach, or keep us from making.
+
+A name in the abstract namespace stands in /proc/net/unix for all to see, and anybody may connect to it: who fills its
+queue keeps the others out. A socket's file can be reached only by whoever may enter its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx.errors import PhalanxError
+
+# The same for all processes of a user, whatever their TMPDIR: they look for each other here.
+_PLACES = ("/tmp", "/dev/shm", "/var/tmp")
+
+
+def new_listener(backlog: int) -> tuple[socket.socket, int]:
+    """A listening socket, and a descriptor by which our own processes find it: connect to /proc/<pid>/fd/<descriptor>.
+
+    Its file is gone before this returns, so that nothing is left when we are killed. The caller closes both.
+
+    Raises:
+        OSError: Unix sockets, or folders for temporary files, cannot be had.
+    """
+    folder = tempfile.mkdtemp(prefix="phalanx-")  # 0700
+    path = os.path.join(folder, "s")
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            _in_folder(path, listener.bind)
+            listener.listen(backlog)
+            return listener, os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except BaseException:
+            listener.close()
+            raise
+    finally:
+        if os.path.lexists(path):
+            os.unlink(path)
+        os.rmdir(folder)
+
+
+def listen_at(path: str, backlog: int) -> socket.socket:
+    """A listening socket at `path` in `folder()`; what a process that was killed has left there makes room.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        if os.path.lexists(path):
+            os.unlink(path)
+        _in_folder(path, listener.bind)
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def folder() -> Path:
+    """This user's own folder on this machine, where its processes find each other by names that others may know.
+
+    Raises:
+        PhalanxError: other users have taken every place where it could be.
+    """
+    problems = []
+    for place in _PLACES:
+        path = Path(place, f"phalanx-{os.getuid()}")
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            status = os.lstat(path)
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            continue
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            problems.append(f"{path}: it is not a folder of ours alone")
+            continue
+        return path
+    raise PhalanxError(
+        f"no folder in which only this user's processes meet ({'; '.join(problems)}).\n"
+        "Have them removed, or set MASTER_ADDR and MASTER_PORT."
+    )
+
+
+def _in_folder(path: str, bind: Callable[[str], None]) -> None:
+    """A socket's path may have 107 bytes; a folder's may have more."""
+    if len(os.fsencode(path)) < 100:
+        bind(path)
+        return
+    fd = os.open(os.path.dirname(path), os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        bind(f"/proc/self/fd/{fd}/{os.path.basename(path)}")
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""Where the processes of a job meet, and who says which of them they are."""

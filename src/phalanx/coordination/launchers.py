@@ -1,0 +1,187 @@
+"""Who this process is, as whatever started it says: torchrun's variables, an `mpiexec`, a step of Slurm.
+
+Purely data, but for a look at the processes above this one: Slurm's variables are also in the shell that a user types
+in, and in the body of a batch script, where a program is one process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which of how many processes this is. `local_size` is 0 where the launcher does not say.
+
+    `job` names this job among those of a user on one host; `first_host` is where rank 0 runs, and `port` one that is
+    probably free there: both empty where the launcher does not say.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    job: str = ""
+    first_host: str = ""
+    port: int = 0
+
+
+# What each MPI tells its processes: (rank, size, local rank, local size).
+_MPI = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+# Each says that this process is one of several, in a way from which no meeting follows.
+_HALF_TOLD = (
+    "LOCAL_RANK", "PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK",
+    "PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK",
+)  # fmt: skip
+_SIZES = (
+    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE",
+    "PALS_SIZE", "JSM_NAMESPACE_SIZE",
+)  # fmt: skip
+
+_NO_STEP = 0xFFFFFFF0  # from here on the numbers mean a batch script, an interactive shell and the like
+_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
+_STEPD = re.compile(r"slurmstepd: \[(\d+)\.(\w+)\]")
+
+
+def find_launch(environment: Mapping[str, str]) -> Launch | None:
+    """What an `mpiexec` or Slurm says of this process, or None: nobody says that it is one of several.
+
+    MPI goes first: an `mpiexec` inside Slurm starts its helpers as a step, whose variables its ranks inherit.
+    """
+    if _is_pmi_of_slurm(environment):
+        return slurm_launch(environment)
+    return mpi_launch(environment) or slurm_launch(environment)
+
+
+def mpi_launch(environment: Mapping[str, str]) -> Launch | None:
+    """What an `mpiexec` says of this process (MPICH and Intel MPI speak alike), or None."""
+    if _is_pmi_of_slurm(environment):
+        return None
+    for launcher, (rank, size, local_rank, local_size) in _MPI.items():
+        if rank in environment and size in environment:
+            return Launch(
+                launcher,
+                int(environment[rank]),
+                int(environment[size]),
+                int(environment.get(local_rank, environment[rank])),
+                int(environment.get(local_size, 0)),
+                environment.get("PMIX_NAMESPACE", ""),
+            )
+    return None
+
+
+def slurm_launch(environment: Mapping[str, str]) -> Launch | None:
+    """What a step of Slurm (`srun`) says of this process; None outside of a step, or alone in one."""
+    try:
+        rank = int(environment["SLURM_PROCID"])
+        size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"])
+    except (KeyError, ValueError):
+        return None
+    job, step = (
+        environment.get("SLURM_JOB_ID", ""),
+        environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", "")),
+    )
+    if size == 1 or not _is_step(job, step) or _is_typed(environment):
+        return None
+    num_hosts = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES") or 1)
+    local_rank = int(environment.get("SLURM_LOCALID", rank))
+    local_size = size if num_hosts == 1 else _tasks_of(environment)
+    name = f"slurm-{job}.{step}"
+    reserved = environment.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
+    port = int(reserved) if reserved.isdecimal() else _PORTS[zlib.crc32(name.encode()) % len(_PORTS)]
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    return Launch("Slurm", rank, size, local_rank, local_size, name, first_of(hosts), port)
+
+
+def _tasks_of(environment: Mapping[str, str]) -> int:
+    """How many tasks of the step are on this host, of several: '2(x3),1' with SLURM_NODEID as the index."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+            counts += [int(match[1])] * int(match[2] or 1)
+    try:
+        return counts[int(environment["SLURM_NODEID"])]
+    except (KeyError, ValueError, IndexError):
+        return 1
+
+
+def _is_step(job: str, step: str) -> bool:
+    """Whether this process runs in that step: the variables are inherited further than they hold."""
+    for title in _titles_above():
+        if match := _STEPD.match(title):
+            return match[1] == job and match[2] == step
+    return step.isdecimal() and int(step) < _NO_STEP
+
+
+def _titles_above() -> Iterator[str]:
+    """How the processes above this one call themselves, from the nearest on."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as f:
+                yield f.read().rstrip(b"\0").decode(errors="replace")
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as f:
+                pid = int(f.read().rpartition(")")[2].split()[1])
+        except OSError:
+            return
+
+
+def _is_typed(environment: Mapping[str, str]) -> bool:
+    """Whether somebody typed this command into the shell of a `srun --pty`, of whose tasks only the first goes on.
+
+    A shell that is typed into gives each command a process group of its own, a script does not.
+    """
+    if "SLURM_PTY_PORT" not in environment:
+        return False
+    try:
+        return os.getpgid(int(environment["SLURM_TASK_PID"])) != os.getpgid(0)
+    except (KeyError, ValueError, OSError):
+        return False
+
+
+def _is_pmi_of_slurm(environment: Mapping[str, str]) -> bool:
+    """Whether it was Slurm, not an `mpiexec`, that set MPICH's variables (srun --mpi=pmi2)."""
+    return (
+        "PMI_RANK" in environment
+        and "MPI_LOCALRANKID" not in environment
+        and environment.get("PMI_JOBID", "").startswith(f"{environment.get('SLURM_JOB_ID')}.")
+    )
+
+
+def first_of(hosts: str) -> str:
+    """The first name of a list as Slurm writes it: 'n[03-05,9]' begins with n03."""
+    match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", hosts)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+def find_half_told(environment: Mapping[str, str], *, is_spawned: bool) -> str:
+    """What says that this process is one of several, where nothing says which, or where they meet; or nothing.
+
+    `is_spawned`: it was started by `multiprocessing`.
+    """
+    ranks = {name: environment[name] for name in _HALF_TOLD if environment.get(name, "") not in ("", "-1")}
+    if ranks.get("LOCAL_RANK") == "0":
+        del ranks["LOCAL_RANK"]
+    if "SLURM_JOB_ID" in environment:  # Slurm says it all: what its plugins set for one task alone means nothing
+        ranks = {name: value for name, value in ranks.items() if not name.startswith("PMI")}
+    sizes = {name: environment[name] for name in _SIZES if environment.get(name, "") not in ("", "1")}
+    if sizes or (ranks and not any(name in environment for name in _SIZES)):
+        told = ", ".join(f"{name}={value}" for name, value in {**ranks, **sizes}.items())
+        return f"{told} in the environment"
+    if is_spawned:
+        return "it was started by multiprocessing (mp.spawn)"
+    return ""

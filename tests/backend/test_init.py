@@ -1,0 +1,111 @@
+"""`phalanx.init()`: as the rank that something says this process is, alone where nothing does, refused in between.
+
+It trained alone, without a word, in tasks of `srun`, with WORLD_SIZE and no RANK, inside mp.spawn; all ranks of what
+was meant as one job wrote the same checkpoint.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import phalanx
+from phalanx.errors import DeadlineError
+from phalanx.testing import RankFailed, run_ranks
+
+TASK = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+
+
+def _total(**given):
+    with phalanx.init(timeout=30, **given) as job:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return job.rank, job.world_size, job.local_rank, total.item()
+
+
+def _under_slurm(rank, world_size, job_id):
+    task = {**TASK, "SLURM_JOB_ID": job_id, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    os.environ.update(task)
+    return [_total(), _total(backend="gloo")]
+
+
+def test_two_tasks_of_slurm_are_one_job(tmp_path) -> None:
+    job_id = str(os.getpid())  # a number of ours, should these tests run twice at once
+    for rank, results in enumerate(run_ranks(_under_slurm, 2, job_id, init=False)):
+        assert results == [(rank, 2, rank, 2.0)] * 2
+
+
+def _on_hosts_without_names(rank, world_size):
+    os.environ.update(TASK, SLURM_PROCID="1", SLURM_STEP_NUM_NODES="2", SLURM_STEP_NODELIST="no-such-host[1-2]")
+    os.environ["WORLD_SIZE"] = "3"
+    with pytest.raises(ValueError, match="Slurm started 2 processes, and WORLD_SIZE=3 in the environment"):
+        phalanx.init(timeout=5)
+    os.environ["WORLD_SIZE"] = "2"
+    phalanx.init(timeout=5)
+
+
+def test_hosts_of_slurm_that_have_no_address_are_told_to_set_one() -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_on_hosts_without_names, 1, init=False)
+    message = str(caught.value.errors[0])
+    assert (
+        "on rank 1 of 2: the ranks are on several hosts, and the name of the first, 'no-such-host1', leads" in message
+    )
+    assert "Set MASTER_ADDR" in message
+
+
+def _spawned(rank, world_size, folder):
+    with pytest.raises(ValueError, match=r"one of several \(it was started by multiprocessing") as caught:
+        phalanx.init()
+    assert "phalanx.init(rank=rank, world_size=n)" in str(caught.value)
+    results = [_total(rank=rank, world_size=world_size) for _ in range(2)]
+    results.append(_total(rank=rank, world_size=world_size, init_method=f"file://{folder}/store"))
+    results.append(_total(rank=0, world_size=1))
+    (folder / str(rank)).write_text(str(results))
+
+
+def test_processes_that_a_program_starts_join_through_it(tmp_path) -> None:
+    mp.spawn(_spawned, (3, tmp_path), nprocs=3)
+    for rank in range(3):
+        assert (tmp_path / str(rank)).read_text() == str([(rank, 3, rank, 3.0)] * 3 + [(0, 1, 0, 1.0)])
+
+
+def _alone_of_two(rank, world_size):
+    with pytest.raises(DeadlineError) as caught:
+        phalanx.init(rank=rank, world_size=3, timeout=0.5)
+    return caught.value.missing, str(caught.value)
+
+
+def test_a_sibling_that_never_comes_is_named() -> None:
+    (first, said), (second, _) = run_ranks(_alone_of_two, 2, init=False)
+    assert first == (2,)
+    assert "under multiprocessing on rank 0" in said
+    assert second in ((2,), (0, 2), (0,))  # rank 0 gives up a little earlier, or later
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rank": 1}, "rank and world_size go together"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
+        ({"rank": 1, "world_size": 2}, "nothing says where the ranks meet"),
+        ({"init_method": "tcp://localhost:1"}, "nothing which rank this is"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_anybody_waits(given, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        phalanx.init(**given)
+
+
+def test_a_script_that_nobody_launched_is_alone_and_one_that_is_half_told_is_not() -> None:
+    code = "import phalanx; print(phalanx.init())"
+    plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    batch = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    for told, alone in (({}, True), (batch, True), ({"WORLD_SIZE": "2"}, False)):
+        said = subprocess.run([sys.executable, "-c", code], env={**plain, **told}, capture_output=True, text=True)
+        assert ("Job(rank=0, world_size=1" in said.stdout) == alone, said.stderr
+        assert ("this process is one of several (WORLD_SIZE=2 in the environment)" in said.stderr) != alone
