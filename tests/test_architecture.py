@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = [
     {"errors", "deadline", "dtypes", "log", "svg"},
-    {"_core", "arena", "engines"},
+    {"_core", "arena", "engines", "coordination"},
     {"collectives"},
     {"backend"},
     {"ddp", "nn", "optim", "data", "checkpoint"},
@@ -36,6 +36,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 
 TORCH_FREE = {
     "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
+    "coordination": "the launcher asks it who started the command",
     "arena": "the agent reads the memory of groups",
     "cli": "`phalanx run` must not pay for torch",
     "errors": "the agent raises them",
