@@ -37,6 +37,8 @@ LIGHT = {
 BY_HAND = {"transformers": ["transformers"], "deepspeed": ["deepspeed"], "ray": ["ray.train"], "torchft": ["torchft"]}
 SETTINGS: dict[str, list[dict[str, Any]]] = {"deepspeed": [{"stage": stage} for stage in (1, 2, 3)]}
 
+_KEPT: list[Any] = []
+
 
 def blocks() -> dict[str, str]:
     """The code of the document, by the name that stands behind ```python; lines are counted as in the document."""
@@ -86,8 +88,11 @@ def run_block(rank: int, world_size: int, code: str, settings: dict[str, Any], f
     exec(compile(code, str(DOCUMENT), "exec"), names)
     state = names["model"].state_dict() if "model" in names else {}
     backend = dist.get_backend() if dist.is_initialized() else None
-    if dist.is_initialized():
+    if backend == "phalanx":
         dist.destroy_process_group()
+    elif backend is not None:  # Gloo's group, freed while autograd's threads hold parts of it, may never come back
+        dist.barrier()
+        _KEPT.append(names)
     return backend, names["losses"], {name.removeprefix("module."): value for name, value in state.items()}
 
 
