@@ -7,8 +7,21 @@ import resource
 import pytest
 
 from phalanx import _core
+<<<<<<< HEAD
 from phalanx.arena.arena import Member, channel_bytes, heap_bytes, is_crowded, open_as_leader, open_as_member
 from phalanx.arena.handover import Counter, Door, new_token
+=======
+from phalanx.arena.arena import (
+    Member,
+    channel_bytes,
+    decide_heap_bytes,
+    heap_bytes,
+    is_crowded,
+    open_as_leader,
+    open_as_member,
+)
+from phalanx.arena.handover import Counter, new_token
+>>>>>>> 9ac75bb (Let all heaps of a host fit into the addresses of a process, and seal their size)
 from phalanx.arena.watch import ProcessId
 from phalanx.backend.failures import CLOSED
 from phalanx.deadline import Deadline
@@ -125,3 +138,18 @@ def test_members_that_never_fetch_the_memory_are_named_and_nothing_is_kept():
             Door(new_token(), "/proc/self/fd/1000000"), 1, members({0}, {1}), Deadline.after(1), lambda waited_s: None
         )
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_heaps_of_all_ranks_together_fit_into_the_addresses_of_a_process():
+    """Each was as large as the machine's memory: 192 ranks on 768 GiB needed 147 TB of 128 TiB, in every process."""
+    gib = 1 << 30
+    for ranks in (1, 2, 8, 96, 192, 384, 1024):
+        for memory in (gib // 2, 16 * gib, 768 * gib, 4096 * gib):
+            heap = decide_heap_bytes(ranks, memory, [])
+            assert heap % _core.PAGE == 0
+            assert heap * ranks <= max(1 << 42, 2 * memory + ranks * gib)
+            assert heap >= min(memory, 1 << 40, memory * 2 // ranks) // _core.PAGE * _core.PAGE  # twice a fair share
+    assert decide_heap_bytes(192, 768 * gib, []) * 192 <= 1 << 42
+    assert decide_heap_bytes(8, 64 * gib, []) == 64 * gib
+    assert decide_heap_bytes(8, 64 * gib, [gib]) == gib // 16
+    assert decide_heap_bytes(1024, 64 * gib, [0]) == _core.PAGE

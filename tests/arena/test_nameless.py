@@ -1,5 +1,6 @@
 """Memory without a name, from a memfd or, where that is forbidden, from a file that nobody can find."""
 
+import fcntl
 import os
 
 import pytest
@@ -83,3 +84,17 @@ def test_where_there_is_none_every_reason_is_told():
         "no memory can be shared (memfd_create: Operation not permitted; "
         f"{1 << 20} bytes in /dev/shm: No space left on device; /proc/nowhere: No such file or directory)"
     ]
+
+
+def test_nobody_who_holds_a_memfd_can_change_its_size():
+    """A group's memory that another holder made smaller was a bus error for every rank that had it mapped."""
+    with memory("test", 10000) as fd, sparse_memory("other", 1 << 30) as sparse, memory("grows", 0) as growing:
+        for sealed, sizes in ((fd, (0, 9999, 20000)), (sparse.fd, (0, 1 << 31))):
+            before = os.fstat(sealed).st_size
+            for size in sizes:
+                with pytest.raises(PermissionError):
+                    os.ftruncate(sealed, size)
+            assert os.fstat(sealed).st_size == before
+        os.write(growing, b"the job's store grows as it is written")
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(growing, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)  # nor seal it for the others

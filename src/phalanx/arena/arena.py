@@ -27,6 +27,9 @@ STAGE_BYTES = 128 * 1024
 # How long a rank looks at memory before it sleeps: a few times what waking it up costs.
 SPIN_NS = 100_000
 
+# What all ranks' heaps together may take of the address space, on a machine with less than half as much memory.
+_HEAPS_BYTES = 1 << 42
+
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 _MISMATCH = 1  # enum plx_status
@@ -60,18 +63,35 @@ def _background_spin_ns(members: Sequence[Member]) -> int:
 
 
 def heap_bytes(world_size: int) -> int:
-    """Address space for one rank's heap: all memory that the machine has; pages exist only once they are used.
-
-    Less where this process may not have files (`ulimit -f`) or address space (`ulimit -v`) of that size: all ranks'
-    heaps together take at most half of what is left.
-    """
+    """Address space for one rank's heap; pages exist only once they are used."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = min(-(-total // (1 << 30)) << 30, 1 << 40)
+    limits = []
     for limit, used in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, _address_space_used())):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY:
-            most = min(most, max(soft - used, 0) // (2 * world_size))
+            limits.append(max(soft - used, 0))
+    return decide_heap_bytes(world_size, total, limits)
+
+
+def decide_heap_bytes(world_size: int, memory_bytes: int, limits: Sequence[int]) -> int:
+    """Address space for one rank's heap: all memory that the machine has, if that goes.
+
+    Every rank maps every rank's heap, so it is their sum that must fit: into half of what each of `limits` leaves (of
+    files, `ulimit -f`, and of address space, `ulimit -v`), and, in any case, into the larger of 4 TiB and twice the
+    memory. A process has 128 TiB of addresses on most machines, and dozens of groups may have a heap.
+    """
+    most = min(-(-memory_bytes // (1 << 30)) << 30, 1 << 40)
+    most = min(most, max(_HEAPS_BYTES, 2 * memory_bytes) // world_size)
+    for limit in limits:
+        most = min(most, limit // (2 * world_size))
     return max(most // _core.PAGE, 1) * _core.PAGE
+
+
+def _how_to_get_addresses() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        return f"Raise the limit on address space (ulimit -v), now {soft // 1024} KiB, the same on every rank."
+    return "Destroy groups that are no longer needed: the addresses of this process, or its mappings, are used up."
 
 
 def _address_space_used() -> int:
@@ -254,8 +274,7 @@ class Arena:
         except OSError as error:
             raise PhalanxError(
                 f"shared_empty: the group's heap of {self._heap_bytes} bytes for each of {self.world_size} ranks "
-                f"cannot be mapped: {error.strerror}.\n"
-                "Raise the limit on address space (ulimit -v), the same on every rank."
+                f"cannot be mapped: {error.strerror}.\n{_how_to_get_addresses()}"
             ) from None
         self._let_go_of_page()
         self.core.set_heaps(tuple(self._heap + r * self._heap_bytes for r in range(self.world_size)), self._heap_bytes)

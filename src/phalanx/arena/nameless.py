@@ -2,12 +2,14 @@
 
 It is a `memfd`. Where the kernel or a seccomp filter has none, it is a file that is unlinked before anything is in it,
 in /dev/shm or else in the folder for temporary files. That file system may be small, and a write beyond its end would
-be a bus error: what will be written is reserved first.
+be a bus error: what will be written is reserved first. For the same reason the size of a memfd that is mapped is
+sealed: nobody who holds it can change it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -80,9 +82,10 @@ def obstacle() -> str:
 @contextlib.contextmanager
 def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = True) -> Iterator[Sparse]:
     problems = []
+    sealable = os.MFD_ALLOW_SEALING if nbytes else 0  # one that grows is read and written, not mapped
     for folder in _folders():
         try:
-            fd = _nameless_file(folder) if folder else os.memfd_create(name, os.MFD_CLOEXEC)
+            fd = _nameless_file(folder) if folder else os.memfd_create(name, os.MFD_CLOEXEC | sealable)
         except OSError as error:
             problems.append(f"{folder or 'memfd_create'}: {error.strerror}")
             continue
@@ -100,11 +103,19 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = T
                 continue
             if folder and aloud:
                 _say_where(folder, problems)
+            elif sealable and not folder:
+                _seal(fd)
             yield sparse
             return
         finally:
             os.close(fd)
     raise PhalanxError(f"no memory can be shared ({'; '.join(problems)})")
+
+
+def _seal(fd: int) -> None:
+    """Keep a memfd's size for good; holes may still be punched."""
+    with contextlib.suppress(OSError):  # a sandbox whose kernel has memfds and no seals
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 def _say_where(folder: str, problems: Sequence[str]) -> None:
