@@ -200,3 +200,13 @@ def test_ranks_that_disagree_on_the_owner_are_told():
 
     with pytest.raises(RankFailed, match="the ranks called different things"):
         run_ranks(disagree, 2)
+
+
+def test_without_a_group_it_says_what_to_call():
+    """It was an AssertionError without a word."""
+
+    def ask(rank, world_size):
+        with pytest.raises(RuntimeError, match=r"shared_empty needs a process group: call phalanx.init\(\) first"):
+            phalanx.shared_empty(3)
+
+    run_ranks(ask, 1, init=False)

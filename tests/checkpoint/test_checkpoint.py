@@ -199,6 +199,17 @@ def test_every_rank_hears_that_rank_0_may_not_write(tmp_path):
         assert f"on rank 0: {os.strerror(errno.EACCES)}. Nothing was written. Save to a folder that" in message
 
 
+def test_a_path_that_is_none_is_an_error_on_every_rank():
+    """It was raised twice on rank 0, and the others waited for word of it."""
+
+    def save(rank, world_size):
+        with pytest.raises(TypeError, match=r"str, bytes or os\.PathLike"):
+            save_checkpoint(None, {})
+        dist.barrier()
+
+    run_ranks(save, 2, backend="gloo")
+
+
 def test_a_call_on_rank_0_alone_is_told_as_one(tmp_path):
     """It showed as a mismatch of broadcasts: nothing said that save_checkpoint is collective."""
 

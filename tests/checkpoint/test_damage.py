@@ -148,6 +148,12 @@ def _go_on(rank, world_size, folder):
     return steps, said
 
 
+def test_a_wrong_into_is_an_error_at_the_door(tmp_path):
+    for into, message in ((torch.nn.Linear(1, 1), r"got a Linear"), ({"a": 3}, r"into\['a'\] is a int, which has no")):
+        with pytest.raises(TypeError, match=message):
+            load_checkpoint(tmp_path / "nothing.pt", into=into)
+
+
 def test_what_a_checkpoint_lacks_is_said(tmp_path):
     ((steps, said),) = run_ranks(_go_on, 1, tmp_path, init=False)
     assert steps == 1.0

@@ -35,6 +35,13 @@ def test_a_program_given_as_a_script_is_pointed_out() -> None:
     assert "use --no-python" in problem("script", "sh")
 
 
+def test_a_file_given_as_a_module_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank started, and failed in the words of runpy."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert problem("module", "train.py") == ("module 'train.py': is a file. Leave out -m, or name the module: -m train")
+
+
 def test_a_directory_is_not_a_script(tmp_path: Path) -> None:
     assert "is a directory" in problem("script", tmp_path)
 

@@ -32,6 +32,7 @@ def shared_empty(
 
     Raises:
         PhalanxError: the heap has no room.
+        RuntimeError: there is no process group.
         ValueError: a size is negative; `owner` is not a rank of the group, or the group does not share memory.
     """
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
@@ -40,7 +41,8 @@ def shared_empty(
     if any(n < 0 for n in shape):
         raise ValueError(f"shared_empty: negative size in {shape}")
     group = group if group is not None else dist.group.WORLD
-    assert group is not None
+    if group is None:
+        raise RuntimeError("shared_empty needs a process group: call phalanx.init() first")
     shared = shares_memory(group)
     if owner is not None and not shared:
         raise ValueError(f"shared_empty: owner={owner} needs a group of backend 'phalanx' whose ranks are on one host")

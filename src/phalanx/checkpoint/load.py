@@ -52,9 +52,12 @@ def load_checkpoint(
         CheckpointError: there is no such file, it is cut off or damaged, it is not a checkpoint, or it lacks what is to
             be loaded.
         ValueError: there is no such device here.
+        TypeError: `into` is no mapping of names to what has a `load_state_dict`.
     """
     path = Path(path)
     _require_device(map_location)
+    if into is not None:
+        _require_stateful(into)
     try:
         with path.open("rb") as file:
             begins = file.read(len(_ZIP_BEGINS))
@@ -98,6 +101,18 @@ def _require_device(map_location: object) -> None:
             f"{_first_line(error).partition('. ')[0]}. Load to the CPU (map_location='cpu', the default), or to a "
             "device that is here."
         ) from error
+
+
+def _require_stateful(into: object) -> None:
+    if not isinstance(into, Mapping):
+        raise TypeError(
+            "load_checkpoint: into takes a dict of what shall go on from the checkpoint, such as "
+            f"{{'model': model, 'optimizer': optimizer}}, got a {type(into).__name__}"
+        )
+    if wrong := [name for name, part in into.items() if not hasattr(part, "load_state_dict")]:
+        raise TypeError(
+            f"load_checkpoint: into[{wrong[0]!r}] is a {type(into[wrong[0]]).__name__}, which has no load_state_dict"
+        )
 
 
 def _load_into(path: Path, state: object, into: Mapping[str, Stateful]) -> None:

@@ -28,19 +28,21 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
     Cost: one broadcast of some hundred bytes; nothing is copied on the ranks that wait.
 
     Raises:
+        TypeError: `path` is none.
         CheckpointError: rank 0 could not write it (the disk is full, the folder is missing or forbidden), or `state`
             holds objects that could not be read again, which are named. It is raised on all ranks, and the old
             checkpoint is unchanged.
         MismatchError, PeerLostError, DeadlineError: some rank did not come; rank 0 has written the file.
     """
+    path = Path(path)  # a wrong one is an error on every rank
     grouped = dist.is_available() and dist.is_initialized()
     problem: str | None = None
     cause: Exception | None = None
     if not grouped or dist.get_rank() == 0:
         try:
-            replace_file(Path(path), lambda file: _write(state, file))
+            replace_file(path, lambda file: _write(state, file))
         except Exception as error:
-            problem, cause = _explain(Path(path), state, error), error
+            problem, cause = _explain(path, state, error), error
     if grouped:
         outcome = [problem]
         try:

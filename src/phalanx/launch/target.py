@@ -78,6 +78,8 @@ def _find_module_problem(name: str) -> str | None:
     """Only the top package is looked for: looking further would import it."""
     if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
         return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
+    if name.endswith(".py") and os.path.isfile(name):  # a module's name, too, if it lies in a package
+        return f"module {name!r}: is a file. Leave out -m, or name the module: -m {name.removesuffix('.py')}"
     import importlib.machinery
     import importlib.util
 
