@@ -7,10 +7,6 @@ import resource
 import pytest
 
 from phalanx import _core
-<<<<<<< HEAD
-from phalanx.arena.arena import Member, channel_bytes, heap_bytes, is_crowded, open_as_leader, open_as_member
-from phalanx.arena.handover import Counter, Door, new_token
-=======
 from phalanx.arena.arena import (
     Member,
     channel_bytes,
@@ -20,8 +16,7 @@ from phalanx.arena.arena import (
     open_as_leader,
     open_as_member,
 )
-from phalanx.arena.handover import Counter, new_token
->>>>>>> 9ac75bb (Let all heaps of a host fit into the addresses of a process, and seal their size)
+from phalanx.arena.handover import Counter, Door, new_token
 from phalanx.arena.watch import ProcessId
 from phalanx.backend.failures import CLOSED
 from phalanx.deadline import Deadline
