@@ -98,7 +98,8 @@ class Meeting:
             with contextlib.suppress(_Moved):
                 said = self._wait()
         if failure := said.get("failure"):
-            self.part()
+            # Those who are still to come fit no better; those who are missing will not come.
+            self.part(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
             raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
         self.seats = [Seat.from_json(seat) for seat in said["seats"]]
         return self.seats
@@ -123,18 +124,21 @@ class Meeting:
         failure = json.loads(self._store.get(seats)).get("failure")
         return str(failure["text"]) if failure else ""
 
-    def part(self) -> None:
+    def part(self, *, expected: int = 0) -> None:
         """The meeting has failed and all ranks will say why: rank 0, whose process may be the store's, goes last.
 
-        It waits for the others, a moment: without the store they could say only that the store is gone.
+        It waits for the others, a moment, and until so many as `expected` have come to hear it: without the store they
+        could say only that the store is gone.
         """
-        with contextlib.suppress(RuntimeError, PhalanxError):  # it is gone already
+        with contextlib.suppress(RuntimeError):  # it is gone already
             if self._me.rank == 0:
-                others = [i for i in self._arrived() if i != self._index and self._known[i].rank != 0]
-                heard = [self._key(f"heard/{i}") for i in others]
-                self._await(lambda: not heard or self._store.check(heard), Deadline.after(_FAREWELL_S), _say_nothing)
+                self._await(lambda: self._have_heard(expected), Deadline.after(_FAREWELL_S), _say_nothing)
             else:
                 self._store.set(self._key(f"heard/{self._index}"), "")
+
+    def _have_heard(self, expected: int) -> bool:
+        others = [i for i, one in self._arrived().items() if one.rank != 0]
+        return len(others) >= expected and (not others or self._store.check([self._key(f"heard/{i}") for i in others]))
 
     def forget(self) -> None:
         """All have met: the keys go, so that a later group of the same name can meet here. For rank 0.
