@@ -35,7 +35,9 @@ static void scan(struct search *s, ElfW(Addr) base, const ElfW(Rela) *relocation
   for (size_t i = 0; i < bytes / sizeof *relocations; i++) {
     const ElfW(Rela) *r = &relocations[i];
     if (!IS_IMPORT(ELF64_R_TYPE(r->r_info))) continue;
-    if (strcmp(strings + symbols[ELF64_R_SYM(r->r_info)].st_name, s->symbol) != 0) continue;
+    const ElfW(Sym) *symbol = &symbols[ELF64_R_SYM(r->r_info)];
+    if (strcmp(strings + symbol->st_name, s->symbol) != 0) continue;
+    if (symbol->st_shndx != SHN_UNDEF) s->slots->definition = (void *)(base + symbol->st_value);
     if (s->slots->count < sizeof s->slots->at / sizeof *s->slots->at)
       s->slots->at[s->slots->count++] = (void **)(base + r->r_offset);
   }
@@ -73,6 +75,7 @@ static int look(struct dl_phdr_info *info, size_t size, void *context) {
 void plx_find_slots(const char *library, const char *symbol, struct plx_slots *slots) {
   struct search s = {library, symbol, slots};
   slots->count = 0;
+  slots->definition = NULL;
   dl_iterate_phdr(look, &s);
 }
 
@@ -86,4 +89,10 @@ int plx_fill_slots(const struct plx_slots *slots, void *function) {
     __atomic_store_n(slots->at[i], function, __ATOMIC_RELEASE);
   }
   return 0;
+}
+
+int plx_slots_hold(const struct plx_slots *slots, const void *function) {
+  for (size_t i = 0; i < slots->count; i++)
+    if (__atomic_load_n(slots->at[i], __ATOMIC_RELAXED) != function) return 0;
+  return 1;
 }

@@ -8,15 +8,18 @@
 
 #include <stddef.h>
 
-/* Where a library keeps the addresses of one imported function: one slot for calls, one for its address taken. */
+/* Where a library keeps the addresses of one function that it calls: one slot for calls, one for its address taken. */
 struct plx_slots {
   void **at[4];
   size_t count;
+  void *definition; /* the function itself, where the library is the one that defines it; else NULL */
 };
 
 /* Find the slots of `symbol` in the first loaded library whose file name is `library`. Slots may be none. */
 void plx_find_slots(const char *library, const char *symbol, struct plx_slots *slots);
 /* Write `function` into all slots. Returns 0, or -1 with errno where the system does not let us. */
 int plx_fill_slots(const struct plx_slots *slots, void *function);
+/* Whether all slots still hold `function`: nobody else has written them since. */
+int plx_slots_hold(const struct plx_slots *slots, const void *function);
 
 #endif

@@ -54,8 +54,10 @@ static int is_open(Pool *self) {
 static PyObject *pool_enter(Pool *self, PyObject *unused) {
   (void)unused;
   if (!is_open(self)) return NULL;
-  plx_pool_enter(self->pool);
-  Py_RETURN_NONE;
+  int inside = plx_pool_enter(self->pool);
+  if (inside >= 0) return PyBool_FromLong(inside);
+  PyErr_SetString(PyExc_OSError, "another tool has put its own functions into torch's allocator");
+  return NULL;
 }
 
 static PyObject *pool_leave(Pool *self, PyObject *unused) {

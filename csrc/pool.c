@@ -43,8 +43,9 @@ static struct {
   struct plx_pool pools[MAX_POOLS];
   _Atomic size_t num_pools; /* that were ever used: the first ones */
   int interposed;
-  int (*posix_memalign)(void **, size_t, size_t);
-  void (*free)(void *);
+  struct plx_slots allocated, freed[2]; /* of libc10, which defines both functions; of libtorch_cpu, which also frees */
+  void *(*alloc_cpu)(size_t);
+  void (*free_cpu)(void *);
 } process;
 
 static _Thread_local struct plx_pool *current;
@@ -91,19 +92,13 @@ static void give_back(struct plx_pool *p, unsigned char *block) {
   unlock(p);
 }
 
-static int our_posix_memalign(void **block, size_t alignment, size_t size) {
+static void *our_alloc_cpu(size_t size) {
   struct plx_pool *p = current;
-  if (p != NULL && alignment <= PLX_PAGE) {
-    unsigned char *mine = take(p, size);
-    if (mine != NULL) {
-      *block = mine;
-      return 0;
-    }
-  }
-  return process.posix_memalign(block, alignment, size);
+  unsigned char *mine = p != NULL ? take(p, size) : NULL;
+  return mine != NULL ? mine : process.alloc_cpu(size);
 }
 
-static void our_free(void *block) {
+static void our_free_cpu(void *block) {
   size_t n = atomic_load_explicit(&process.num_pools, memory_order_acquire);
   for (size_t i = 0; i < n; i++) {
     struct plx_pool *p = &process.pools[i];
@@ -113,24 +108,36 @@ static void our_free(void *block) {
       return;
     }
   }
-  process.free(block);
+  process.free_cpu(block);
 }
+
+/* c10::alloc_cpu(unsigned long) and c10::free_cpu(void*), as the Itanium C++ ABI spells them. */
+#define ALLOC_CPU "_ZN3c109alloc_cpuEm"
+#define FREE_CPU "_ZN3c108free_cpuEPv"
 
 /* Called under Python's lock, so by one thread at a time. */
 static int interpose(void) {
   if (process.interposed) return 0;
-  struct plx_slots aligned, freed;
-  plx_find_slots("libc10.so", "posix_memalign", &aligned);
-  plx_find_slots("libc10.so", "free", &freed);
-  process.posix_memalign = posix_memalign;
-  process.free = free;
-  /* First whoever frees: it must know our blocks before there are any. Without a pool both do what the C library does,
-   * so nothing is lost if the second can't be filled. */
-  process.interposed = aligned.count != 0 && freed.count != 0 && plx_fill_slots(&freed, (void *)our_free) == 0 &&
-                       plx_fill_slots(&aligned, (void *)our_posix_memalign) == 0;
-  if (process.interposed) return 0;
+  plx_find_slots("libc10.so", ALLOC_CPU, &process.allocated);
+  plx_find_slots("libc10.so", FREE_CPU, &process.freed[0]);
+  plx_find_slots("libtorch_cpu.so", FREE_CPU, &process.freed[1]);
+  process.alloc_cpu = (void *(*)(size_t))(uintptr_t)process.allocated.definition;
+  process.free_cpu = (void (*)(void *))(uintptr_t)process.freed[0].definition;
   errno = ENOSYS;
-  return -1;
+  if (process.alloc_cpu == NULL || process.free_cpu == NULL) return -1;
+  /* First whoever frees: it must know our blocks before there are any. Without a pool both do what torch's own do, so
+   * nothing is lost if the second can't be filled. */
+  process.interposed = plx_fill_slots(&process.freed[0], (void *)(uintptr_t)our_free_cpu) == 0 &&
+                       plx_fill_slots(&process.freed[1], (void *)(uintptr_t)our_free_cpu) == 0 &&
+                       plx_fill_slots(&process.allocated, (void *)(uintptr_t)our_alloc_cpu) == 0;
+  return process.interposed ? 0 : -1;
+}
+
+/* A few loads. A block that is given out while somebody else is called to free it would end the process. */
+static int is_interposed(void) {
+  return plx_slots_hold(&process.allocated, (void *)(uintptr_t)our_alloc_cpu) &&
+         plx_slots_hold(&process.freed[0], (void *)(uintptr_t)our_free_cpu) &&
+         plx_slots_hold(&process.freed[1], (void *)(uintptr_t)our_free_cpu);
 }
 
 static void empty(struct plx_pool *p) {
@@ -179,7 +186,11 @@ struct plx_pool *plx_pool_new(void *base, size_t bytes, const size_t *sizes, con
   return p;
 }
 
-void plx_pool_enter(struct plx_pool *pool) { current = pool; }
+int plx_pool_enter(struct plx_pool *pool) {
+  int inside = current == pool;
+  current = is_interposed() ? pool : NULL;
+  return current != NULL ? inside : -1;
+}
 
 void plx_pool_leave(void) { current = NULL; }
 

@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments inside the update")
+    parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -45,3 +46,9 @@ def _police() -> Iterator[None]:
     if left := before.leaks():
         before.restore()
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def models(request: pytest.FixtureRequest) -> int:
+    """How many random models are trained."""
+    return int(request.config.getoption("models"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -13,14 +12,18 @@ from torch import Tensor
 
 from phalanx import _core
 from phalanx.backend.shared import shared_empty
+from phalanx.backend.strides import is_dense
+from phalanx.log import get_logger, warn_once
 
 _SPARE = 2  # blocks of a size for each tensor that is expected: autograd may need one more to make the next
+
+_logger = get_logger(__name__)
 
 
 class SharedPool:
     """Serves tensors of `expected` sizes (bytes -> how many) to this thread between `enter` and `leave`.
 
-    Where a tensor of such a size is made in between, it may lie in the group's heap; `offset_of` tells. It is an
+    Where a tensor of such a size is made in between, it may lie in the group's heap; `holds` tells. It is an
     ordinary tensor otherwise, may live as long as anybody wants, and gives its block back when it dies. What the pool
     has no block for lies in ordinary memory: also everything, where torch's allocator can't be reached.
 
@@ -31,43 +34,84 @@ class SharedPool:
         _sweep()
         classes = tuple((nbytes, _SPARE * count) for nbytes, count in sorted(expected.items()))
         nbytes = sum(math.ceil(size / _core.PAGE) * _core.PAGE * most for size, most in classes)
+        self._sizes = frozenset(expected)
         self._memory = shared_empty(nbytes + _core.PAGE, dtype=torch.uint8, group=group)  # untouched pages cost nothing
         self._arena = group._memory.arena  # type: ignore[attr-defined]  # groups of backend "phalanx" have one
         begin = -(-self._memory.data_ptr() // _core.PAGE) * _core.PAGE
         self._range = range(begin, begin + nbytes)
         self._pool: _core.Pool | None = None
-        with contextlib.suppress(OSError):  # another allocator, another build of torch: gradients are copied, as ever
+        self._gives = True
+        try:
             self._pool = _core.Pool(begin, nbytes, classes)
+        except OSError as error:  # another build of torch, or too many pools
+            self._step_aside(error)
+
+    def _step_aside(self, why: OSError) -> None:
+        self._gives = False
+        warn_once(
+            _logger,
+            f"torch's allocator can't be given the memory that ranks share ({why.strerror or why}): autograd writes "
+            "large gradients elsewhere, and they are copied. Results are the same, steps a little slower.",
+        )
 
     def enter(self) -> None:
         """From here on, this thread's tensors may lie in the pool."""
-        if self._pool is not None and not self._arena.closed:
-            self._pool.enter()
+        self._enter()
+
+    def _enter(self) -> bool:
+        """As `enter`; whether this thread was inside already."""
+        if self._pool is not None and self._gives and not self._arena.closed:
+            try:
+                return self._pool.enter()
+            except OSError as error:
+                self._step_aside(error)
+        return False
 
     def leave(self) -> None:
         """Up to here."""
         if self._pool is not None:
             self._pool.leave()
 
+    def serves(self, nbytes: int) -> bool:
+        """Whether tensors of this size are expected; the same on every rank."""
+        return nbytes in self._sizes
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is a block of the pool."""
         return tensor.data_ptr() in self._range
+
+    def empty_like(self, tensor: Tensor) -> Tensor | None:
+        """A new tensor in the pool with the shape of `tensor`, and its strides where they fill one block, or None."""
+        was_inside = self._enter()
+        try:
+            stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+            made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+        finally:
+            if not was_inside:
+                self.leave()
+        return made if self.holds(made) else None
 
     def close(self) -> None:
         """No more blocks are given out; those in use stay until their tensors die."""
         if self._pool is not None:
             self._pool.leave()
-            _closed.append((self._pool, self._memory))
+            _closed[self._pool] = self._memory
             self._pool = None
         _sweep()
 
 
-_closed: list[tuple[_core.Pool, Tensor]] = []
+_closed: dict[_core.Pool, Tensor] = {}
 
 
 def _sweep() -> None:
-    """Let go of closed pools that no tensor uses any more."""
-    _closed[:] = [(pool, memory) for pool, memory in _closed if not pool.delete()]
+    """Let go of closed pools that no tensor uses any more.
+
+    Whatever runs here may run a finalizer that closes another pool, and sweeps: so this looks at a copy, and takes out
+    what it has seen only.
+    """
+    for pool in list(_closed):
+        if pool.delete():
+            _closed.pop(pool, None)
 
 
 os.register_at_fork(after_in_child=_core.pools_after_fork)

@@ -39,8 +39,8 @@ class BoardExchange:
             self._board.begin()
         number = self._numbers.get(id(bucket))
         if number is not None:
-            instead = None if bucket.in_place is None else _real(bucket.in_place)
-            self._board.ready(number, instead, _needed(bucket))
+            where = bucket.buffer if bucket.in_place is None else bucket.in_place
+            self._board.ready(number, _real(where), _needed(bucket))
         return self
 
     @property

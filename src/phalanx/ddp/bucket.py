@@ -1,15 +1,23 @@
 """One bucket's memory, and the views in it that serve as gradients.
 
-buffer   |<- grad of w4 ->|gap|<- grad of b4 ->|gap|        one allocation; on backend `phalanx` in the arena
-views     parameter.grad       parameter.grad               same memory, the parameter's shape and strides
+room      |<- grad of w4 ->|gap|<- grad of b4 ->|gap|       one storage; on backend `phalanx` in the arena
+views      parameter.grad       parameter.grad              same memory, the parameter's shape and strides
+
+A view is lent to `.grad` until the next backward, and the user may keep it, as `g = p.grad; zero_grad()` does, or some
+view of it. What is kept is not written again: the bucket moves to its other room. It has two where ranks share memory,
+because room there is made by all ranks together; the second is not touched, and costs no memory, until then. While one
+is kept the other is not lent: gradients are copies of what is in it. Elsewhere a new room is made when it is needed.
 
 A large gradient has a bucket to itself, and where ranks share memory autograd writes it there in the first place, into
-a block of a pool. Then nothing is moved, and the bucket's own memory, reserved for what autograd wrote elsewhere, is
-never touched.
+a block of a pool. Then nothing is moved, and the bucket's own memory, reserved for what the pool has no block for, is
+never touched, nor lent. A gradient in the pool is reduced where it lies if nobody but `.grad` has its memory; else a
+copy of it in the pool is.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,29 +28,120 @@ from torch import Tensor
 from phalanx.backend.sharing import shares_memory
 from phalanx.backend.slices import NeededSlice, find_needed
 from phalanx.backend.strides import is_dense, same_order
-from phalanx.ddp.plan import Bucket
+from phalanx.ddp.holders import is_alone, is_shared, storage_holders, view_holders
+from phalanx.ddp.plan import Bucket, BucketPlan
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
     from phalanx.backend.pool import SharedPool
 
+_ALIGN = 4096  # pages: what is not used is not touched, and no two ranks' caches meet
 
-def allocate(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
-    """Zeroed memory for a bucket; a collective where ranks share memory, and then all can reach it."""
-    if bucket.device.type == "cpu" and shares_memory(group):
+
+class Room:
+    """One piece of memory for a bucket, and the views of it that are lent as gradients."""
+
+    def __init__(self, flat: Tensor, plan: Bucket, parameters: Sequence[Tensor]) -> None:
+        self.flat = flat
+        self._plan = plan
+        self._parameters = parameters
+        self.views = [self._view(position) for position in range(len(plan.slots))]
+        self._addresses = [flat.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots]
+        self._lent = False  # since when it was last seen that all have come back
+        self._alone = view_holders(self.views)  # while none is lent
+        self._storage_alone: int | None = None  # the same; an exchange may have a view of its own
+
+    def _view(self, position: int) -> Tensor:
+        slot, parameter = self._plan.slots[position], self._parameters[position]
+        if is_dense(parameter):  # autograd keeps a gradient in place only when its strides are the parameter's
+            return self.flat.as_strided(parameter.shape, parameter.stride(), slot.offset)
+        return self.flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+
+    def lend(self, position: int) -> None:
+        """Make the view the parameter's gradient."""
+        if self._storage_alone is None:
+            self._storage_alone = storage_holders(self.flat)
+        self._lent = True
+        self._parameters[position].grad = self.views[position]
+
+    def is_ours(self) -> bool:
+        """Whether nobody holds what was lent, apart from `.grad`, where autograd has added to it or will.
+
+        Who keeps a gradient without setting `.grad` to None, or a view of one, sees it change, as everywhere in torch.
+        Cost: a tenth of a microsecond per gradient.
+        """
+        if not self._lent:
+            return True
+        holders = view_holders(self.views)
+        if holders != self._alone:
+            for position, (now, alone) in enumerate(zip(holders, self._alone, strict=True)):
+                if now != alone and self._parameters[position].grad is not self.views[position]:
+                    return False
+        if storage_holders(self.flat) != self._storage_alone and not all(
+            parameter.grad is view for parameter, view in zip(self._parameters, self.views, strict=True)
+        ):
+            return False
+        self._lent = holders != self._alone
+        return True
+
+    def find_moved(self, position: int) -> bool:
+        """Whether `module.to(...)` swapped the memory under the view, as it does with gradients; then make it anew."""
+        if self.views[position].data_ptr() == self._addresses[position]:
+            return False
+        self.views[position] = self._view(position)
+        return True
+
+
+def allocate(
+    plan: BucketPlan, group: dist.ProcessGroup, *, as_view: bool, pool: SharedPool | None
+) -> list[tuple[Tensor, ...]]:
+    """Memory for each bucket of a plan, with a storage of its own: one piece, or two (see the module).
+
+    A collective where ranks share memory: all of it is one block, that all can reach. What is not touched costs no
+    memory.
+    """
+    counts = [0 if bucket.sparse else 2 if as_view and not _is_pooled(bucket, pool) else 1 for bucket in plan.buckets]
+    shared = shares_memory(group)
+    sizes = [
+        _round_up(bucket.num_bytes) if shared and bucket.device.type == "cpu" else 0
+        for bucket, count in zip(plan.buckets, counts, strict=True)
+        for _ in range(count)
+    ]
+    starts = [0, *itertools.accumulate(sizes)]
+    block = None
+    if starts[-1]:
         from phalanx.backend import shared_empty  # needs the C core, which a group that shares memory has
 
-        memory: Tensor = shared_empty(bucket.numel, dtype=bucket.dtype, group=group)
-        # A single gradient leaves no gaps, and may never come here at all; what is not touched costs no memory.
-        return memory.zero_() if len(bucket.slots) > 1 else memory
-    return torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        block = shared_empty(starts[-1], dtype=torch.uint8, group=group).numpy()
+    pieces = iter(zip(starts, sizes, strict=False))
+    rooms = []
+    for bucket, count in zip(plan.buckets, counts, strict=True):
+        places = [next(pieces) for _ in range(count)]
+        if all(size for _, size in places):
+            rooms.append(
+                tuple(
+                    torch.frombuffer(block, dtype=bucket.dtype, count=bucket.numel, offset=start) for start, _ in places
+                )
+            )
+        else:
+            rooms.append((torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device),))
+    return rooms
+
+
+def _is_pooled(bucket: Bucket, pool: SharedPool | None) -> bool:
+    """Whether autograd may write the bucket's only gradient into the pool."""
+    return pool is not None and len(bucket.slots) == 1 and pool.serves(bucket.slots[0].numel * bucket.dtype.itemsize)
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 class DenseBucket:
     """A planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
 
-    With `as_view` a parameter's `.grad` becomes the view in the bucket; without it, gradients are copied in and out.
-    `pool`, of `group`, is where autograd may have written the gradient of a bucket that has but one; with `as_view`
-    only. Of such a gradient this rank may need the mean of a slice only.
+    With `as_view` a parameter's `.grad` becomes a view of the bucket; without it, gradients are copied in and out.
+    `buffer` is its first room, `spare` the second. `pool`, of `group`, is where autograd may have written the gradient
+    of a bucket that has but one; with `as_view` only. Of such a gradient this rank may need the mean of a slice only.
     """
 
     def __init__(
@@ -50,6 +149,7 @@ class DenseBucket:
         plan: Bucket,
         parameters: Sequence[Tensor],
         buffer: Tensor,
+        spare: Tensor | None = None,
         *,
         as_view: bool,
         pool: SharedPool | None = None,
@@ -57,20 +157,31 @@ class DenseBucket:
     ) -> None:
         self.plan = plan
         self.parameters = list(parameters)
-        self.buffer = buffer
         self._as_view = as_view
-        self._pool = pool if as_view and len(plan.slots) == 1 else None
+        self._pool = pool if as_view and _is_pooled(plan, pool) else None
         self._group = group
         self.needed: NeededSlice | None = None  # in this round; None for all of it
         self.in_place: Tensor | None = None  # this round's gradient, if the pool holds it
-        self.views = [self._view(position) for position in range(len(plan.slots))]
-        self._addresses = [buffer.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots]
+        # What was given out last, where it is not a view of a room.
+        self._published: list[weakref.ref[Tensor] | None] = [None] * len(plan.slots)
+        self._room = self._furnish(buffer)
+        self._spare: Room | Tensor | None = spare  # a tensor while it has not been used
+        self._lends = True  # whether gradients of this round may be views of the room
 
-    def _view(self, position: int) -> Tensor:
-        slot, parameter = self.plan.slots[position], self.parameters[position]
-        if is_dense(parameter):  # autograd keeps a gradient in place only when its strides are the parameter's
-            return self.buffer.as_strided(parameter.shape, parameter.stride(), slot.offset)
-        return self.buffer[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+    @property
+    def buffer(self) -> Tensor:
+        """Where the bucket lies in this round, unless `in_place` stands in for it."""
+        return self._room.flat
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The gradients' places in the buffer."""
+        return self._room.views
+
+    def _furnish(self, flat: Tensor) -> Room:
+        if len(self.plan.slots) > 1:
+            flat.zero_()  # the gaps; a single gradient leaves none, and may never come here
+        return Room(flat, self.plan, self.parameters)
 
     def fill(self, scale: float, written: Sequence[bool]) -> None:
         """Put `scale` times each parameter's gradient into its slot; zero where it has none.
@@ -88,29 +199,69 @@ class DenseBucket:
         self.in_place = self.needed = None
         if self._pool is not None and self._group is not None:
             self.needed = find_needed(self.parameters[0], self._group)
+            if self._take_in_place(self._pool, written=written[0]):
+                return
+        if self._as_view:
+            self._take_room()
         slots, grads = [], []
         for position, parameter in enumerate(self.parameters):
-            grad, view = parameter.grad, self.views[position]
+            grad, view = parameter.grad, self._room.views[position]
             if grad is None:
                 view.zero_()
                 continue
             self._check(grad, position)
-            if self._lies_in_pool(grad, parameter):
-                self.in_place = grad
+            if grad is view:
                 continue
-            moved = view.data_ptr() != self._addresses[position]  # module.to(...) swaps the memory under a gradient
-            if grad is view and not moved:
-                continue
-            if moved:
-                view = self.views[position] = self._view(position)
             slots.append(view)
             grads.append(grad)
-            if self._as_view and written[position]:  # now, not at the end: the memory of autograd's tensor goes back
-                parameter.grad = view
+            if self._as_view and written[position] and self._lends:
+                self._room.lend(position)  # now, not at the end: the memory of autograd's tensor goes back
         if slots:
             torch._foreach_copy_(slots, grads)
         if scale != 1.0:
             self.buffer.mul_(scale)
+
+    def _take_in_place(self, pool: SharedPool, *, written: bool) -> bool:
+        """Take the gradient where it lies in the pool, or, if it is not ours alone, a copy of it there.
+
+        What was given out as the mean of the last round, and is still there, is autograd's to add to and ours to
+        average, whoever else looks at it: there was no zero_grad, or one that keeps the tensors.
+        """
+        (parameter,) = self.parameters
+        if parameter.grad is None:
+            return False
+        self._check(parameter.grad, 0)
+        if written and self._lies_in(pool, parameter.grad) and (self._is_published(0) or is_alone(parameter)):
+            self.in_place = parameter.grad
+            return True
+        self.in_place = pool.empty_like(parameter)
+        if self.in_place is None:
+            return False
+        self.in_place.copy_(parameter.grad)
+        if written:
+            parameter.grad = self.in_place
+        return True
+
+    def _is_published(self, position: int) -> bool:
+        published = self._published[position]
+        return published is not None and published() is self.parameters[position].grad
+
+    def _take_room(self) -> None:
+        """Move to a room that nobody else holds, and see whether there would be another for the next time."""
+        for position in range(len(self.parameters)):
+            self._room.find_moved(position)
+        if self._pool is not None:
+            self._lends = False
+        elif self._spare is None:
+            if not self._room.is_ours():
+                self._room = self._furnish(torch.zeros_like(self._room.flat))
+        else:
+            kept = not self._room.is_ours()
+            free = isinstance(self._spare, Tensor) or self._spare.is_ours()
+            if kept and free:
+                spare = self._furnish(self._spare) if isinstance(self._spare, Tensor) else self._spare
+                self._room, self._spare = spare, self._room
+            self._lends = free and not kept
 
     def _check(self, grad: Tensor, position: int) -> None:
         slot, parameter = self.plan.slots[position], self.parameters[position]
@@ -139,11 +290,11 @@ class DenseBucket:
                 "first, then wrap it in DistributedDataParallel, then build the optimizer."
             )
 
-    def _lies_in_pool(self, grad: Tensor, parameter: Tensor) -> bool:
+    def _lies_in(self, pool: SharedPool, grad: Tensor) -> bool:
         """Whether all ranks can reach the gradient, and find the same element at the same place of it."""
+        (parameter,) = self.parameters
         return (
-            self._pool is not None
-            and self._pool.holds(grad)
+            pool.holds(grad)
             and grad.dtype == self.plan.dtype
             and grad.shape == parameter.shape
             and is_dense(grad)
@@ -153,24 +304,40 @@ class DenseBucket:
 
     def publish(self, position: int) -> None:
         """Make the slot's content the parameter's gradient."""
-        parameter, view = self.parameters[position], self.views[position]
+        parameter, view = self.parameters[position], self._room.views[position]
         if self.in_place is not None:
-            view, self.in_place = self.in_place, None
-        if self._as_view:
+            self._give(position, self.in_place)
+            self.in_place = None
+        elif self._as_view and self._lends:
             if parameter.grad is not view:
-                parameter.grad = view
-            if self.needed is not None:
-                self.needed.mark(view)
-        elif parameter.grad is None:
-            parameter.grad = view.clone()
-        else:
+                self._room.lend(position)
+        elif parameter.grad is not None and (not self._as_view or self._is_published(position)):
             parameter.grad.copy_(view)
+        elif parameter.grad is not view:
+            self._give(position, view.clone())
+        if self.needed is not None and parameter.grad is not None:
+            self.needed.mark(parameter.grad)
+
+    def _give(self, position: int, gradient: Tensor) -> None:
+        if self.parameters[position].grad is not gradient:
+            self.parameters[position].grad = gradient
+        self._published[position] = weakref.ref(gradient)
+
+    def separate(self, position: int) -> None:
+        """Move a gradient that autograd has made out of memory that others hold as well."""
+        grad = self.parameters[position].grad
+        if grad is not None and not grad.is_sparse and is_shared(grad):
+            self.parameters[position].grad = grad.clone()
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
         """Take over a gradient that lay in another bucket, when buckets are planned anew."""
-        if grad is not None and self._as_view and not self._lies_in_pool(grad, self.parameters[position]):
-            self.views[position].copy_(grad)
-            self.parameters[position].grad = self.views[position]
+        if grad is None or not self._as_view:
+            return
+        if self._pool is None:
+            self._room.views[position].copy_(grad)
+            self._room.lend(position)
+        elif self._lies_in(self._pool, grad):
+            self._published[position] = weakref.ref(grad)
 
     def rescale(self, factor: float) -> None:
         """Multiply what the bucket holds."""
@@ -201,6 +368,9 @@ class SparseBucket:
     def publish(self, position: int) -> None:
         """Make the gathered mean the parameter's gradient."""
         self.parameters[position].grad, self.mean = self.mean, None
+
+    def separate(self, position: int) -> None:
+        """Nothing: autograd adds sparse gradients to new memory."""
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
         """Nothing: there is no memory to move to."""

@@ -43,9 +43,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     the same model; rank 0's parameters and buffers become everybody's.
 
     Arguments are PyTorch's, with these differences: `gradient_as_bucket_view` is True unless you say otherwise, that
-    is, `.grad` is a view of a bucket, and its memory is written again by the next backward; `batched_grad_copy` and
-    `dim` change nothing; what is not supported is refused by name. Gradients are averaged once per backward, not once
-    per forward: two forwards and then their two backwards end in the right mean.
+    is, `.grad` is a view of a bucket, whose memory the next backward writes again unless you keep it; it replaces a
+    `.grad` that you assigned; `batched_grad_copy` and `dim` change nothing; what is not supported is refused by name.
+    Gradients are averaged once per backward, not once per forward: two forwards and then their two backwards end in the
+    right mean.
 
     Two arguments are ours. `sync_batchnorm`: True lets BatchNorm layers normalize over all ranks' batches
     (`phalanx.SyncBatchNorm`), "auto" does so if a rank's first batch has fewer than 16 samples, and logs that it did.

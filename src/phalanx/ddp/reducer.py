@@ -1,13 +1,16 @@
 """When each bucket is sent, and when gradients may be read: the order of a backward.
 
     autograd    w4 ready   b4 ready   w3 ready ...                        backward ends
-    slot        fill       fill       fill                                     |
-    bucket                 launch 0                launch 1 ...     launch n   |
+    bucket      1 missing  complete   fill, launch 0 ...                      fill, launch n
     here                                                                      wait 0 .. n, publish
 
 A *round* begins with the first gradient and ends when all buckets hold the mean. Buckets are launched in the plan's
 order on every rank: a complete bucket waits for those before it, because collectives must be issued in one order
 everywhere.
+
+A bucket that a gradient completes is filled and launched at the next gradient, or at the end. When autograd calls the
+hook of a gradient it still has it in its hands, and may hand it to hooks that come after ours, the user's; at the next
+one nobody has it but those who keep it, and only then can be told who they are (`holders`).
 
 Everything here runs in the thread that runs autograd for the module's one device, so there is no lock.
 """
@@ -78,8 +81,11 @@ class Reducer:
         self._alone_bytes = None if self._pool is None else LARGE_BYTES
 
         self._forward_syncs = False  # what the latest forward decided
+        self._num_hidden = 0  # forwards that sync and whose outputs show no graph, and whose backward has not come
+        self._expects = False  # whether a forward that syncs has come since the last round
         self._backward_syncs: bool | None = None  # what the backward in progress does; None before it is known
         self._backward_writes = False  # whether it would write the gradient of every parameter that it reaches
+        self._fresh: list[bool] | None = None  # in a backward that only accumulates: whose gradient it makes
         self.in_backward = False
         self._reach: Reach | None = None  # of all forwards since the last round; None where nobody looked
         self._used = [False] * len(self._parameters)  # since the last round, local backwards included
@@ -91,6 +97,7 @@ class Reducer:
         self._ready: list[bool]
         self._num_missing: list[int]
         self._num_launched: int
+        self._complete: list[int]
         self._pending: list[Pending]
         self._order: dict[int, None]
         self._adopt(self._plan_buckets())
@@ -167,12 +174,15 @@ class Reducer:
         """Note what a backward from `outputs` will have to do: sync, or only accumulate."""
         outputs = list(outputs)
         self._forward_syncs = sync
+        self._expects = self._expects or sync
         # A hook on the outputs' nodes tells that a backward begins, in the outermost one: with reentrant checkpointing
         # gradients arrive in a backward of their own, whose end is not the end. Two forwards may also have decided
         # differently, and either may be followed by its backward first.
         announce = _when_begun(weakref.ref(self), sync)
-        for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+        nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+        for node in nodes:
             node.register_prehook(announce)
+        self._num_hidden += sync and not nodes
         # Without find_unused the walk serves an error message only, in the first round: most wrong models are wrong at
         # once, and then the backward itself can say so.
         if sync and (self._find_unused or self._num_rounds == 0):
@@ -187,15 +197,19 @@ class Reducer:
         # torch.autograd.grad and backward(inputs=...) come past the same nodes, and write no parameter's gradient.
         self._backward_writes = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
         self._enter()
+        if not self._backward_syncs and self._fresh is None:
+            self._fresh = [parameter.grad is None for parameter in self._parameters]
 
     def on_gradient(self, index: int) -> None:
         """Autograd has written a parameter's gradient."""
         self._used[index] = True
-        if self._backward_syncs is None:  # outputs that hide their tensors: nothing announced this backward
-            self._backward_syncs = self._forward_syncs
-        if not self._backward_syncs:
+        syncs = self._syncs_unannounced() if self._backward_syncs is None else self._backward_syncs
+        if not syncs:
             return
+        self._backward_syncs = True
         self._enter()
+        if self._complete:
+            self._launch()
         if not self._started:
             self._started = True
             self._skip_unused()
@@ -216,6 +230,16 @@ class Reducer:
         elif self._fires[index] >= self._fires_expected[index]:
             self._order[index] = None
             self._mark_ready(index)
+
+    def _syncs_unannounced(self) -> bool:
+        """What a backward does that came past no output that we saw: of outputs that hide their tensors, or of none.
+
+        A penalty on the parameters, after the backward of the loss, is of none: as in PyTorch it adds to this rank's
+        gradients, which hold the mean. Before any round has taken a forward's gradients it could be either.
+        """
+        if self._started:
+            return True
+        return self._forward_syncs and (self._expects or self._num_hidden > 0)
 
     def _enter(self) -> None:
         if not self.in_backward:
@@ -243,6 +267,12 @@ class Reducer:
         self._ready[index] = True
         self._num_missing[number] -= 1
         if self._num_missing[number] == 0:
+            self._complete.append(number)
+
+    def _launch(self) -> None:
+        """Fill the buckets that are complete, and launch them up to the first that is not."""
+        complete, self._complete = self._complete, []
+        for number in complete:
             bucket = self._buckets[number]
             bucket.fill(self._exchange.scale, [self._fires[slot.parameter] > 0 for slot in bucket.plan.slots])
         while self._num_launched < len(self._buckets) and self._num_missing[self._num_launched] == 0:
@@ -258,6 +288,8 @@ class Reducer:
     def _leave(self) -> None:
         """Runs when autograd has nothing left to do in this backward."""
         reached_none = not self._started and self._backward_syncs and self._backward_writes
+        if self._fresh is not None and not self._backward_syncs:
+            self._separate(self._fresh)
         self._end_backward()
         if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
             self._started = True  # the other ranks wait for this one's part all the same
@@ -270,13 +302,26 @@ class Reducer:
             for index, ready in enumerate(self._ready):
                 if not ready:
                     self._mark_ready(index)
+        self._launch()
         if self._num_launched == len(self._buckets):
             self._finish()
         elif self._is_hopeless():
             raise self._missing_gradients()
 
+    def _separate(self, fresh: Sequence[bool]) -> None:
+        """Give each gradient that this backward made memory of its own, so that the next can add to it.
+
+        AccumulateGrad adds in place, and does not ask who else has the memory: of `h + a.unsqueeze(0) +
+        b.unsqueeze(0)` with one sample, `a` and `b` have their first gradients in the same, and each gets what is added
+        to the other. In torch that goes wrong without any wrapper.
+        """
+        for index, (number, position) in self._places.items():
+            if fresh[index]:
+                self._buckets[number].separate(position)
+
     def _end_backward(self) -> None:
         self.in_backward, self._backward_syncs, self._backward_writes = False, None, False
+        self._fresh = None
         if self._pool is not None:
             self._pool.leave()
 
@@ -307,6 +352,8 @@ class Reducer:
             self._learning = False
             self._fires_expected, self._idle = list(self._fires), used_by_none
         self._begin_round()
+        self._expects = False
+        self._num_hidden = max(self._num_hidden - 1, 0)
         self._reach = None
         self._used = [False] * len(self._parameters)
         self._num_rounds += 1
@@ -383,14 +430,14 @@ class Reducer:
         grads = [parameter.grad for parameter in self._parameters] if self._num_rounds else None
         self.plan = plan
         self._buckets: list[DenseBucket | SparseBucket] = []
-        for bucket in plan.buckets:
+        rooms = allocate(plan, self._group, as_view=self._as_view, pool=self._pool)
+        for bucket, memory in zip(plan.buckets, rooms, strict=True):
             members = [self._parameters[slot.parameter] for slot in bucket.slots]
             if bucket.sparse:
                 self._buckets.append(SparseBucket(bucket, members[0]))
             else:
-                memory = allocate(bucket, self._group)
                 self._buckets.append(
-                    DenseBucket(bucket, members, memory, as_view=self._as_view, pool=self._pool, group=self._group)
+                    DenseBucket(bucket, members, *memory, as_view=self._as_view, pool=self._pool, group=self._group)
                 )
         self._places = {
             slot.parameter: (bucket.index, position)
@@ -410,6 +457,7 @@ class Reducer:
         self._ready = [False] * len(self._parameters)
         self._num_missing = [len(bucket.plan.slots) for bucket in self._buckets]
         self._num_launched = 0
+        self._complete = []
         self._pending = []
         self._order = {}
 
