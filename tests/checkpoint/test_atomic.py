@@ -221,6 +221,20 @@ def test_files_that_are_not_ours_are_left_alone(tmp_path):
     remove_abandoned(tmp_path / "not there")
 
 
+def test_what_is_written_is_written_once(tmp_path, kind):
+    """Naming the nameless file failed every time, and all was written again under a hidden name."""
+    calls = []
+
+    def write(file):
+        calls.append(file.name)
+        file.write(NEW)
+
+    replace_file(tmp_path / "file", write)
+    replace_file(tmp_path / "file", write)
+    assert len(calls) == 2
+    assert (tmp_path / "file").read_bytes() == NEW
+
+
 def test_a_file_system_that_refuses_nameless_files_gets_hidden_ones(tmp_path, monkeypatch):
     calls = []
 

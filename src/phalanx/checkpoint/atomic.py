@@ -133,7 +133,9 @@ def _write_nameless(path: Path, write: Callable[[BinaryIO], None]) -> bool:
         _fill(file, write)
         name = _partial_name(path)
         try:
-            os.link(own, name, follow_symlinks=True)  # a name can only be taken from another file by renaming
+            # A name can only be taken from another file by renaming. With a descriptor, which an absolute path ignores,
+            # Python calls linkat, which follows the link in /proc to the file; its plain link does not.
+            os.link(own, name, src_dir_fd=fd, follow_symlinks=True)
         except OSError as error:
             if error.errno in _NAMELESS_REFUSED:
                 return False
