@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
+from phalanx.launch.ending import can_end_quickly, end_quickly
 from phalanx.launch.failure import Report
 from phalanx.launch.folder import use_for_multiprocessing
 from phalanx.launch.processes import STACKS_SIGNAL, die_with_parent
@@ -53,7 +54,11 @@ class Assignment:
 
 
 def run_worker(assignment: Assignment) -> None:
-    """Become the assigned rank; returns, or raises what the user's code raised, when its code has ended."""
+    """Become the assigned rank; ends the process when its code has ended.
+
+    Where the interpreter must end it, it returns, or raises what the user's code raised.
+    """
+    shared = frozenset(sys.modules)
     _become_own_process(assignment)
     report = _Reporter(assignment.rank, _move_up(assignment.reports))
     if assignment.kind == "program":
@@ -69,6 +74,7 @@ def run_worker(assignment: Assignment) -> None:
     code = _prepare_main(assignment)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # else whoever started us has chosen to ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = 0
     try:
         code()
     except BaseException as error:
@@ -84,13 +90,30 @@ def run_worker(assignment: Assignment) -> None:
                     f"phalanx run: sys.exit({error.code!r}) is success: of an exit code the system keeps eight bits, 0",
                     file=sys.stderr,
                 )
-            raise
-        report.send(error, failed_at)
-        # As the interpreter does, but without our frames. What follows, the exit code and for KeyboardInterrupt the
-        # death by SIGINT, is the interpreter's own.
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.excepthook = lambda *_: None
-        raise
+            if not can_end_quickly():
+                raise
+            status = compute_exit_status(error.code)
+            if error.code is not None and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+            error.__traceback__ = None  # the frames hold what is to be freed
+            error.code = None
+        else:
+            _tell(error, failed_at, report)
+            if isinstance(error, KeyboardInterrupt) or not can_end_quickly():
+                raise
+            status = 1
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+    if os.getpid() == report.pid and can_end_quickly():
+        del code
+        end_quickly(status, shared)
+        sys.exit(status)
+
+
+def _tell(error: BaseException, failed_at: float, report: _Reporter) -> None:
+    """Tell the agent, and print it as the interpreter does, but without our frames."""
+    report.send(error, failed_at)
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.excepthook = lambda *_: None  # the interpreter's end shall not print it again
 
 
 def compute_exit_status(code: object) -> int:
