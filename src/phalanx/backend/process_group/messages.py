@@ -15,6 +15,7 @@ from phalanx.backend.dynamo import untraced
 from phalanx.backend.memoryless import without_fakes
 from phalanx.backend.process_group.identity import Identity
 from phalanx.backend.process_group.inbox import Inbox, failed
+from phalanx.backend.process_group.observed import observed
 from phalanx.backend.shared_memory import SharedMemory
 from phalanx.backend.work import Closable, Lane, PhalanxWork
 from phalanx.errors import PhalanxError
@@ -25,6 +26,7 @@ _MANY = 64  # channels, before those that nobody uses are forgotten
 
 
 @untraced
+@observed
 class Messages(Identity):
     """send, recv and recv from anybody. Messages between two ranks arrive in order per tag.
 
