@@ -330,11 +330,18 @@ def test_without_a_process_group_the_message_says_what_to_call():
         DistributedDataParallel(nn.Linear(2, 2))
 
 
-def test_parameters_and_buffers_that_the_module_lists_are_ignored():
+@pytest.mark.parametrize("by", ["attribute", "call"])
+def test_parameters_and_buffers_that_the_module_lists_are_ignored(by):
+    """Who has experts of its own on each rank calls PyTorch's static method, which our wrapper did not have."""
+
     def fn(rank, world_size):
         model = _norm()
         nn.init.constant_(model[0].weight, rank)
-        model._ddp_params_and_buffers_to_ignore = ["0.weight", "1.running_mean"]
+        ignored = ["0.weight", "1.running_mean"]
+        if by == "call":
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        else:
+            model._ddp_params_and_buffers_to_ignore = ignored
         ddp = DistributedDataParallel(model)
         ddp(torch.randn(4, 3)).sum().backward()
         return ddp.module[0].weight[0, 0].item(), sum(len(bucket.slots) for bucket in ddp.plan.buckets)

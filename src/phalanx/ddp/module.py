@@ -240,6 +240,13 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _synced_buffers(self) -> list[Tensor]:
         return [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
 
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
+    ) -> None:
+        """Leave these out, by name, when `module` is wrapped: PyTorch's call for experts that live on one rank each."""
+        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, forward and its backward accumulate gradients on this rank only; the first outside averages the sum.
