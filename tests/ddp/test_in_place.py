@@ -1,6 +1,7 @@
 """Large gradients are written by autograd where all ranks read them, and are ordinary tensors all the same."""
 
 import errno
+import gc
 import os
 
 import pytest
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx import DistributedDataParallel, _core
+from phalanx.backend import pool
+from phalanx.backend.pool import SharedPool
 from phalanx.testing import run_ranks
 
 _WIDTH = 300  # 300 x 300 floats: above the size from which a gradient is written in place
@@ -206,5 +209,53 @@ def test_gradients_are_copied_where_the_allocator_cannot_be_reached(monkeypatch)
             _step(ddp, rank, step)
             assert _in_place(ddp) == []
             torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, step))
+
+    run_ranks(fn, 2)
+
+
+def test_a_plan_takes_one_block_of_the_heap_however_many_buckets_it_has():
+    """Each bucket had a block, and large gradients have a bucket each: a mixture of experts with some 2,000 of them
+    ended its first backward, where old and new buckets meet, in "4096 blocks are in use"."""
+
+    def fn(rank, world_size):
+        blocks = []
+        for layers in (1, 12):
+            ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers))))
+            for step in range(2):
+                _step(ddp, rank, step)
+            placement = dist.group.WORLD._memory.arena._placement  # of the rank that places
+            blocks.append(0 if placement is None else len(placement.live))
+            del ddp
+            gc.collect()
+            dist.barrier()
+        return blocks
+
+    (few, many), _ = run_ranks(fn, 2)
+    assert few == many
+
+
+def test_a_pool_that_a_finalizer_closes_inside_a_sweep_is_not_lost():
+    """The sweep wrote back the list that it had read; what a finalizer had added meanwhile was gone, and with it the
+    memory of gradients in use."""
+
+    def fn(rank, world_size):
+        pools = [SharedPool(dist.group.WORLD, {_WIDTH * _WIDTH * 4: 1}) for _ in range(3)]
+        held = []
+        for number, shared in enumerate(pools):
+            held.append(shared.empty_like(torch.empty(_WIDTH, _WIDTH)).fill_(number))
+
+        class Closing:  # stands in the list of closed pools; the sweep's question to it is when a finalizer runs
+            def delete(self):
+                if pools[1]._pool is not None:
+                    pools[1].close()
+                return True
+
+        pool._closed[Closing()] = None
+        pools[0].close()
+        assert len(pool._closed) == 2  # both are in use
+        assert [float(one.mean()) for one in held] == [0, 1, 2]
+        held.clear()
+        pools[2].close()
+        assert not pool._closed
 
     run_ranks(fn, 2)
