@@ -7,7 +7,7 @@ affair: one for any backend is here, one for buckets in the shared heap in `boar
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -81,13 +81,23 @@ class SparsePending:
                 check_invariants=False,
             )
         self._grad = grad.coalesce()
+        # Straight from memory to memory, where the program waits anyway: in the background it costs a change of
+        # threads. Not where ranks may be out of the step: their part in it must be as long as the others'.
+        all_here = getattr(group, "_attendance", None) is None
+        self._direct = all_here and parameter.is_cpu and shares_memory(group)
+        if self._direct:
+            return
         count = torch.tensor([self._grad.values().shape[0]], device=parameter.device)
         self._counts = [torch.empty_like(count) for _ in range(group.size())]
         with training_step(group):
             self._work = dist.all_gather(self._counts, count, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Exchange the entries, now that all know how many there are, and leave their mean with the bucket."""
+        """Exchange the entries, once all know how many there are, and leave their mean with the bucket."""
+        if self._direct:
+            group: Any = self._group
+            self._bucket.mean = group.sparse_mean(self._grad)
+            return
         assert self._work is not None
         self._work.wait()
         counts = [int(count) for count in self._counts]

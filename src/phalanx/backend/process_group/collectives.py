@@ -93,6 +93,14 @@ class Collectives(Identity):
         sparse.check(tensor, opts.reduceOp)
         return self._carry_out(lambda span: sparse.all_reduce(self._memory, tensor, span), opts, [tensor])
 
+    def sparse_mean(self, tensor: Tensor) -> Tensor:
+        """The mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay as they are. It waits.
+
+        As an all_reduce with AVG, which sparse tensors do not have, without c10d's way there and a copy of the result.
+        """
+        span = self._span(None, 4)
+        return self.in_order(lambda: sparse.add_up(self._memory, tensor, span, divisor=self._size))
+
     @without_fakes
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """As one all_reduce per tensor."""

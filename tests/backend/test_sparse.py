@@ -1,0 +1,50 @@
+"""Sums of sparse tensors: few entries go in one gather, many in three, and a rank may have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx
+from phalanx.testing import run_ranks
+
+
+def _entries(rank, n, dtype, row):
+    generator = torch.Generator().manual_seed(7 * rank + n)
+    count = 0 if n == 0 else n * (rank + 1) % (n + 2)  # another number on each rank, on some none
+    indices = torch.randint(5, (2, count), generator=generator)
+    values = torch.randint(-8, 8, (count, *row), generator=generator).to(dtype)
+    return torch.sparse_coo_tensor(indices, values, (5, 5, *row), check_invariants=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_sum_of_few_and_of_many_entries(world_size):
+    def fn(rank, world_size):
+        for dtype in (torch.float16, torch.float32, torch.float64, torch.int64):
+            for n in (0, 1, 3, 20) if dtype == torch.float16 else (0, 1, 3, 200, 3000):
+                for row in ((), (3,), (2, 2)):
+                    total = _entries(rank, n, dtype, row)
+                    dist.all_reduce(total)
+                    dense = sum(_entries(r, n, dtype, row).to_dense() for r in range(world_size))
+                    assert torch.equal(total.to_dense(), dense), (dtype, n, row)
+
+    run_ranks(fn, world_size)
+
+
+@pytest.mark.parametrize("uneven_inputs", [False, True])
+def test_sparse_gradients_are_the_mean_however_many_there_are(uneven_inputs):
+    def fn(rank, world_size):
+        torch.manual_seed(0)
+        ddp = phalanx.DistributedDataParallel(nn.Embedding(500, 8, sparse=True), uneven_inputs=uneven_inputs)
+        for n in (1, 400, 3000):
+            rows = [torch.randint(500, (n * (r + 1),), generator=torch.Generator().manual_seed(r)) for r in range(3)]
+            ddp(rows[rank]).sum().backward()
+            want = torch.stack([torch.bincount(batch, minlength=500) for batch in rows[:world_size]]).sum(0)
+            grad = ddp.module.weight.grad
+            assert grad.is_sparse
+            torch.testing.assert_close(grad.to_dense(), (want / world_size)[:, None].expand(500, 8))
+            ddp.zero_grad(set_to_none=True)
+
+    run_ranks(fn, 3)
