@@ -42,8 +42,26 @@ int plx_roll_call(struct plx_group *g, const struct plx_call *mine) {
   return PLX_APART;
 }
 
+/* "file:line" of the call of `rank`; empty where it is not known. */
+static const char *place_of(const struct plx_group *g, uint32_t rank) {
+  const struct plx_rank *r = plx_rank_of(g, rank);
+  return r->sites[r->call[g->turn & 1].site % PLX_SITES];
+}
+
+/* Who ran out of data leaves its loop and waits at the line to which the others come. Who waits at another, under `if
+ * rank == 0` say, has not run out, even where the others come to a call of the same kind in the end. */
+static int at_one_place(const struct plx_group *g) {
+  const char *first = place_of(g, 0);
+  for (uint32_t r = 1; r < g->world; r++) {
+    const char *place = place_of(g, r);
+    if (*first != 0 && *place != 0 && strncmp(first, place, PLX_SITE_BYTES) != 0) return 0;
+  }
+  return 1;
+}
+
 int plx_meet(struct plx_group *g, const struct plx_call *mine) {
   if (!g->apart || (mine->flags & PLX_FLAG_STEP)) return PLX_OK;
+  if (!at_one_place(g)) return plx_poison(g, PLX_MISMATCH, g->rank);
   for (uint32_t r = 0; r < g->world; r++) g->absent[r] = 0;
   g->apart = 0;
   g->missed = 0;

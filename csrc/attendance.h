@@ -13,7 +13,8 @@
  * Calls have a role (PLX_FLAG_*): part of a training step, or something that the rank waits for. What follows depends
  * on nothing but the calls of one turn, which all ranks read after the same gate; so all come to the same answer:
  *
- *   all wait                         compared as ever; if some were out since the last time, PLX_REJOIN
+ *   all wait                         compared as ever; if some were out since the last time: PLX_REJOIN at one line of
+ *                                    the program, PLX_MISMATCH at several: who waited there had not run out of data
  *   some step, some wait             PLX_APART: those who step call again; those who wait stand in first, with zeros
  *   all step or stand in             compared as ever
  *   some step, a call in background  PLX_MISMATCH: its rank may be anywhere, also in the same step
@@ -40,7 +41,7 @@
 int plx_gone(const struct plx_group *g, uint32_t rank, uint64_t step);
 /* After the first gate of a call, with g->uneven: PLX_OK to go on and compare, PLX_APART, or what ends the group. */
 int plx_roll_call(struct plx_group *g, const struct plx_call *mine);
-/* After the calls were found equal: PLX_REJOIN if all wait here and some were out; else PLX_OK. */
+/* After the calls were found equal: PLX_REJOIN if all wait at this line and some were out; PLX_OK if nobody was. */
 int plx_meet(struct plx_group *g, const struct plx_call *mine);
 /* After PLX_APART, before the same call again: what this rank does meanwhile, in the step or out of it. */
 int plx_stand_in(struct plx_group *g, struct plx_wait *w);

@@ -44,6 +44,7 @@ struct plx_group {
   /* Uneven inputs; see attendance.h. */
   int uneven;    /* training steps may do without ranks that wait at something else */
   uint32_t role; /* of the call to come: PLX_FLAG_* */
+  uint32_t site; /* where it is called: index of "file:line" in the rank's table */
   int apart;     /* some rank was out of a step since all met */
   int newly_gone;
   uint64_t missed; /* rounds of gradients without everybody, since all met */

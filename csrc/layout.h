@@ -45,7 +45,7 @@ struct plx_call {
   uint8_t redop;   /* (=) enum plx_redop */
   int32_t root;    /* (=) -1 where there is none */
   uint32_t flags;
-  uint32_t reserved;
+  uint32_t site; /* index of "file:line" in the rank's table */
   uint64_t spare[2];
 };
 _Static_assert(sizeof(struct plx_call) == 64, "a call is one cache line");

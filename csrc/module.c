@@ -129,6 +129,7 @@ static int idle(void *context, uint64_t waited_ns) {
  * in between is a sign of life, so each attempt has the whole time. */
 #define COLLECTIVE(self, t, call)                                                                    \
   (self)->g.role = (t).role;                                                                         \
+  (self)->g.site = (t).origin.site;                                                                  \
   int code = (call);                                                                                 \
   while (code == PLX_APART) {                                                                        \
     wait.deadline_ns = (t).timeout_ns < UINT64_MAX - plx_now_ns() ? plx_now_ns() + (t).timeout_ns : UINT64_MAX; \

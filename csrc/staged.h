@@ -22,6 +22,7 @@ static inline struct plx_call plx_new_call(struct plx_group *g, int kind, size_t
   c.redop = (uint8_t)redop;
   c.root = root;
   c.flags = g->role;
+  c.site = g->site;
   return c;
 }
 

@@ -127,7 +127,7 @@ def test_early_termination_raises_on_all_ranks(backend):
 
 def test_a_context_that_is_not_enabled_does_nothing():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(_model(), uneven_inputs=True)
         weights = _train(ddp, rank, [1, 3], 1, lambda: ddp.join(enable=False))
         dist.barrier()  # without Join, our own way
         assert (len(weights), ddp._reducer.rounds[0]) == (4, 3)
@@ -138,7 +138,7 @@ def test_a_context_that_is_not_enabled_does_nothing():
 
 def test_after_the_context_ranks_run_out_of_data_as_ever():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(_model(), uneven_inputs=True)
         _train(ddp, rank, [1, 3], 1, ddp.join)
         ddp.join(enable=False)  # the last context decides, as in PyTorch
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)

@@ -1,8 +1,9 @@
-"""Ranks that run out of data before others: the others go on, and all end with the same weights."""
+"""Ranks that run out of data before others: if asked for, the others go on, and all end with the same weights."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -14,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx import DistributedDataParallel
 from phalanx.ddp.uneven import decide_source, describe
 from phalanx.errors import MismatchError, PeerLostError
 from phalanx.testing import RankFailed, faults, run_ranks
 
+DistributedDataParallel = functools.partial(phalanx.DistributedDataParallel, uneven_inputs=True)
 BATCH = 3
 
 
@@ -391,6 +392,63 @@ def test_ranks_that_never_meet_again_hear_of_both_places():
     run_ranks(fn, 2)
 
 
+@pytest.mark.parametrize("call", ["barrier", "all_reduce", "all_gather_object"])
+def test_a_call_under_if_rank_0_is_told_in_the_step_in_which_it_happens(call):
+    """It was "ran out of data": the others trained on alone for epochs, and the error in the end named neither line."""
+
+    def fn(rank, world_size):
+        ddp = phalanx.DistributedDataParallel(_model())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
+        steps = 0
+
+        def train():
+            nonlocal steps
+            for step in range(10):
+                if rank == 0 and step == 3:
+                    if call == "barrier":
+                        dist.barrier()
+                    elif call == "all_reduce":
+                        dist.all_reduce(torch.ones(1))
+                    else:
+                        dist.all_gather_object([None] * world_size, rank)
+                _train(ddp, optimizer, rank, [1] * world_size, step)
+                steps += 1
+            dist.barrier()
+
+        with pytest.raises(MismatchError) as caught:
+            train()
+        assert steps == 3
+        assert f"rank 0: {'all_gather' if 'gather' in call else call}" in str(caught.value)
+        assert "rank 1: gradients" in str(caught.value)
+        assert str(caught.value).count("test_uneven.py:") >= 3
+        return str(caught.value)
+
+    run_ranks(fn, 3)
+
+
+def test_who_asked_for_it_meets_at_one_line():
+    """A barrier of rank 0 alone and one of all others later matched by chance, and weights were taken over there."""
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
+        _train(ddp, optimizer, rank, [2, 2], 0)
+
+        def go_on():
+            if rank == 0:
+                dist.barrier()
+            _train(ddp, optimizer, rank, [2, 2], 1)
+            dist.barrier()
+
+        with pytest.raises(MismatchError) as caught:
+            go_on()
+        places = [call.split("test_uneven.py:")[1] for call in caught.value.calls.values()]
+        assert places[0] != places[1]
+        assert "to the same line" in str(caught.value)
+
+    run_ranks(fn, 2)
+
+
 def test_a_rank_that_left_a_step_half_done_has_not_run_out_of_data():
     def fn(rank, world_size):
         model = _model()
@@ -456,11 +514,11 @@ def test_who_meets_in_the_background_makes_no_step_before_all_are_up_to_date():
     _assert_equal([first, second])
 
 
-def test_it_can_be_switched_off():
+def test_it_must_be_asked_for():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model(), uneven_inputs=False)
+        ddp = phalanx.DistributedDataParallel(_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
-        with pytest.raises(MismatchError, match="Join"):
+        with pytest.raises(MismatchError, match=r"uneven_inputs=True .*Join"):
             _train_and_meet(ddp, optimizer, rank, [1, 2])
 
     run_ranks(fn, 2)

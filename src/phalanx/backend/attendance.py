@@ -26,8 +26,11 @@ WAITS, STEP, BACKGROUND = 0, 2, 4  # roles of a call: PLX_FLAG_* in csrc/layout.
 EVEN_ADVICE = "Give every rank the same number of batches: phalanx.DistributedSampler does, and drop_last=True"
 """For ranks that run out of data where the others can't go on without them."""
 
-JOIN_ADVICE = f"{EVEN_ADVICE}; or train inside `with torch.distributed.algorithms.Join([model]):`."
-"""The same where PyTorch's way works."""
+JOIN_ADVICE = (
+    f"{EVEN_ADVICE}; or pass uneven_inputs=True to phalanx's DistributedDataParallel, on one host; or train inside "
+    "`with torch.distributed.algorithms.Join([model]):`."
+)
+"""The same where the others can, if they are asked to."""
 
 
 def tell_absence(absent: Sequence[int], num_steps: int) -> str:
@@ -37,7 +40,7 @@ def tell_absence(absent: Sequence[int], num_steps: int) -> str:
     was, steps = "were" if len(absent) > 1 else "was", "steps" if num_steps > 1 else "step"
     return (
         f"{ranks(absent).capitalize()} {was} out of the last {num_steps} training {steps}, as ranks are that have run "
-        "out of data: what they wait at, the others must come to as well."
+        "out of data: where they wait, the others must come as well, to the same line."
     )
 
 

@@ -48,10 +48,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     Gradients are averaged once per backward, not once per forward: two forwards and then their two backwards end in the
     right mean.
 
-    Two arguments are ours. `sync_batchnorm`: True lets BatchNorm layers normalize over all ranks' batches
+    Three arguments are ours. `sync_batchnorm`: True lets BatchNorm layers normalize over all ranks' batches
     (`phalanx.SyncBatchNorm`), "auto" does so if a rank's first batch has fewer than 16 samples, and logs that it did.
     `check`: the first 3 steps are watched for common mistakes (every rank reads the same batch, say), each of which is
-    one warning in the log of rank 0; docs/mistakes.md lists them. False watches nothing.
+    one warning in the log of rank 0; docs/mistakes.md lists them. False watches nothing. `uneven_inputs`: True lets
+    ranks that have run out of data wait at a collective while the others train on, where all share memory; in the end
+    all come to it, at the same line. It must be asked for: a barrier under `if rank == 0` looks the same.
 
     Names follow the tree of modules, as in PyTorch: the wrapped module is the child `module`, and the keys of
     `state_dict()` begin with `module.`; `ddp.module.state_dict()` has them without. `load_state_dict` takes both kinds.
@@ -93,7 +95,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         *,
         sync_batchnorm: SyncChoice = False,
         check: bool = True,
-        uneven_inputs: bool = True,
+        uneven_inputs: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)  # disables what happens in its context
