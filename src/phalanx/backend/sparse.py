@@ -99,6 +99,6 @@ def _exchange(
     """All ranks' entries, of which each rank has as many as `counts` says."""
     all_indices = indices.new_empty((sum(counts), indices.shape[1]))
     all_values = values.new_empty((sum(counts), *values.shape[1:]))
-    memory.gather(list(all_indices.split(counts)), indices, span)
-    memory.gather(list(all_values.split(counts)), values, span)
+    memory.gather(list(torch.split(all_indices, counts)), indices, span)
+    memory.gather(list(torch.split(all_values, counts)), values, span)
     return all_indices, all_values
