@@ -62,6 +62,25 @@ def test_digits_script_is_what_a_person_would_write():
     assert by_rank == ["torch.manual_seed(job.rank)  # each process has a dropout of its own"]
 
 
+def test_the_demo_says_when_its_speeds_say_nothing(monkeypatch, capsys):
+    """On a busy machine it said that two ranks train 6.72 times as fast as one."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import demo
+
+    def log(*rates):
+        return "".join(f"epoch 1/4: 9 samples in 1 s, {rate:,} samples/s\n" for rate in rates) + "test accuracy 0.9\n"
+
+    for runs, said in (
+        ((log(10, 2000, 2100), log(10, 4000, 4200), log(1, 1)), "two ranks train 2.00 times as fast as one"),
+        ((log(10, 2000, 2100), log(10, 4000, 9000), log(1, 1)), "other programs use these cores, and the speeds say"),
+    ):
+        left = list(runs)
+        monkeypatch.setattr(demo, "train", lambda *_, left=left: left.pop(0))
+        demo.main()
+        assert said in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, "demo")
+
+
 def test_the_transformer_learns_letters_and_writes_some(tmp_path):
     output = run(tmp_path, PHALANX_RUN, "char_transformer.py", "--steps", 64, "--sample", 20)
     bits = [float(number) for number in re.findall(r"samples/s, bits_per_letter ([\d.]+)", output)]
