@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.system.phalanx_command import run, write_script
+from tests.system.phalanx_command import run, start, write_script
 
 FAIL = """
 import ctypes, os, signal, sys, time
@@ -290,3 +290,52 @@ def test_breakpoint_says_how_to_debug_a_rank(tmp_path: Path) -> None:
     assert finished.code == 1
     assert "ranks have no terminal" in finished.err.partition("First failure")[2]
     assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1" in finished.err
+
+
+def test_no_traceback_is_told_twice(tmp_path: Path) -> None:
+    # The first failure's stood there as its rank had printed it, and again at the end; an error of all ranks, once more
+    # for each of them that was not in step.
+    script = write_script(
+        tmp_path,
+        "import os, sys\n"
+        "print('before', file=sys.stderr)\n"
+        "print('\\r50%', end='', file=sys.stderr)\n"
+        "raise ValueError('all of us')\n",
+    )
+    logs = tmp_path / "logs"
+    finished = run("--no-preload", "--log-dir", str(logs), "--nproc-per-node", "3", script)
+    assert finished.code == 1
+    assert finished.err.count("Traceback") == finished.err.partition("First failure")[2].count("Traceback") == 1
+    assert {line for line in finished.err.splitlines() if line.startswith("[")} >= {
+        "[0-2] before"
+    } or "[0]" in finished.err
+    assert any("raise ValueError" in path.read_text() for path in logs.iterdir())
+
+
+def test_who_waits_for_the_others_to_end_hears_of_the_failure_and_other_tracebacks_are_shown(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import os, signal, sys\n"
+        "def clean_up(*_):\n    raise KeyError('consequence')\n"
+        "signal.signal(signal.SIGTERM, clean_up)\n"
+        "os.mkfifo(sys.argv[1] + os.environ['RANK'])\n"
+        "other = sys.argv[1] + '01'[os.environ['RANK'] == '0']\n"
+        "while not os.path.exists(other): pass\n"
+        "if os.environ['RANK'] == '0': raise ValueError('cause')\n"
+        "try:\n    signal.pause()\n"
+        "finally:\n    open(other).read()\n",
+    )
+    with start(
+        "run", "--no-preload", "--grace", "600", "--nproc-per-node", "2", script, str(tmp_path / "f")
+    ) as running:
+        assert running.process.stderr is not None
+        said = running.process.stderr.readline()
+        assert said.startswith(
+            "phalanx run: rank 0 has failed: ValueError: cause at script.py:8 (exit code 1). More when"
+        )
+        (tmp_path / "f0").open("w").close()
+        finished = running.finish()
+    before, _, last = finished.err.partition("First failure: rank 0")
+    assert "[1] KeyError: 'consequence'" in before
+    assert "ValueError: cause" in last
+    assert finished.err.count("Traceback") == 2

@@ -152,14 +152,14 @@ def describe_failures(
         lines.append("After it, and probably because of it:")
         same: dict[str, list[int]] = {}
         for failure in others:
-            same.setdefault(_summarise(failure), []).append(failure.rank)
+            same.setdefault(summarise(failure), []).append(failure.rank)
         if stopped:
             same["stopped by phalanx run"] = stopped
         if abandoned:
             same["not started any more"] = list(abandoned)
         lines += [f"  rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}: {how}" for how, ranks in same.items()]
         lines.append("")
-    lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {first.pid}): {_summarise(first)}")
+    lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {first.pid}): {summarise(first)}")
     if first.report and first.report.traceback:
         lines += ["", first.report.traceback.rstrip()]
     elif first.exit and first.exit.dump:
@@ -176,7 +176,8 @@ def without_launcher(dump: str) -> str:
     return "\n".join(line for i, line in enumerate(lines) if not (ours and ours[0] <= i < ours[-1] + 3))
 
 
-def _summarise(failure: Failure) -> str:
+def summarise(failure: Failure) -> str:
+    """`ValueError: the data is wrong at train.py:88 (exit code 1)`."""
     report, end = failure.report, failure.exit
     if end is None:
         how = "had not ended yet"

@@ -24,7 +24,7 @@ from phalanx.launch.agent.stragglers import describe_stragglers
 from phalanx.launch.agent.supervision import Action, Kill, Supervision, Tell
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_rank_environment
-from phalanx.launch.failure import Exit, Report
+from phalanx.launch.failure import Exit, Report, summarise
 from phalanx.launch.output.fold import format_ranks
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
@@ -37,6 +37,7 @@ _MAX_DUMP_BYTES = 1 << 16
 _SWEEP_LIMIT_S = 6.0  # a zygote that has not swept by then is killed: the agent sweeps
 _FORKS_AHEAD = 8  # ranks that the zygote was told to fork and has not: their descriptors are on their way
 _READ_S = 0.05  # a flood of output makes way for signals and events this often
+_TELL_END_AFTER_S = 1.0
 _LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
 
 
@@ -64,6 +65,7 @@ class Attempt:
         self._early: list[Report] = []  # of ranks that the zygote has forked and not told us of
         self._next = 0  # the first rank that was not forked yet
         self._sweep_due: float | None = None
+        self._tell_end_at: float | None = None
         self._swept = False
         self.zygote_lost = False  # it has ended
         self.zygote_given_up = False  # because we killed it: it did not answer
@@ -89,6 +91,7 @@ class Attempt:
                 self._loop(lambda: self._swept)
                 if not self.zygote_lost:
                     self._host.pump.drain()
+                self._host.pump.release(self.first)
         finally:
             for fd in (*self._dumps.values(), *self._stacks.values(), *([store] if store is not None else [])):
                 os.close(fd)
@@ -149,7 +152,11 @@ class Attempt:
             poll.register(control.fileno(), select.POLLIN | (select.POLLOUT if control.waiting else 0))
             for writer in host.pump.writers:
                 poll.register(writer.fd, select.POLLOUT)
-            times = [at for at in (self.state.next_due, host.pump.next_due, self._sweep_due) if at is not None]
+            times = [
+                at
+                for at in (self.state.next_due, host.pump.next_due, self._sweep_due, self._tell_end_at)
+                if at is not None
+            ]
             left_s = min([_LONGEST_WAIT_S, *(max(0.0, at - time.monotonic()) for at in times)])
             ready = {fd for fd, _ in poll.poll(left_s * 1000 + 1)}
             if host.signals in ready:
@@ -182,15 +189,37 @@ class Attempt:
         end = time.monotonic() + _READ_S
         for fd in self._host.pump.pipes:
             if fd in ready:
-                self._host.pump.read(fd)
+                self._host.pump.read(fd, self._read_reports)  # a rank reports its failure before it prints it
                 if time.monotonic() > end:
                     return
 
     def _on_time(self) -> None:
         now = time.monotonic()
         self._do(self.state.on_time(now))
+        if self.state.phase not in ("running", "settling"):
+            self._host.pump.release(self.first)
+            if self._tell_end_at is None and self.state.interrupted is None:
+                self._tell_end_at = now + _TELL_END_AFTER_S
+        if self._tell_end_at is not None and now >= self._tell_end_at:
+            self._tell_end_at = float("inf")
+            self._tell_end()
         if self._sweep_due is not None and now > self._sweep_due and not self._swept:
             self._give_up_zygote()
+
+    def _tell_end(self) -> None:
+        """The others take their time to end: whoever looks on does not wait for them to hear what has happened."""
+        failures, running = self.state.failures, len(self.state.running)
+        if failures and running and self.state.interrupted is None and not self.state.overdue:
+            self._host.pump.say(
+                f"phalanx run: rank {failures[0].rank} has failed: {summarise(failures[0])}. More when all have ended: "
+                f"{_count(running)} may still take up to {self.state.grace_s:g} s"
+            )
+
+    @property
+    def first(self) -> int | None:
+        """The rank whose traceback will be told at the end; None if none will be."""
+        failures = [] if self.state.interrupted is not None or self.state.overdue else self.state.failures
+        return failures[0].rank if failures and failures[0].report is not None else None
 
     def _give_up_zygote(self) -> None:
         """End it by force, and with it the ranks; what they leave behind the agent sweeps."""
@@ -270,6 +299,8 @@ class Attempt:
     def _hear(self, report: Report) -> None:
         # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
         if self._pids[report.rank] == report.pid:
+            if report.traceback and self.state.phase in ("running", "settling"):
+                self._host.pump.expect(report.rank, report.traceback)
             self._do(self.state.on_report(report, time.monotonic()))
 
     def _on_signal(self, number: int) -> None:

@@ -59,6 +59,7 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
         door.close()
         zygote.close(kill_descendants([zygote.pid]))
         folder.close()
+        host.pump.release(None)
         host.pump.drain()
         _flush(host)
         host.pump.close()
@@ -116,6 +117,7 @@ def _tell_failures(plan: JobPlan, host: Host, state: Supervision, flight: Flight
         host.pump.say("\n" + story)
     name = socket.gethostname()
     host.pump.say("\n" + describe_failures(state.failures, plan.num_ranks, name, abandoned=state.abandoned))
+    host.pump.forget()
 
 
 def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None) -> None:
@@ -129,6 +131,7 @@ def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None)
 
 
 def _tell_zygote_lost(host: Host, state: Supervision) -> int:
+    host.pump.release(None)
     pid, status = host.zygote.pid, host.zygote.wait_exit()
     how = name_signal(-status) if status < 0 else f"exit code {status}"
     host.pump.say(

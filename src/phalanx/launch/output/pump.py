@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
+from phalanx.launch.output.echo import Echo
 from phalanx.launch.output.fold import Folder
 from phalanx.launch.output.lines import LineSplitter
 from phalanx.launch.output.logs import LogFile
@@ -32,6 +34,7 @@ class Pump:
         self._redrawn_at = 0.0
         self._prefixes: dict[frozenset[int], bytes] = {}
         self._logs: list[LogFile] = []
+        self._echoes: dict[int, Echo] = {}  # rank -> what it is about to print and was told to us already
         self._told: set[str] = set()  # what cannot be written, said once
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
@@ -69,9 +72,10 @@ class Pump:
         times = [at for at in (self._folder.next_due, self._redraw_at) if at is not None]
         return min(times, default=None)
 
-    def read(self, fd: int) -> bool:
+    def read(self, fd: int, before_it: Callable[[], object] = lambda: None) -> bool:
         """Read what is there, once; False when there was nothing (the pipe is empty or has ended).
 
+        `before_it` is called when the bytes are here and before they count: for what the rank told elsewhere earlier.
         The pipe goes to the end of `pipes`: who reads only some of them in a turn is fair to all.
         """
         rank, stream, splitter = self._pipes[fd] = self._pipes.pop(fd)
@@ -79,6 +83,7 @@ class Pump:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
             return False
+        before_it()
         lines = splitter.feed(data) if data else splitter.finish()
         status = splitter.status
         self._take(rank, stream, lines)
@@ -120,6 +125,24 @@ class Pump:
         self._clear_status()
         self._err.put(encode(text) + b"\n")
 
+    def expect(self, rank: int, traceback: str) -> None:
+        """`rank` is about to print `traceback`: keep it back. The log files get it."""
+        self._echoes.setdefault(rank, Echo(encode(traceback)))
+
+    def release(self, first: int | None) -> None:
+        """Show what was kept back, except of rank `first`, which will be told at the end, and what is equal to that."""
+        told = self._echoes[first].text if first in self._echoes else None
+        now = time.monotonic()
+        for rank, echo in list(self._echoes.items()):
+            if echo.text != told:
+                for line in echo.release():
+                    self._folder.add(rank, 2, line, now)
+                del self._echoes[rank]
+
+    def forget(self) -> None:
+        """What is still kept back was told."""
+        self._echoes.clear()
+
     def close(self) -> None:
         """Close pipes and log files."""
         for fd in tuple(self._pipes):
@@ -139,6 +162,8 @@ class Pump:
                     f"phalanx run: --log-dir: cannot write {log.path}: {log.problem.strerror}. The job goes on; lines "
                     "are missing in the logs until they can be written again.",
                 )
+        if stream == 2 and rank in self._echoes:
+            lines = [shown for line in lines for shown in self._echoes[rank].feed(line)]
         now = time.monotonic()
         for line in lines:
             self._folder.add(rank, stream, line, now)

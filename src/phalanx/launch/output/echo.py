@@ -1,0 +1,35 @@
+"""A traceback that a rank has reported and prints as well: kept back, so that it is not told twice."""
+
+from __future__ import annotations
+
+
+class Echo:
+    """Takes the lines of a rank's stderr, and keeps those that are `text`, as long as no other comes between."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+        self._lines = text.rstrip(b"\n").split(b"\n")
+        self._at = 0  # so many of them have come
+        self._over = False
+
+    def feed(self, line: bytes) -> list[bytes]:
+        """The lines to show now that `line` has come."""
+        if self._over or self._at == len(self._lines):
+            return [line]
+        expected = self._lines[self._at]
+        if self._at == 0:
+            if not line.endswith(expected):
+                return [line]
+            self._at = 1
+            before = line.removesuffix(expected)  # what stood on the line already: a progress bar
+            return [before] if before.strip() else []
+        if line != expected:
+            return [*self.release(), line]
+        self._at += 1
+        return []
+
+    def release(self) -> list[bytes]:
+        """The lines that were kept; no more will be."""
+        kept = [] if self._over else self._lines[: self._at]
+        self._over = True
+        return kept
