@@ -20,6 +20,7 @@ def test_a_folder_is_private_short_and_gone_at_the_end(tmp_path: Path) -> None:
     assert entries(tmp_path) == set()
     folder.close()
     remove(folder.path)
+    remove("")
 
 
 def test_where_no_folder_can_be_made_the_next_place_is_taken(tmp_path: Path) -> None:
@@ -39,6 +40,7 @@ def test_the_folders_of_dead_jobs_are_removed_and_nothing_else(tmp_path: Path) -
     (tmp_path / "phalanx-00000").symlink_to(precious)
     (tmp_path / "phalanx-00001").touch()
     (tmp_path / "phalanx-longer").mkdir()
+    (tmp_path / "phalanx-users").mkdir()  # as long as ours
     kept = entries(tmp_path) - {dead.path}
     for path in kept | {dead.path}:
         if path != young.path:

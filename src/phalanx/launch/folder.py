@@ -20,6 +20,7 @@ from collections.abc import Mapping
 _PREFIX = "phalanx-"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _RANDOM_DIGITS = 5
+_MARK = ".phalanx-job"  # stands in each, so that nothing else is ever removed, whatever its name
 _MAX_TRIES = 100
 _YOUNG_S = 60.0  # a folder this young may belong to a job that has not locked it yet
 
@@ -33,9 +34,11 @@ class JobFolder:
             with contextlib.suppress(OSError):
                 path = _make(os.path.abspath(parent))
                 try:
+                    with open(os.path.join(path, _MARK), "xb"):
+                        pass
                     self._lock = _lock(path)
                 except OSError:  # then nobody could tell whether it is in use
-                    os.rmdir(path)
+                    remove(path)
                     raise
                 self.path = path
                 break
@@ -59,11 +62,13 @@ class JobFolder:
 
 
 def remove(path: str) -> None:
-    """Remove a job's folder with all in it; never raises."""
+    """Remove a job's folder with all in it, if it is one; never raises."""
+    mark = os.path.join(path, _MARK)
+    if not path or not os.path.lexists(mark):
+        return  # there was none, or somebody was faster
     try:
+        os.unlink(mark)
         os.rmdir(path)
-    except FileNotFoundError:
-        pass
     except OSError:
         import shutil  # here, because it loads three compression libraries, and most folders are empty
 
@@ -107,6 +112,7 @@ def _remove_if_dead(path: str) -> None:
         young = time.time() - status.st_mtime < _YOUNG_S
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or young:
             return
+        os.lstat(os.path.join(path, _MARK))  # raises where it is somebody's own folder
         fd = _lock(path)  # raises while its job lives
         try:
             remove(path)
