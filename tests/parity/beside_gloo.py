@@ -21,20 +21,21 @@ def assert_same_as_gloo(
     """
     ours = run_ranks(fn, world_size, *args, backend="phalanx", timeout=timeout)
     theirs = run_ranks(fn, world_size, *args, backend="gloo", timeout=timeout)
-    _compare(ours, theirs, atol)
+    compare(ours, theirs, atol)
     return ours
 
 
-def _compare(ours: Any, theirs: Any, atol: float) -> None:
+def compare(ours: Any, theirs: Any, atol: float) -> None:
+    """Raise AssertionError unless both are the same, in nested lists, tuples and dicts, and tensors differ by no more."""
     if isinstance(ours, torch.Tensor):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, equal_nan=True)
     elif isinstance(ours, dict):
         assert list(ours) == list(theirs)
         for key in ours:
-            _compare(ours[key], theirs[key], atol)
+            compare(ours[key], theirs[key], atol)
     elif isinstance(ours, (list, tuple)):
         assert len(ours) == len(theirs)
         for mine, reference in zip(ours, theirs, strict=True):
-            _compare(mine, reference, atol)
+            compare(mine, reference, atol)
     else:
         assert ours == theirs
