@@ -59,3 +59,14 @@ def test_the_command_imports_no_torch_itself():
     code = "import sys, phalanx.cli.doctor, phalanx.doctor.examination; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("open_files", [5, 8, 30])
+def test_few_open_files_are_a_finding_and_no_traceback(open_files: int) -> None:
+    """With fewer than ten it ended in a traceback of subprocess; with 40 its advice was `ulimit -n 40`."""
+    command = f'ulimit -n {open_files}; exec "$0" -m phalanx.cli doctor'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"limits     {open_files} open files per process, and no more than {open_files} are allowed" in done.stdout
+    assert "raise the hard limit to 4096" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr

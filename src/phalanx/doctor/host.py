@@ -128,6 +128,8 @@ def _name_resolves() -> Probe:
         )
     except subprocess.TimeoutExpired:
         return Probe(False, f"no answer within {_PATIENCE_S} s")
+    except OSError as error:
+        return Probe(False, f"no process could be started to ask: {error.strerror or error}")
     if run.returncode:
         return Probe(False, run.stderr.strip().rpartition("\n")[2])
     return Probe(True, run.stdout.strip())
@@ -142,6 +144,8 @@ def _gpus() -> tuple[Probe, tuple[str, ...]]:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:
         return Probe(False, f"nvidia-smi did not answer within {_PATIENCE_S} s"), ()
+    except OSError as error:
+        return Probe(False, f"nvidia-smi could not be started: {error.strerror or error}"), ()
     if run.returncode:
         return Probe(False, (run.stderr or run.stdout).strip()), ()
     return Probe(True), tuple(line.strip() for line in run.stdout.splitlines() if line.strip())

@@ -36,6 +36,9 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
         how, output, complaint = _describe(run.returncode), run.stdout, run.stderr
     except subprocess.TimeoutExpired as expired:
         how, output, complaint = f"it was stopped after {expired.timeout:.0f} s", _text(expired.stdout), ""
+    except OSError as error:  # of descriptors, processes or memory there are too few for one more process
+        reason = f"no process could be started to try it: {error.strerror or error}"
+        return reason, Probe(False, reason)
     said = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     torch: Torch | str = f"{how}: {_last_line(complaint)}" if complaint else how
     for words in said:
