@@ -27,5 +27,15 @@ def test_a_library_gives_the_numbers_that_it_gives_over_gloo(names):
     assert len(told) == len(names)
 
 
+def test_a_library_that_is_not_told_of_us_chooses_as_without_us():
+    """Accelerate chose "mpi" wherever mpi4py and Phalanx were installed, and a script that names no backend died."""
+    code = "from accelerate import Accelerator; losses.append(Accelerator(cpu=True).num_processes)"
+    ask = f"from tests.libraries.run import in_ranks; print(*in_ranks({code!r}, {{}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=110
+    )
+    assert done.stdout == "{'gloo'} [[[2], {}], [[2], {}]]\n", done.stdout + done.stderr
+
+
 def test_every_block_of_the_document_is_run():
     assert set(blocks()) == {*LIGHT, *BY_HAND}

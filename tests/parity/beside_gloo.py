@@ -26,7 +26,7 @@ def assert_same_as_gloo(
 
 
 def compare(ours: Any, theirs: Any, atol: float) -> None:
-    """Raise AssertionError unless both are the same, in nested lists, tuples and dicts, and tensors differ by no more."""
+    """Raise AssertionError unless both are the same, through lists, tuples and dicts; tensors may differ by `atol`."""
     if isinstance(ours, torch.Tensor):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, equal_nan=True)
     elif isinstance(ours, dict):

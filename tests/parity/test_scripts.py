@@ -1,8 +1,7 @@
 """Loops as articles and other people's repositories write them: the losses and weights that torch's DDP has over Gloo.
 
-All of them run in one group, one after the other, over PyTorch's wrapper and over ours. Two of them found what no test had:
-gradients that a user keeps were overwritten by the next backward (`gradients_that_are_kept`), and those upstream of a
-parameter that was unsqueezed were wrong (`accumulation_by_an_attribute_with_tied_weights`, one sample per rank).
+All of them run in one group, one after the other, over PyTorch's wrapper and over ours. One of them found what
+no test had: small gradients that a user keeps were overwritten by the next backward (`gradients_that_are_kept`).
 """
 
 import copy
