@@ -20,6 +20,8 @@ from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.checkpoint.atomic import remove_abandoned, replace_file
 from phalanx.errors import CheckpointError
 
+# Python 3.12 warns of torch's native threads; none is used in the children here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 OLD, NEW = b"old" * 1000, b"new" * 1000
 
 
