@@ -64,6 +64,37 @@ def test_visitors_that_say_nothing_make_room_for_others(door):
         sock.close()
 
 
+def test_who_was_shown_out_meanwhile_is_nobody_and_who_came_in_its_place_is_heard(door):
+    # The numbers that were ready are those of a moment ago.
+    assert door.read(12345) is None
+    with visit(door) as sock:
+        fd = door.fds[1]
+        assert door.read(fd) is None
+        sock.send(b'{"kind": "look"}')
+        heard = door.read(fd)
+        assert heard.message == {"kind": "look"}
+        heard.close()
+    assert len(door.fds) == 1
+
+
+def test_all_who_wait_are_let_in_but_none_is_shown_out_unheard(door):
+    waiting = []
+    for number in range(100):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect("\0" + door.address.partition(":")[0])
+        sock.send(b'{"number": %d}' % number)
+        waiting.append(sock)
+    heard = []
+    while len(heard) < 100:
+        for fd in door.fds:
+            if (said := door.read(fd)) is not None:
+                heard.append(said.message["number"])
+                said.close()
+    assert sorted(heard) == list(range(100))
+    for sock in waiting:
+        sock.close()
+
+
 def test_a_shut_door_has_no_address_left_behind():
     door = Door()
     name = door.address.partition(":")[0]

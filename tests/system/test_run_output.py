@@ -15,20 +15,28 @@ import pytest
 from tests.system.phalanx_command import run, start, write_script
 
 
+def together(folder: Path, num_ranks: int) -> str:
+    """The first lines of a script whose ranks print at the same time, however late the machine has started one."""
+    return (
+        f"import os\nfolder = {str(folder)!r}\nopen(os.path.join(folder, 'here_' + os.environ['RANK']), 'x').close()\n"
+        f"while sum(name.startswith('here_') for name in os.listdir(folder)) < {num_ranks}: pass\n"
+    )
+
+
 def test_equal_lines_fold_and_others_carry_their_rank(tmp_path: Path) -> None:
-    script = write_script(tmp_path, "import os; print('same'); print('rank', os.environ['RANK'])")
+    script = write_script(tmp_path, together(tmp_path, 3) + "print('same'); print('rank', os.environ['RANK'])")
     finished = run("--no-preload", "--nproc-per-node", "3", script)
     assert sorted(finished.lines) == ["[0-2] same", "[0] rank 0", "[1] rank 1", "[2] rank 2"]
 
 
 def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
-    script = write_script(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)")
+    script = write_script(tmp_path, together(tmp_path, 2) + "import sys; print('out'); print('err', file=sys.stderr)")
     finished = run("--no-preload", "--nproc-per-node", "2", script)
     assert (finished.out, finished.err) == ("[0-1] out\n", "[0-1] err\n")
 
 
 def test_output_is_live(tmp_path: Path) -> None:
-    script = write_script(tmp_path, "import signal; print('here'); signal.pause()")
+    script = write_script(tmp_path, together(tmp_path, 2) + "import signal; print('here'); signal.pause()")
     with start("run", "--no-preload", "--nproc-per-node", "2", script) as running:
         assert running.read_until("here") == "[0-1] here\n"
         running.process.send_signal(signal.SIGTERM)

@@ -22,6 +22,7 @@ PREFIX = "phalanx-agent-"
 
 _MAX_PACKET_BYTES = 1 << 17
 _MAX_FDS = 2
+_QUEUE = 128  # how many may wait to be let in
 _MAX_VISITORS = 64  # who says nothing while so many others come is shown out
 
 
@@ -54,7 +55,7 @@ class Door:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             listener.bind(f"\0{name}")
-            listener.listen(128)
+            listener.listen(_QUEUE)
         except OSError:  # a sandbox without Unix sockets: the job runs, unobserved
             listener.close()
             return
@@ -67,12 +68,15 @@ class Door:
         return () if self._listener is None else (self._listener.fileno(), *self._visitors)
 
     def read(self, fd: int) -> Visit | None:
-        """Take what arrived on `fd`, one of `fds`: a new visitor, or what one says."""
+        """Take what arrived on `fd`: new visitors, or what one says. None where that is nothing, or nothing sensible.
+
+        `fd` was one of `fds`; meanwhile the visitor may have been shown out, and another have come under its number.
+        """
         assert self._listener is not None
         if fd == self._listener.fileno():
             self._admit(self._listener)
             return None
-        return self._hear(self._visitors.pop(fd))
+        return self._hear(self._visitors[fd]) if fd in self._visitors else None
 
     def close(self) -> None:
         """Nobody is heard any more."""
@@ -84,22 +88,35 @@ class Door:
             self._listener = None
 
     def _admit(self, listener: socket.socket) -> None:
-        try:
-            visitor, _ = listener.accept()
-        except OSError:
-            return
-        if peer_of(visitor).uid != os.getuid():
-            visitor.close()
-            return
-        visitor.setblocking(False)
-        self._visitors[visitor.fileno()] = visitor
-        if len(self._visitors) > _MAX_VISITORS:
-            self._visitors.popitem(last=False)[1].close()
+        admitted = 0
+        # Many at once, because another user of the host can fill the queue and keep the ranks out; not so many that a
+        # visitor could be shown out before anybody has listened to it.
+        for _ in range(_QUEUE):
+            if admitted == _MAX_VISITORS // 2:
+                return
+            try:
+                visitor, _ = listener.accept()
+            except OSError:
+                return
+            if peer_of(visitor).uid != os.getuid():
+                visitor.close()
+                continue
+            admitted += 1
+            visitor.setblocking(False)
+            self._visitors[visitor.fileno()] = visitor
+            if len(self._visitors) > _MAX_VISITORS:
+                self._visitors.popitem(last=False)[1].close()
 
     def _hear(self, visitor: socket.socket) -> Visit | None:
         fds: Sequence[int] = ()
         try:
             data, fds, _, _ = socket.recv_fds(visitor, _MAX_PACKET_BYTES, _MAX_FDS)
+        except BlockingIOError:
+            return None  # it has yet to say something
+        except OSError:
+            data = b""
+        del self._visitors[visitor.fileno()]
+        try:
             for fd in fds:
                 os.set_inheritable(fd, False)
             message = json.loads(data)
