@@ -210,3 +210,32 @@ def test_without_a_group_it_says_what_to_call():
             phalanx.shared_empty(3)
 
     run_ranks(ask, 1, init=False)
+
+
+def test_a_reduction_of_what_is_one_memory_for_all_ranks_is_refused():
+    """Every rank wrote the sum into what the others still read: an all_reduce of a parameter that
+    ZeroRedundancyOptimizer shares gave another number each time."""
+
+    def fn(rank, world_size):
+        layer = torch.nn.Linear(300, 300)
+        optimizer = phalanx.ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1)
+        before = layer.weight.detach().clone()
+        calls = (dist.all_reduce, lambda one: dist.reduce(one, 0), lambda one: dist.all_reduce(one, dist.ReduceOp.MAX))
+        for tensor in (layer.weight.data, layer.weight.detach()[3:5], layer.bias.data):
+            for call in calls:
+                with pytest.raises(ValueError, match=r"on rank \d: the tensor of shape .* one memory for all ranks"):
+                    call(tensor)
+        work = dist.all_reduce(layer.weight.data, async_op=True)
+        with pytest.raises(ValueError, match="reduce a clone"):
+            work.wait()
+        assert torch.equal(layer.weight, before)
+        mean = layer.weight.detach().clone()
+        dist.all_reduce(mean)
+        assert torch.equal(mean, before * world_size)
+        known = dist.group.WORLD._memory.arena.one_memory
+        shared, before = phalanx.shared_empty(5, owner=0), len(known)
+        del shared
+        assert len(known) == before - 1
+        assert optimizer is not None
+
+    run_ranks(fn, 2)

@@ -122,6 +122,8 @@ class Arena:
         self._members = tuple(members)
         self._lock = threading.RLock()  # a finalizer may come in the middle, in the same thread
         self._heap: int | None = None
+        self.one_memory: dict[int, range] = {}
+        """Addresses of the blocks that are one memory for all ranks, by their index."""
         self._blocks_in_use = 0
         self._closed = False
         self._placement: Placement | None = None
@@ -212,6 +214,8 @@ class Arena:
         assert self._heap is not None
         whose = self.rank if owner is None else owner
         buffer = (ctypes.c_char * nbytes).from_address(self._heap + whose * self._heap_bytes + offset)
+        if owner is not None and self.world_size > 1:
+            self.one_memory[index] = range(ctypes.addressof(buffer), ctypes.addressof(buffer) + nbytes)
         weakref.finalize(buffer, self._let_go, index).atexit = False  # tensors may outlive the exit hooks
         return buffer
 
@@ -255,6 +259,7 @@ class Arena:
                 self._placement.remove(block)
 
     def _let_go(self, index: int) -> None:
+        self.one_memory.pop(index, None)
         self.core.release(index)  # which does nothing once the group is closed
         self._put_back()
 

@@ -229,6 +229,8 @@ class SharedMemory:
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """As `all_reduce` with SUM, for a contiguous tensor of a real dtype: the shortest way to the core."""
+        if self.arena.one_memory:
+            self._refuse_one_memory(tensor)
         site = self._sites.get(place)
         at = tensor.data_ptr()
         me = threading.get_ident()
@@ -260,7 +262,13 @@ class SharedMemory:
             self.check(status, Span(timeout_s, 0))
 
     def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: Any = None) -> None:
-        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
+        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first.
+
+        Raises:
+            ValueError: the tensor is one memory for all ranks.
+        """
+        if self.arena.one_memory:
+            self._refuse_one_memory(tensor)
         src = dense(scaled(tensor, factor))
         dst = src if factor is None or not is_plain(tensor) else tensor
         self._collective(
@@ -279,6 +287,16 @@ class SharedMemory:
         )
         if dst is not tensor and root in (-1, self.arena.rank):
             write_back(tensor, dst)
+
+    def _refuse_one_memory(self, tensor: Tensor) -> None:
+        at = tensor.data_ptr()
+        if tensor.numel() and any(at in addresses for addresses in list(self.arena.one_memory.values())):
+            raise ValueError(
+                f"all_reduce in group {self.group!r} on rank {self.arena.rank}: the tensor of shape "
+                f"{tuple(tensor.shape)} lies in one memory for all ranks (a parameter of ZeroRedundancyOptimizer, or "
+                "shared_empty(owner=...)): each would read what others have already written.\nIt holds the same on "
+                "every rank; to reduce another value of each rank, reduce a clone."
+            )
 
     def broadcast(self, tensor: Tensor, root: int, span: Span) -> None:
         """`tensor` becomes root's."""

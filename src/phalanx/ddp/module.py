@@ -48,6 +48,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     Gradients are averaged once per backward, not once per forward: two forwards and then their two backwards end in the
     right mean.
 
+    A process that you fork shares `.grad` with this one: it is not copied on write. Clone before what it shall read.
+
     Three arguments are ours. `sync_batchnorm`: True lets BatchNorm layers normalize over all ranks' batches
     (`phalanx.SyncBatchNorm`), "auto" does so if a rank's first batch has fewer than 16 samples, and logs that it did.
     `check`: the first 3 steps are watched for common mistakes (every rank reads the same batch, say), each of which is

@@ -50,7 +50,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     whole ones.
     Cost: two gates per step, and of each slice one copy that lets survivors undo the update of a rank that dies.
 
-    Whatever else writes into a parameter writes for all ranks: let one rank do it, with a barrier after it.
+    Whatever else writes into a parameter writes for all ranks: let one rank do it, with a barrier after it. A process
+    that you fork sees every later step as well, since shared memory is not copied on write: clone before the fork what
+    it shall read. `all_reduce` of a parameter is refused.
 
     Arguments:
         params: parameters, named parameters, or groups, as any optimizer takes them; the same on every rank.

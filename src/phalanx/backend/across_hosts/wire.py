@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from phalanx.engines.engine import Pending
+from phalanx.log import get_logger, warn_once
 
-_MOST_RESIDUALS = 64
+_logger = get_logger(__name__)
+
+# Of this host's memory, for each rank: so much as eight ranks may take half of it.
+_SHARE = 1 / 16
+# A tensor that has not come while so many times all others have is not expected any more.
+_ROUNDS = 4
+
+
+@dataclass
+class _Residual:
+    values: Tensor
+    met: int  # when it was last asked for, in tensors
 
 
 class Wire:
     """Rounds float32 to `dtype` on the way out. What is sent is also what the sender keeps, so all ranks end with the
     same bits: a partial sum is given away anyhow, and a finished one must be the same at home as abroad.
 
-    With error feedback, what rounding took from a tensor is added to the same tensor the next time.
+    With error feedback, what rounding took from a tensor is added to the same tensor the next time. What is kept takes
+    at most `most_bytes`, by default a sixteenth of the host's memory. A tensor for which there is no room goes without,
+    and that is said once: to forget the oldest for it would, where tensors come in turn, forget each before it comes.
     Source: Seide et al. (2014), 1-bit SGD; Karimireddy et al. (2019), error feedback fixes SignSGD.
     """
 
-    def __init__(self, dtype: torch.dtype | None, *, error_feedback: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype | None, *, error_feedback: bool = False, most_bytes: int | None = None
+    ) -> None:
         self._dtype = dtype
         self._feedback = error_feedback
-        self._residuals: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._most_bytes = _memory_bytes() if most_bytes is None else most_bytes
+        self._num_met = 0
+        self._num_bytes = 0
+        self._residuals: OrderedDict[tuple[int, int], _Residual] = OrderedDict()  # the one met last is at the end
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Whether tensors of `dtype` are shortened."""
@@ -35,14 +56,37 @@ class Wire:
         if not self._feedback:
             return None
         name = (key, buffer.numel())
-        residual = self._residuals.pop(name, None)
+        self._num_met += 1
+        residual = self._residuals.get(name)
         if residual is None:
-            residual = torch.zeros_like(buffer)
-        self._residuals[name] = residual
-        if len(self._residuals) > _MOST_RESIDUALS:
-            self._residuals.popitem(last=False)
-        buffer.add_(residual)
-        return residual.zero_()
+            residual = self._keep(name, buffer)
+            if residual is None:
+                return None
+        residual.met = self._num_met
+        self._residuals.move_to_end(name)
+        buffer.add_(residual.values)
+        return residual.values.zero_()
+
+    def _keep(self, name: tuple[int, int], buffer: Tensor) -> _Residual | None:
+        """Room for one more, in the place of those that have not come for long; None if there is none."""
+        nbytes = buffer.numel() * buffer.element_size()
+        while self._residuals and self._num_bytes + nbytes > self._most_bytes:
+            oldest, residual = next(iter(self._residuals.items()))
+            if self._num_met - residual.met <= _ROUNDS * len(self._residuals):
+                break
+            del self._residuals[oldest]
+            self._num_bytes -= residual.values.numel() * residual.values.element_size()
+        if self._num_bytes + nbytes > self._most_bytes:
+            warn_once(
+                _logger,
+                f"error_feedback: what rounding took from {len(self._residuals)} tensors takes "
+                f"{self._num_bytes} bytes, and no more than {self._most_bytes} are kept; further ones are rounded "
+                "without feedback.",
+            )
+            return None
+        self._num_bytes += nbytes
+        self._residuals[name] = residual = _Residual(torch.zeros_like(buffer), self._num_met)
+        return residual
 
     def shorten(self, view: Tensor, lost: Tensor | None) -> Tensor:
         """`view` in the wire's type; `view` becomes what arrives, and `lost` grows by the difference."""
@@ -70,3 +114,7 @@ class Widening:
         """Return when `view` holds what came."""
         self._pending.wait(timeout)
         self._view.copy_(self._short)
+
+
+def _memory_bytes() -> int:
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE)
