@@ -222,6 +222,12 @@ def _on_one_host(launch: Launch, prefix: str, deadline: Deadline) -> Any:
 
 
 def _around_rank_0(launch: Launch, door: Door, deadline: Deadline) -> Any:
+    if not os.path.isdir("/proc/self/fd"):  # torch would look for the file for five minutes
+        raise PhalanxError(
+            f"init_process_group under {launch.launcher} on rank {launch.rank}: the job's store is in memory without a "
+            "name, to which only /proc leads, and there is no /proc here.\n"
+            "Mount /proc, or set MASTER_ADDR and MASTER_PORT."
+        )
     if launch.rank == 0:
         with memory("phalanx-store", 0) as fd, Counter(door.token, at=door.path) as counter:
             _kept.append(os.dup(fd))
