@@ -30,13 +30,6 @@ static int any_in_heap(const struct plx_group *g) {
   return 0;
 }
 
-/* Where each rank's tensor lies, if all of them lie in their ranks' heaps; the offsets need not be the same. */
-static int all_in_heap(const struct plx_group *g, uint64_t *offset) {
-  for (uint32_t r = 0; r < g->world; r++)
-    if ((offset[r] = plx_rank_of(g, r)->call[g->turn & 1].heap) == PLX_NO_HEAP) return 0;
-  return 1;
-}
-
 static int reduce_direct(struct plx_group *g, struct plx_wait *w, const struct plx_call *call, const char *in, char *out,
                          size_t bytes, size_t width, plx_reduce_fn kernel) {
   const void *src[PLX_MAX_WORLD];
@@ -119,13 +112,6 @@ static int reduce_in_place(struct plx_group *g, struct plx_wait *w, const uint64
   return plx_gate(g, w);
 }
 
-/* The offset of `data` in our heap, or PLX_NO_HEAP. */
-static uint64_t heap_offset(const struct plx_group *g, const void *data, size_t bytes) {
-  if (g->heaps == NULL) return PLX_NO_HEAP;
-  uintptr_t base = (uintptr_t)g->heaps[g->rank], at = (uintptr_t)data;
-  return at >= base && at + bytes <= base + g->heap_bytes ? at - base : PLX_NO_HEAP;
-}
-
 static int reduce_staged(struct plx_group *g, struct plx_wait *w, const struct plx_call *call, const void *in, void *out,
                          size_t bytes, size_t width, plx_reduce_fn kernel) {
   if (call->root >= 0 || bytes <= direct_limit(g)) return reduce_direct(g, w, call, in, out, bytes, width, kernel);
@@ -138,7 +124,7 @@ int plx_all_reduce(struct plx_group *g, struct plx_wait *w, const struct plx_ori
   if (kernel == NULL || root >= (int)g->world) return PLX_INVALID;
   size_t width = plx_dtype_size(dtype), bytes = count * width;
   struct plx_call call = plx_new_call(g, root < 0 ? PLX_ALL_REDUCE : PLX_REDUCE, count, dtype, redop, root);
-  if (root < 0 && in == out && bytes > HEAP_FROM_BYTES) call.heap = heap_offset(g, out, bytes);
+  if (root < 0 && in == out && bytes > HEAP_FROM_BYTES) call.heap = plx_heap_offset(g, out, bytes);
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   int code;
   if (call.heap == PLX_NO_HEAP) {
@@ -147,7 +133,7 @@ int plx_all_reduce(struct plx_group *g, struct plx_wait *w, const struct plx_ori
     plx_publish(g, &call);
     code = plx_first_gate(g, w, &call);
     uint64_t offset[PLX_MAX_WORLD];
-    if (code == PLX_OK) code = all_in_heap(g, offset) ? reduce_in_place(g, w, offset, bytes, width, kernel) : IN_HEAP;
+    if (code == PLX_OK) code = plx_all_in_heap(g, offset) ? reduce_in_place(g, w, offset, bytes, width, kernel) : IN_HEAP;
   }
   if (code == IN_HEAP) { /* some in the heap, some not: all begin again, through the stage */
     g->turn++;

@@ -35,6 +35,17 @@ int plx_broadcast(struct plx_group *g, struct plx_wait *w, const struct plx_orig
   return plx_finish(g, record, &call, code);
 }
 
+/* All inputs lie in their ranks' heaps: what is left of them, from `at` on, is read where it lies. */
+static int gather_in_heap(struct plx_group *g, struct plx_wait *w, const void *in, void *const *out, const size_t *bytes,
+                          size_t at, const uint64_t *offset, int keep) {
+  for (uint32_t i = 0; keep && i < g->world; i++) {
+    uint32_t r = (g->rank + i) % g->world;
+    const void *from = i == 0 ? in : g->heaps[r] + offset[r];
+    if (at < bytes[r]) plx_copy((char *)out[r] + at, (const char *)from + at, bytes[r] - at);
+  }
+  return plx_gate(g, w); /* nobody writes into its input again before all have read it */
+}
+
 int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *in, void *const *out,
                const size_t *bytes, int dtype, int root) {
   if (root >= (int)g->world) return PLX_INVALID;
@@ -43,8 +54,10 @@ int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin 
   struct plx_call call = plx_new_call(g, root < 0 ? PLX_ALL_GATHER : PLX_GATHER, bytes[0], dtype, PLX_SUM, root);
   call.digest = plx_digest(bytes, g->world);
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
-  int keep = root < 0 || (uint32_t)root == g->rank;
+  int keep = root < 0 || (uint32_t)root == g->rank, in_heap = 0;
   size_t at = 0, mine = bytes[g->rank];
+  uint64_t offset[PLX_MAX_WORLD];
+  if (longest > g->stage_bytes && g->world > 1) call.heap = plx_heap_offset(g, in, mine);
   int code = PLX_OK;
   do {
     if (at == 0) plx_publish(g, &call);
@@ -57,9 +70,11 @@ int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin 
       uint32_t r = (g->rank + i) % g->world;
       if (at < bytes[r]) plx_copy((char *)out[r] + at, plx_stage_of(g, r, g->turn), plx_min(g->stage_bytes, bytes[r] - at));
     }
+    if (at == 0 && call.heap != PLX_NO_HEAP) in_heap = plx_all_in_heap(g, offset);
     g->turn++;
     at += g->stage_bytes;
-  } while (at < longest);
+  } while (at < longest && !in_heap);
+  if (code == PLX_OK && in_heap) code = gather_in_heap(g, w, in, out, bytes, at, offset, keep);
   return plx_finish(g, record, &call, code);
 }
 

@@ -56,4 +56,19 @@ static inline int plx_finish(struct plx_group *g, struct plx_record *record, con
   return code;
 }
 
+/* The offset of `data` in our heap, or PLX_NO_HEAP. */
+static inline uint64_t plx_heap_offset(const struct plx_group *g, const void *data, size_t bytes) {
+  if (g->heaps == NULL) return PLX_NO_HEAP;
+  uintptr_t base = (uintptr_t)g->heaps[g->rank], at = (uintptr_t)data;
+  return at >= base && at + bytes <= base + g->heap_bytes ? at - base : PLX_NO_HEAP;
+}
+
+/* After the first gate: where each rank's tensor lies, if all of them lie in their ranks' heaps; the offsets need not be
+ * the same. All ranks come to the same answer. */
+static inline int plx_all_in_heap(const struct plx_group *g, uint64_t *offset) {
+  for (uint32_t r = 0; r < g->world; r++)
+    if ((offset[r] = plx_rank_of(g, r)->call[g->turn & 1].heap) == PLX_NO_HEAP) return 0;
+  return 1;
+}
+
 #endif

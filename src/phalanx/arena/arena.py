@@ -149,6 +149,11 @@ class Arena:
         _arenas.add(self)
 
     @property
+    def heap_bytes(self) -> int:
+        """Of each rank's heap."""
+        return self._heap_bytes
+
+    @property
     def closed(self) -> bool:
         """Whether this rank has left."""
         return self._closed

@@ -9,6 +9,7 @@ names where torch looks backends up, and the rest follows when somebody asks for
     env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
     env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
     monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
+    _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
     _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
 
 (Only `csrc/interpose.c` reaches deeper: into libc10's allocation, when DDP asks for gradients in shared memory.)
@@ -19,6 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import sys
 import types
@@ -98,6 +100,31 @@ def serve_launcher() -> None:
     """
     _extend_start()
     _serve_agents_store()
+    _serve_dist2()
+
+
+@_once
+def _serve_dist2() -> None:
+    """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups; it has a table of backends of its own."""
+    try:
+        dist2 = importlib.import_module("torch.distributed._dist2")
+    except ImportError:  # before torch 2.8
+        return
+    numbers = itertools.count()
+
+    def create(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **kwargs: Any) -> Any:
+        home = importlib.import_module("phalanx.backend")
+        options = types.SimpleNamespace(
+            store=store,
+            group_rank=rank,
+            group_size=world_size,
+            timeout=timeout,
+            group_id=f"dist2-{next(numbers)}",
+            global_ranks_in_group=[],
+        )
+        return home.create_process_group(options, home.Options(**kwargs))
+
+    dist2.register_backend("phalanx", create)
 
 
 @_once
@@ -155,6 +182,7 @@ def _serve_our_backend(plugin: Any) -> None:
     backend: Any = dist.Backend
     backend._plugins["PHALANX"] = plugin
     _serve_agents_store()
+    _serve_dist2()
     _extend_scheme("env", "env_rendezvous", ours_only=True)
     _extend_scheme("tcp", "address_rendezvous", ours_only=True)
     _extend_monitored_barrier()

@@ -75,6 +75,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         self._closed = False
         self._closing = threading.RLock()  # a signal handler may come in the middle
         self._done = DoneWork()
+        self._scratch: Any = None  # memory for `allocate_tensor`, once somebody asked
         self._attendance: Attendance | None = None  # once somebody trains over the group
         _groups.add(self)
 
@@ -143,8 +144,26 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     # What torch asks of a backend object; the group answers for itself.
     supports_splitting = False
     supports_coalescing = False
-    supports_tensor_alloc = False
     supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` has memory from which collectives copy less: FSDP2 asks, if it is told to."""
+        memory = self._memory
+        return torch.device(device).type == "cpu" and isinstance(memory, SharedMemory) and self._size > 1
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of `size` elements that the other ranks can read where it lies, while there is room for such.
+
+        The first call of a group is collective. Large tensors of this kind are gathered with one copy, not two.
+        """
+        if not self.supports_tensor_alloc(device):
+            raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
+        if self._scratch is None:
+            from phalanx.backend.scratch import Scratch  # after this module: it needs a group
+
+            self._scratch = Scratch(self)
+        tensor: torch.Tensor = self._scratch.allocate(size, dtype)
+        return tensor
 
     @property
     def options(self) -> Any:
@@ -261,6 +280,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
             self._memory.leave_in_flight()
             ended = self._settle(_JOIN_S)
         self._recent.clear()
+        self._scratch = None
         if in_order and self._attendance is not None:
             self._attendance.leave()
         if ended or isinstance(self._memory, SharedMemory):  # whose memory stays for whoever is still inside
