@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from phalanx.collectives import (
@@ -23,6 +25,7 @@ from phalanx.collectives import (
     ring,
 )
 from phalanx.collectives.schedule import chunk_bounds
+from phalanx.testing import run_ranks
 
 from .conftest import UNEQUAL, every_schedule
 
@@ -247,3 +250,32 @@ def _play_in_one_thread(schedule: Schedule, buffers: list[Array]) -> None:
     assert len(posted) == count, "a receive was started after the first pause"
     for one in plays:
         assert list(one) == []
+
+
+def test_direct_adds_in_the_order_in_which_the_core_adds():
+    """It said that chunk c begins at rank c and goes round; the core adds from rank 0 to the last, in every chunk.
+
+    The values cancel, so that each of the three orders leaves another result.
+    """
+
+    def value(rank: int, count: int) -> Array:
+        parts = np.array([1e8, 1.0, -1e8], np.float32)
+        return parts[(np.arange(count) // 7 + rank) % 3]
+
+    counts = (3, 1000, 30_000)  # in the core: staged and added by each, by slices
+
+    def fn(rank: int, world_size: int) -> list[Array]:
+        totals = [torch.from_numpy(value(rank, count)) for count in counts]
+        for total in totals:
+            dist.all_reduce(total)
+        return [total.numpy() for total in totals]
+
+    for ours in run_ranks(fn, 3):
+        for count, core in zip(counts, ours, strict=True):
+            buffers = [value(rank, count) for rank in range(3)]
+            expected = (buffers[0] + buffers[1]) + buffers[2]
+            run(build("direct", "all_reduce", Topology.one_host(3)), buffers)
+            for buffer in (*buffers, core):
+                np.testing.assert_array_equal(buffer, expected)
+    backwards = (value(2, 1000) + value(1, 1000)) + value(0, 1000)
+    assert not np.array_equal(backwards, (value(0, 1000) + value(1, 1000)) + value(2, 1000))

@@ -4,14 +4,14 @@ The ranks of one host see each other's buffers, so nobody sends: rank r combines
 wait, then everybody copies the finished chunks. This schedule explains and prices what the C core does.
 
 Steps: 2, a barrier each. Bytes read per rank: S(P-1)/P in each (S bytes).
-Order: chunk c by rank, starting at rank c and going round: ((x[c] + x[c+1]) + …) + x[c-1].
+Order: by rank, as the core adds: ((x[0] + x[1]) + …) + x[P-1].
 """
 
 from __future__ import annotations
 
 from phalanx.collectives.schedule import Kind, Phase, Schedule, Transfer, require_world_size
 
-ORDER = "chunk number i by rank, starting at rank i and going round"
+ORDER = "by rank, from 0 to the last, the same for each chunk"
 
 
 def _everyone(name: str, size: int, kind: Kind) -> Phase:
@@ -29,9 +29,10 @@ def _everyone(name: str, size: int, kind: Kind) -> Phase:
         name=name,
         num_steps=1 if size > 1 else 0,
         sends=sends,
-        sources=lambda step, rank: [(rank + distance) % size for distance in range(1, size)],
+        sources=lambda step, rank: [src for src in range(size) if src != rank],
         senders=lambda step: range(size),
         one_sided=True,
+        by_rank=True,
     )
 
 

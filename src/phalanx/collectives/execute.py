@@ -130,6 +130,7 @@ def _receive(
 ) -> _Arrivals:
     arrivals = _Arrivals([], [])
     used = 0
+    below: dict[int, B] = {}  # by rank: what came from lower ranks, by chunk; our own part is added to that
     for t in step.recvs:
         begin, end = bounds[t.start], bounds[t.stop]
         if end == begin:
@@ -138,9 +139,20 @@ def _receive(
         if t.kind == "reduce":
             theirs = staging[used : used + end - begin]
             used += end - begin
-            arrivals.parts.append((view, theirs, view) if t.src < t.dst else (view, view, theirs))
+            lower = below.get(t.start) if step.by_rank else None
+            if lower is not None and t.src < t.dst:
+                arrivals.parts.append((lower, lower, theirs))
+            elif step.by_rank and t.src < t.dst:
+                below[t.start] = theirs
+            else:
+                if lower is not None:
+                    arrivals.parts.append((view, below.pop(t.start), view))
+                arrivals.parts.append((view, theirs, view) if t.src < t.dst else (view, view, theirs))
             view = theirs
         arrivals.handles.append(recv(t.src, view))
+    for start, lower in below.items():
+        view = buffer[bounds[start] : bounds[start] + len(lower)]
+        arrivals.parts.append((view, lower, view))
     return arrivals
 
 

@@ -11,7 +11,7 @@ the ranks of a host copy the finished slices from each other.
     hosts (0 1 2) (3)          across: 0 ↔ 3 on x, 1 ↔ 3 on y, 2 ↔ 3 on z
 
 Steps: 2 inside, and 2(H-1) across with a ring. Bytes that leave a host: 2S(H-1)/H (S bytes), however many ranks it has.
-Order: each host's ranks by number, from the slice's driver and round; then the hosts as the algorithm between them.
+Order: each host's ranks in their order; then the hosts as the algorithm between them.
 
 Source: Cho, Finkler, Kung and Hunter (2019), BlueConnect: decomposing all-reduce for deep learning on heterogeneous
 network hierarchy; here with shared memory for the innermost level and hosts of unequal size.
@@ -56,7 +56,7 @@ def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
 
     def others(rank: int) -> list[int]:
         host, local = topology.hosts[topology.host_of[rank]], local_rank[rank]
-        return [*host[local + 1 :], *host[:local]]
+        return [*host[:local], *host[local + 1 :]]
 
     def sends(step: int, rank: int) -> list[Transfer]:
         transfers = []
@@ -72,6 +72,7 @@ def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
         sources=lambda step, rank: others(rank),
         senders=lambda step: range(topology.world_size),
         one_sided=True,
+        by_rank=True,
     )
 
 
@@ -137,5 +138,5 @@ def all_reduce(topology: Topology, across: Schedule) -> Schedule:
             *(_across(phase, slices) for phase in across.phases),
             _inside("inside hosts: all-gather", slices, "copy"),
         ),
-        order=f"each host's ranks by number, from the slice's driver and round; then, of hosts: {across.order}",
+        order=f"each host's ranks in their order; then, of hosts: {across.order}",
     )

@@ -56,6 +56,8 @@ class Phase:
     """Each step has the same sources, destinations, widths and kinds; only which chunks differs."""
     one_sided: bool = False
     """The receiver reads the source's memory: a step costs one latency, however many it reads from."""
+    by_rank: bool = False
+    """The receiver combines in the order of the ranks, its own part at its own place; else its own part comes first."""
     per_link: int = 1
     """At most so many transfers go from one rank to one other in a step; they arrive in the order they are listed."""
 
@@ -131,16 +133,17 @@ class Schedule:
         for number, phase, within in self.steps():
             sends, recvs = tuple(phase.sends(within, rank)), phase.recvs(within, rank)
             if sends or recvs:
-                yield RankStep(number, phase.name, sends, recvs)
+                yield RankStep(number, phase.name, sends, recvs, phase.by_rank)
 
 
 class RankStep(NamedTuple):
-    """What one rank sends and receives in one step; the receives are combined in this order."""
+    """What one rank sends and receives in one step; it combines in this order (and see `Phase.by_rank`)."""
 
     number: int
     phase: str
     sends: tuple[Transfer, ...]
     recvs: tuple[Transfer, ...]
+    by_rank: bool = False
 
 
 def chunk_bounds(length: int, num_chunks: int) -> list[int]:

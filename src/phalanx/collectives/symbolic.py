@@ -149,6 +149,7 @@ def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers
     sent = {(t.src, chunk) for t in transfers for chunk in range(t.start, t.stop)}
     written: dict[tuple[int, int], Transfer] = {}
     for rank in range(len(state)):
+        below: dict[int, Value] = {}  # by rank: what came from lower ranks, to which our own part is added
         for t in step.phase.recvs(step.within, rank):
             received.append(t)
             for chunk in range(t.start, t.stop):
@@ -161,12 +162,20 @@ def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers
                 if t.kind == "reduce":
                     if mine is None:
                         raise ValueError(f"{_words(t)}: rank {rank} has no chunk {chunk} to combine with")
-                    if twice := sorted(mine.contributors & value.contributors):
+                    counted = mine.contributors | (below[chunk].contributors if chunk in below else frozenset())
+                    if twice := sorted(counted & value.contributors):
                         raise ValueError(f"{_words(t)}: chunk {chunk} would count ranks {twice} twice")
-                    value = trees.combine(mine, value)
+                    if step.phase.by_rank and t.src < rank:
+                        below[chunk] = trees.combine(below[chunk], value) if chunk in below else value
+                        continue
+                    value = trees.combine(trees.combine(below.pop(chunk), mine) if chunk in below else mine, value)
                 elif (rank, chunk) in sent:
                     raise ValueError(f"{_words(t)}: chunk {chunk} is overwritten while rank {rank} sends it")
                 state[rank][chunk] = value
+        for chunk, value in below.items():
+            mine = state[rank][chunk]
+            assert mine is not None  # or it had been refused above
+            state[rank][chunk] = trees.combine(value, mine)
     if sorted(received) != arrivals:
         wrong = next(iter(set(received) ^ set(arrivals)))
         raise ValueError(f"{_words(wrong)}: the source and the destination do not agree that this happens")
