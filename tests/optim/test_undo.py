@@ -3,13 +3,15 @@
 import os
 import random
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.optim.models import backward, same, values, wrapped
 from torch import optim
 
-from phalanx import PeerLostError, ZeroRedundancyOptimizer, _core, shared_empty
+from phalanx import DeadlineError, PeerLostError, ZeroRedundancyOptimizer, _core, shared_empty
 from phalanx.optim import undo
 from phalanx.testing import run_ranks
 
@@ -106,6 +108,40 @@ def test_a_rank_killed_in_the_update_leaves_one_whole_step(window):
         return "old" if same(got, old) else "new" if same(got, values(plain)) else "torn"
 
     assert run_ranks(updated, 3, lost=(VICTIM,)) == [outcome, None, outcome]
+
+
+class Stuck(optim.SGD):
+    """Stops half way on one rank, until the others have given up."""
+
+    def step(self, closure=None):
+        super().step()
+        pieces = self.param_groups[0]["params"]
+        if dist.get_rank() == VICTIM and any(piece.grad is not None for piece in pieces):
+            with torch.no_grad():
+                pieces[0].add_(1.0)
+            dist.group.WORLD._store.wait(["0", "2"], timedelta(seconds=100))
+
+
+def test_a_rank_that_is_stuck_in_the_update_is_waited_for_as_long_as_the_timeout_says(monkeypatch):
+    """After the group's timeout it was waited for another 30 s, and then the error said "within 6.0 s"."""
+    monkeypatch.setattr(undo, "_PATIENCE_S", 3600.0)
+
+    def updated(rank, world_size):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), Stuck, lr=0.1)
+        backward(ddp, rank, 0)
+        old = values(ddp)
+        dist.barrier()
+        if rank != VICTIM:
+            dist.group.WORLD.set_timeout(timedelta(seconds=1))
+        with pytest.raises(DeadlineError) as late:
+            optimizer.step()
+        survived = same(values(ddp), old)
+        dist.group.WORLD._store.set(str(rank), "over")
+        assert "no answer from rank 1" in str(late.value) or rank == VICTIM
+        return survived
+
+    assert run_ranks(updated, 3)[::2] == [True, True]
 
 
 def test_a_rank_killed_at_any_moment_leaves_one_whole_step(kill):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.deadline import Deadline
-from phalanx.errors import ClosedError, PeerLostError
+from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.optim.home import Home
 from phalanx.optim.plan import Plan
 
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
 _WORDS_APART = 16  # 64-bit words: each rank's in lines of its own
 _LOOK_S = 0.001
-# A survivor that is still updating needs as long as an update takes; one that is stopped is not waited for longer.
+# A survivor that is still updating needs as long as an update takes; one that let the group's timeout pass had its time.
 _PATIENCE_S = 30.0
 
 
@@ -118,9 +118,9 @@ class Undo:
         try:
             dist.barrier(group=self._group)
             self._refuse_if_one_gave_up()
-        except BaseException:
+        except BaseException as error:
             self._say(_GAVE_UP)
-            self._settle()
+            self._settle(error)
             raise
         try:
             self._save()
@@ -133,8 +133,8 @@ class Undo:
         try:
             dist.barrier(group=self._group)
             self._refuse_if_one_gave_up()
-        except BaseException:
-            self._settle()
+        except BaseException as error:
+            self._settle(error)
             raise
         self._failed_at = 0
 
@@ -174,23 +174,24 @@ class Undo:
                 ranks=tuple(gone),
             )
 
-    def _settle(self) -> None:
-        """Make all parameters those of one step, together with the other survivors."""
+    def _settle(self, error: BaseException) -> None:
+        """Make all parameters those of one step, together with the other survivors, after `error` at a gate."""
         words = [self._word(rank) for rank in range(self._world_size)]
         if min(words) < 4 * self._number:
             return  # somebody never arrived, so nobody passed gate A
-        self._await_others()
+        self._await_others(error.missing if isinstance(error, DeadlineError) else ())
         words = [self._word(rank) for rank in range(self._world_size)]
         if all(_completed(word, self._number) for word in words):
             return
         for rank in range(self._world_size):
             self._restore(rank)
 
-    def _await_others(self) -> None:
+    def _await_others(self, late: Collection[int]) -> None:
         deadline = Deadline.after(_PATIENCE_S)
         for rank in range(self._world_size):
             while (
                 rank != self._rank
+                and rank not in late
                 and self._word(rank) < 4 * self._number + _DONE
                 and self._group.arena.core.alive(rank)
                 and not deadline.passed
