@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx.arena.recorder import Record
+from phalanx.arena.recorder import Record, read
 from phalanx.backend.unreached import tell_earlier_parting, tell_left_alone, tell_parting
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import run_ranks
@@ -126,10 +126,18 @@ def test_in_a_sub_group_its_own_numbers_count():
         assert "Rank 1 is in all_reduce #n (test_unreached.py), which ranks 0, 2 have not reached: they are" in message
 
 
+def stands_in_barrier(rank):
+    records = read(dist.group.WORLD.arena.core, rank)
+    return bool(records) and records[-1].name == "barrier" and not records[-1].leave_ns
+
+
 def test_the_others_wait_in_another_group():
     def check(rank, world_size):
-        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        group = dist.new_group()
+        group.set_timeout(timedelta(seconds=0.5))
         if rank == 0:
+            while not all(stands_in_barrier(other) for other in (1, 2)):
+                pass  # however long it takes
             with pytest.raises(DeadlineError) as caught:
                 evaluate(group)
             dist.barrier()
