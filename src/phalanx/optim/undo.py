@@ -36,7 +36,7 @@ from phalanx.optim.plan import Plan
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
 _WORDS_APART = 16  # 64-bit words: each rank's in lines of its own
 _LOOK_S = 0.001
-# A survivor that is still updating needs as long as an update takes; one that let the group's timeout pass had its time.
+# A survivor that is still updating needs as long as an update takes; one that let the timeout pass has had its time.
 _PATIENCE_S = 30.0
 
 
