@@ -126,6 +126,22 @@ def test_make_fx_draws_the_collectives_and_the_graph_carries_them_out():
     assert run_ranks(_draw, 2) == [[True] * 4] * 2
 
 
+def _transform(rank, world_size):
+    def scaled(x):
+        y = (x * 2).detach().clone()
+        dist.all_reduce(y)
+        return (y * x).sum()
+
+    x = torch.arange(3.0) + rank
+    assert torch.equal(torch.func.functionalize(_function)(x), _function(x))
+    return torch.func.grad(scaled)(x).tolist()
+
+
+def test_torch_func_transforms_a_function_with_a_collective():
+    """Its tensors have no memory of their own: the dispatcher takes them apart, which we had gone around."""
+    assert run_ranks(_transform, 2) == [[2.0, 6.0, 10.0]] * 2
+
+
 def _events(rank, world_size, use_kineto):
     x = torch.ones(3, 4)
     with profile(use_kineto=use_kineto, record_shapes=True) as profiled:

@@ -26,7 +26,7 @@ from phalanx.backend.arguments import (
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.memoryless import FakeCall, nothing_done, without_fakes
 from phalanx.backend.process_group.identity import Identity
-from phalanx.backend.process_group.observed import early_modes, num_modes, observed, tell, told
+from phalanx.backend.process_group.observed import early_modes, num_modes, observed, tell, told, transform
 from phalanx.backend.shared_memory import Span, is_plain, write_back
 from phalanx.backend.sites import calling_site
 from phalanx.dtypes import REAL_CODES
@@ -59,7 +59,9 @@ class Collectives(Identity):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Each tensor becomes the reduction over ranks."""
-        if (num_modes() or early_modes[0] is not None or profiler._is_profiler_enabled) and not told():
+        if (
+            num_modes() or early_modes[0] is not None or transform() is not None or profiler._is_profiler_enabled
+        ) and not told():
             seen: Work = tell(self, "allreduce", (tensors, *(a for a in (opts, timeout) if a is not None)), {})
             return seen
         # The call that everybody makes, without a detour: a sum of one plain tensor that is waited for. The general

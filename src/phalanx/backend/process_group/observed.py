@@ -1,8 +1,9 @@
-"""How PyTorch's own tools see our operations: the profiler, and the modes that watch the dispatcher.
+"""How PyTorch's own tools see our operations: the profiler, and what looks on at the dispatcher.
 
 A call of torch's own groups goes through an operator of the dispatcher, `c10d::allreduce_` and the like, where
-CommDebugMode, DebugMode, every TorchDispatchMode and make_fx look on. A call of ours does not: it is Python from end to
-end, which is why it is fast. So while such a mode is active, and only then, a call takes the long way:
+CommDebugMode, DebugMode, every TorchDispatchMode and make_fx look on, and torch.func unwraps its tensors. A call of
+ours does not: it is Python from end to end, which is why it is fast. So while one of these is active, and only then,
+it takes the long way:
 
     group.allreduce ─▶ a plain group of torch's, the face ─▶ c10d::allreduce_ ─▶ modes ─▶ our kernel ─▶ group.allreduce
                        (torch packs the arguments)                                       (at BackendSelect)
@@ -29,6 +30,7 @@ from torch._C import _distributed_c10d as c10d
 _torch: Any = c10d  # whose stubs lack what is used here
 _library_of: Any = torch.library.Library
 num_modes = torch._C._len_torch_dispatch_stack
+transform = torch._C._functorch.maybe_current_level  # of torch.func: functionalize, grad, vmap
 # make_fx(pre_dispatch=True) keeps its modes, [tracing, functionalisation], in a list of its own: read where it lies,
 # since to ask torch for it takes a tenth of a microsecond.
 early_modes: list[Any] = getattr(
@@ -62,7 +64,7 @@ _EVENTS = {
 
 
 def observed(cls: _Group) -> _Group:
-    """Let PyTorch's tools see the operations that the class defines; while none looks, a call costs three questions."""
+    """Let PyTorch's tools see the operations that the class defines; while none looks, a call costs four questions."""
     wrapped: dict[Any, Any] = {}
     for name, method in list(vars(cls).items()):
         if name in _EVENTS and name != "allreduce":  # which asks for itself: the call for which a frame more is much
@@ -76,7 +78,9 @@ def observed(cls: _Group) -> _Group:
 def _observed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (num_modes() or early_modes[0] is not None or profiler._is_profiler_enabled) and not told():
+        if (
+            num_modes() or early_modes[0] is not None or transform() is not None or profiler._is_profiler_enabled
+        ) and not told():
             return tell(self, name, args, kwargs)
         return method(self, *args, **kwargs)
 
@@ -89,15 +93,19 @@ def told() -> bool:
     if getattr(_this_thread, "told", False):
         _this_thread.told = False  # of this call alone
         return True
-    watched = (num_modes() or early_modes[0] is not None) and not getattr(_this_thread, "below", False)
-    return not watched and not torch._C._autograd._profiler_enabled()
+    return not _is_dispatched() and not torch._C._autograd._profiler_enabled()
 
 
 def tell(group: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Carry `group.<name>` out before the eyes of the modes, or of the profiler."""
-    if (num_modes() or early_modes[0] is not None) and not getattr(_this_thread, "below", False):
-        return _through_dispatcher(group, name, args, kwargs)
-    return _profiled(group, name, args, kwargs)
+    return (_through_dispatcher if _is_dispatched() else _profiled)(group, name, args, kwargs)
+
+
+def _is_dispatched() -> bool:
+    """Whether the dispatcher has something to do here with the operator of a call."""
+    if getattr(_this_thread, "below", False):
+        return False
+    return bool(num_modes()) or early_modes[0] is not None or transform() is not None
 
 
 _this_thread = threading.local()  # told; below: it carries an operator out; reduce_op, work: of that operator
