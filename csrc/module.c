@@ -82,6 +82,7 @@ struct patience {
   PyThreadState *thread;
   Group *group;
   uint64_t said_ns;
+  const int32_t *culprit; /* whom it waits for, as far as is known */
 };
 
 static int idle(void *context, uint64_t waited_ns) {
@@ -90,6 +91,7 @@ static int idle(void *context, uint64_t waited_ns) {
   int failed = PyErr_CheckSignals() != 0;
   if (!failed && p->group->idle != NULL && waited_ns >= 1000000000ull && waited_ns - p->said_ns >= 500000000ull) {
     p->said_ns = waited_ns;
+    p->group->culprit = *p->culprit;
     PyObject *result = PyObject_CallFunction(p->group->idle, "d", (double)waited_ns * 1e-9);
     failed = result == NULL;
     Py_XDECREF(result);
@@ -99,8 +101,9 @@ static int idle(void *context, uint64_t waited_ns) {
 }
 
 #define BEGIN(self, timeout_ns, spin)                                                                   \
-  struct patience patience = {NULL, (self), 0};                                                         \
+  struct patience patience = {NULL, (self), 0, NULL};                                                   \
   struct plx_wait wait = {UINT64_MAX, (spin), idle, &patience, -1};                                     \
+  patience.culprit = &wait.culprit;                                                                     \
   uint64_t begun_ns = plx_now_ns();                                                                     \
   if ((timeout_ns) < UINT64_MAX - begun_ns) wait.deadline_ns = begun_ns + (timeout_ns);                 \
   enter(self);                                                                                          \

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx import DistributedDataParallel
 from phalanx.arena.watch import ProcessId
-from phalanx.backend import meeting
+from phalanx.backend import meeting, shared_memory
 from phalanx.backend.seats import Seat, host_identity
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
@@ -167,3 +168,34 @@ def test_a_timeout_that_leaves_no_time_is_refused_before_anybody_waits(seconds, 
             )
 
     run_ranks(check, 2, init=False)
+
+
+def test_a_long_wait_for_gradients_is_announced_with_who_is_missing_and_again(monkeypatch, tmp_path):
+    """The notice said "waiting for other ranks", and was the only one however long the wait."""
+    monkeypatch.setattr(shared_memory, "NOTICE_S", 0.0)
+
+    def check(rank, world_size):
+        lines = []
+        store = dist.FileStore(str(tmp_path / "said"), world_size)
+
+        def emit(record):
+            lines.append(record.getMessage())
+            if len(lines) == 2 and rank == 0:
+                store.set("said", "yes")
+
+        handler = logging.Handler()
+        handler.emit = emit
+        ddp = DistributedDataParallel(torch.nn.Linear(4, 4), check=False)
+        ddp(torch.ones(2, 4)).sum().backward()
+        logging.getLogger("phalanx").addHandler(handler)
+        if rank == 1:
+            store.wait(["said"], timedelta(seconds=50))
+        ddp(torch.ones(2, 4)).sum().backward()
+        return lines
+
+    first, _, _ = run_ranks(check, 3, timeout=120)
+    assert len(first) >= 2
+    for line in first[:2]:
+        assert "gradients #" in line
+        assert "in group '0' on rank 0: waiting for rank 1 for" in line
+        assert "(rank 1 " in line

@@ -57,6 +57,7 @@ class SharedMemory:
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
         self._said_at = 0
+        self._say_again_s = 0.0
 
     def attach(self, arena: Arena) -> None:
         """Take the seat; before the first operation."""
@@ -128,7 +129,7 @@ class SharedMemory:
         return self._places.get(number, "")
 
     def idle(self, waited_s: float) -> None:
-        """The core calls this while it waits: say once per wait who is missing."""
+        """The core calls this while it waits: say who is missing, and again after as long again, who is then."""
         if waited_s < NOTICE_S or self.arena is None or self.arena.closed:
             return
         with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
@@ -136,11 +137,13 @@ class SharedMemory:
 
     def _tell_wait(self, waited_s: float) -> None:
         records = read(self.core, self.arena.rank)
-        if not records or records[-1].enter_ns == self._said_at:
+        if not records or (records[-1].enter_ns == self._said_at and waited_s < self._say_again_s):
             return
         last = records[-1]
-        self._said_at = last.enter_ns
+        self._said_at, self._say_again_s = last.enter_ns, 2 * waited_s
         missing = failures.late(self.core, self.arena.rank, self.arena.world_size) if last.is_collective else []
+        if last.is_collective and not missing and self.core.culprit not in (-1, self.arena.rank):
+            missing = [self.core.culprit]  # in a round of gradients no rank has come further: the core looks at flags
         if not last.is_collective and last.peer >= 0:
             missing = [last.peer]
         stories = "; ".join(f"rank {r} {whereabouts(self.arena, r)}" for r in missing[:8])
