@@ -6,8 +6,9 @@ import atexit
 import contextlib
 import errno
 import os
+import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -63,6 +64,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     store, rank, size = options.store, options.group_rank, options.group_size
     name = options.group_id
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_descriptors_told(f"init_process_group of group {name!r} on rank {rank}"))
         counter, obstacle = _open_counter() if _core is not None else (None, _NO_CORE)
         if counter is not None:
             stack.enter_context(counter)
@@ -215,17 +217,34 @@ def _sees_processes(leader: Seat, member: Seat) -> bool:
 def _no_memory(error: PhalanxError | OSError, rank: int, local_ranks: Sequence[int], name: str) -> str:
     said = error.strerror if isinstance(error, OSError) else error
     leader = local_ranks[0]
-    advice = _ADVICE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    advice = _advice(error.errno) if isinstance(error, OSError) else ""
     if not advice and rank != leader:
         advice = f"If rank {leader}, which leads this host, has ended, its log says why."
     return f"init_process_group of group {name!r} on rank {rank}: {said}.\n{advice}".rstrip()
 
 
-_ADVICE = {
-    errno.EMFILE: "A group needs a descriptor for each rank of the host, and a few: raise the limit (ulimit -n).",
-    errno.ENFILE: "The machine's limit on open files is reached (fs.file-max).",
-    errno.ENOMEM: "Raise the limit on address space (ulimit -v), or free memory.",
-}
+def _advice(number: int | None) -> str:
+    if number == errno.EMFILE:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"This process may have {soft} open files, and a group needs one for each rank of the host, and a few: "
+            "raise the limit (ulimit -n)."
+        )
+    return {
+        errno.ENFILE: "The machine's limit on open files is reached (fs.file-max).",
+        errno.ENOMEM: "Raise the limit on address space (ulimit -v), or free memory.",
+    }.get(number or 0, "")
+
+
+@contextlib.contextmanager
+def _descriptors_told(here: str) -> Iterator[None]:
+    """Whatever finds no free descriptor inside says how many there may be, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise PhalanxError(f"{here}: {error.strerror}.\n{_advice(error.errno)}") from None
 
 
 def _showing(seats: Sequence[Seat], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:

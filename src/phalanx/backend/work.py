@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import weakref
 from collections import deque
@@ -18,6 +19,26 @@ from phalanx.backend.dynamo import untraced
 from phalanx.errors import ClosedError, PhalanxError
 
 _SMALL_BYTES = 64
+
+
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """A daemon thread, running.
+
+    Raises:
+        PhalanxError: the system gives this process no more threads.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        most = "no limit on" if soft == resource.RLIM_INFINITY else f"at most {soft}"
+        raise PhalanxError(
+            f"{name}: {error}: the system refuses. This user may have {most} processes and threads (ulimit -u); a "
+            "container may have a limit of its own (pids.max), and memory for a thread's stack is needed too.\n"
+            "Raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS, DataLoader workers)."
+        ) from None
+    return thread
 
 
 class _Process:
@@ -290,12 +311,11 @@ class Lane:
                 )
                 work.release()
                 return work
+            if self._thread is None:
+                self._thread = start_thread(self._run, self.name)
             if self._ledger is not None:
                 self._ledger.issue()
             self._items.append((action, work))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-                self._thread.start()
             self._changed.notify_all()
         return work
 

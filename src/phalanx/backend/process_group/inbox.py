@@ -15,7 +15,7 @@ from phalanx.arena.arena import timeout_ns
 from phalanx.backend import failures
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.shared_memory import SharedMemory, Span, dense, nbytes, write_back
-from phalanx.backend.work import DoneWork, PhalanxWork
+from phalanx.backend.work import DoneWork, PhalanxWork, start_thread
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError, PhalanxError
@@ -157,9 +157,7 @@ class Inbox:
         with self._starting:
             if not self._begun:
                 self._begun = True
-                thread = threading.Thread(target=self._attend, name=f"phalanx-{self._group}-recv", daemon=True)
-                thread.start()
-                self._thread = thread
+                self._thread = start_thread(self._attend, f"phalanx-{self._group}-recv")
 
     def _attend(self) -> None:
         with contextlib.suppress(ClosedError):

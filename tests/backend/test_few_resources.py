@@ -1,0 +1,64 @@
+"""Limits of the process on descriptors and threads, told with the number and what to do, not as a raw error."""
+
+import os
+import resource
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.backend.work import start_thread
+from phalanx.errors import PhalanxError
+from phalanx.testing import run_ranks
+
+
+def test_a_process_without_a_free_descriptor_is_told_the_limit(tmp_path):
+    """It was "OSError: [Errno 24] Too many open files: '/proc/sys/kernel/random/boot_id'"."""
+
+    def check(rank, world_size):
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        limit = len(os.listdir("/proc/self/fd")) - 1  # without the one that looked
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        with pytest.raises(PhalanxError) as caught:
+            dist.init_process_group("phalanx", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return limit, str(caught.value)
+
+    import phalanx.backend.process_group  # noqa: F401 - in the parent: an import needs descriptors
+
+    limit, text = run_ranks(check, 1, init=False)[0]
+    assert "init_process_group of group '0' on rank 0: Too many open files" in text
+    assert f"This process may have {limit} open files" in text
+    assert "ulimit -n" in text
+
+
+def test_a_user_without_a_free_thread_is_told_the_limit():
+    """It was "can't start new thread", in whatever call happened to be the first that needs one."""
+
+    def check(rank, world_size):
+        if os.getuid() == 0:  # for whom the limit does not hold
+            os.setgid(65534)
+            os.setuid(65534)
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        with pytest.raises(PhalanxError) as caught:
+            start_thread(lambda: None, "phalanx-test")
+        return str(caught.value)
+
+    def ask(rank, world_size):
+        reader, writer = os.pipe()
+        child = os.fork()  # as another user it could not write its outcome
+        if child == 0:
+            try:
+                os.write(writer, check(rank, world_size).encode())
+            except BaseException as error:
+                os.write(writer, repr(error).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            text = pipe.read()
+        os.waitpid(child, 0)
+        return text
+
+    text = run_ranks(ask, 1, init=False)[0]
+    assert "at most 0 processes and threads (ulimit -u)" in text, text
