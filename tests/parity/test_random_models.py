@@ -48,6 +48,8 @@ class Trainer:
             # are views of its buckets; what is then added to one is added to the other.
             options.pop("check")
             together = not case.options["find_unused_parameters"] and (self._added or case.clips)
+            if case.options["find_unused_parameters"]:  # where it can't have both, such gradients are cloned for it
+                self.handles += [p.register_hook(torch.clone) for p in self.model.parameters()]
             self.ddp = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=together, **options)
         if case.when == "after":
             self._register()
