@@ -12,7 +12,8 @@ names where torch looks backends up, and the rest follows when somebody asks for
     _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
     _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
 
-(Only `csrc/interpose.c` reaches deeper: into libc10's allocation, when DDP asks for gradients in shared memory.)
+(`csrc/interpose.c` reaches deeper, into libc10's allocation, when DDP asks for gradients in shared memory; and
+`process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.)
 """
 
 from __future__ import annotations
