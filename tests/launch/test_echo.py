@@ -33,3 +33,11 @@ def test_once_released_the_rest_is_shown() -> None:
     assert feed(echo, b"Traceback:") == []
     assert echo.release() == [b"Traceback:"]
     assert feed(echo, b"  here") == [b"  here"]
+
+
+def test_the_tag_of_torchs_own_hook_is_no_difference() -> None:
+    echo = Echo(TEXT)
+    lines = [b"[rank1]: Traceback:", b"[rank1]:   here", b"[rank1]: ", b"[rank1]: ValueError: x"]
+    assert feed(echo, *lines) == []
+    assert echo.release() == lines
+    assert feed(Echo(TEXT), *lines[:2], b"other") == [*lines[:2], b"other"]

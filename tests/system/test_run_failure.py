@@ -336,3 +336,16 @@ def test_who_waits_for_the_others_to_end_hears_of_the_failure_and_other_tracebac
     assert "[1] KeyError: 'consequence'" in before
     assert "ValueError: cause" in last
     assert finished.err.count("Traceback") == 2
+
+
+def test_no_traceback_is_told_twice_with_the_hook_of_torch_distributed(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"  # from here on torch puts [rank0]: in front of each line
+        "raise ValueError('all of us')\n",
+    )
+    finished = run("--nproc-per-node", "2", script)
+    assert finished.code == 1
+    assert finished.err.count("Traceback") == 1, finished.err
+    assert "[rank" not in finished.err

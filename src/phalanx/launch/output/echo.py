@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_TAG = re.compile(rb"\[rank\d+\]: $")
+
 
 class Echo:
     """Takes the lines of a rank's stderr, and keeps those that are `text`, as long as no other comes between."""
@@ -9,6 +13,7 @@ class Echo:
     def __init__(self, text: bytes) -> None:
         self.text = text
         self._lines = text.rstrip(b"\n").split(b"\n")
+        self._tag = b""  # torch.distributed's hook puts it in front of each line
         self._at = 0  # so many of them have come
         self._over = False
 
@@ -22,14 +27,17 @@ class Echo:
                 return [line]
             self._at = 1
             before = line.removesuffix(expected)  # what stood on the line already: a progress bar
+            tag = _TAG.search(before)
+            if tag is not None:
+                self._tag, before = tag.group(), before[: tag.start()]
             return [before] if before.strip() else []
-        if line != expected:
+        if line.removeprefix(self._tag) != expected:
             return [*self.release(), line]
         self._at += 1
         return []
 
     def release(self) -> list[bytes]:
         """The lines that were kept; no more will be."""
-        kept = [] if self._over else self._lines[: self._at]
+        kept = [] if self._over else [self._tag + line for line in self._lines[: self._at]]
         self._over = True
         return kept
