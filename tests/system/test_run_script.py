@@ -259,3 +259,18 @@ def test_a_pinned_rank_may_have_as_many_workers_as_the_job_has_cores(tmp_path: P
     assert {line.partition("] ")[2] for line in finished.lines} == {"True"}
     assert f"This DataLoader will create {cores} worker" not in finished.err
     assert f"This DataLoader will create {cores + 1} worker" in finished.err
+
+
+def test_a_group_of_our_backend_meets_in_the_agents_store_and_opens_no_port(tmp_path: Path) -> None:
+    # With MASTER_ADDR and MASTER_PORT set, as they are in every rank, it met over TCP, at a port that was only free.
+    script = write_script(
+        tmp_path,
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "while hasattr(store, 'underlying_store'): store = store.underlying_store\n"
+        "print(type(store).__name__)\n"
+        "dist.destroy_process_group()\n",
+    )
+    finished = run("--nproc-per-node", "2", script)
+    assert {line.partition("] ")[2] for line in finished.lines} == {"FileStore"}, finished.err

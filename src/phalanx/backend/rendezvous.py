@@ -63,6 +63,9 @@ def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwarg
 
 def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
     """The handler of `env://` for our backend."""
+    if os.environ.get("PHALANX_STORE") and "RANK" in os.environ and "?" not in url:
+        yield from launched_rendezvous(original, url, timeout, **kwargs)  # the agent keeps the store: no port is opened
+        return
     launch = find_launch(os.environ) if "RANK" not in os.environ and "?" not in url else None
     if launch is None:
         yield from address_rendezvous(original, url, timeout, **kwargs)
