@@ -613,3 +613,26 @@ def test_a_step_that_fails_leaves_no_thread():
     with warnings.catch_warnings(), pytest.raises(KeyError):
         DataParallel(Fails(), 4)(torch.ones(4))
     assert set(threading.enumerate()) == before
+
+
+def test_gradients_that_share_memory_within_a_replica_are_not_added_twice():
+    """With one sample on each replica the gradients of `one` and `other` are views of one tensor; what the second
+    replica added to the first's `one` was in its `other` as well, and was added there again. So was it in the tensor
+    that the caller had given to backward."""
+
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+
+        def forward(self, x):
+            return x + self.one.unsqueeze(0) + self.other.unsqueeze(0)
+
+    for replicas in (2, 3):
+        module = Added()
+        slope = torch.randn(replicas, 4, 4)
+        given = slope.clone()
+        DataParallel(module, replicas)(torch.ones(replicas, 4, 4)).backward(given)
+        assert torch.equal(given, slope)
+        torch.testing.assert_close(module.one.grad, slope.sum(0))
+        torch.testing.assert_close(module.other.grad, slope.sum(0))

@@ -128,6 +128,16 @@ def _take_gradient(leaf: Tensor) -> Tensor | None:
 
 def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
-    # In place where the memory is a replica's own, and nobody else's any more.
-    add = torch.add if any(gradient.is_sparse for gradient in present) else Tensor.add_
-    return functools.reduce(add, present) if present else None
+    if not present:
+        return None
+    if any(gradient.is_sparse for gradient in present):
+        return functools.reduce(torch.add, present)
+    # In place where the memory is a replica's own. It may be that of another gradient, too: of `h + a.unsqueeze(0) +
+    # b.unsqueeze(0)` with one sample on the replica, both are views of what flows on to `h`.
+    first = present[0].clone() if len(present) > 1 and _is_shared(present[0]) else present[0]
+    return functools.reduce(Tensor.add_, present[1:], first)
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether the storage has another holder than `tensor` and the object that asks for it."""
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)
