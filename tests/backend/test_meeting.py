@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.arena.watch import ProcessId
-from phalanx.backend import meeting
+from phalanx.backend import create, meeting
 from phalanx.backend.meeting import meet
 from phalanx.backend.seats import Arrival, Seat, find_dead, find_problem, host_identity
 from phalanx.deadline import Deadline
@@ -203,3 +203,21 @@ def test_only_a_process_that_can_be_seen_counts_as_dead() -> None:
     assert me.is_running()
     assert not me.has_ended()
     assert not ProcessId(me.pid, me.start_ticks + 1, me.namespace).is_running()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_ends_between_the_meeting_and_the_memory_is_named_at_once(victim, tmp_path, monkeypatch) -> None:
+    """Who hands out the memory waited for it until time was up, and blamed a rank that "did not fetch the memory"."""
+
+    def check(rank, world_size):
+        if rank == victim:
+            monkeypatch.setattr(create, "_open_arena", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(PeerLostError) as caught:
+            start(tmp_path / "store", rank, world_size)
+        return caught.value.ranks, str(caught.value)
+
+    for ranks, message in (result for result in run_ranks(check, 3, init=False, lost=(victim,)) if result):
+        if victim == 2 and ranks == (0,):
+            continue  # it had the memory, and rank 0 was gone when it looked around
+        assert ranks == (victim,)
+        assert f"rank {victim} (pid " in message

@@ -8,7 +8,8 @@ import errno
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,7 @@ from phalanx.backend.rendezvous import agent_address
 from phalanx.backend.seats import Seat, host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo import local_address
-from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.log import get_logger, warn_once
 
 try:
@@ -35,6 +36,8 @@ except ImportError:  # no compiler at installation, or no futex on this platform
     _core = None  # type: ignore[assignment]
 
 _logger = get_logger(__name__)
+_LAST_BREATH_S = 0.3  # a process that is killed closes its sockets a moment before it is gone
+_PAUSE_S = 0.01
 _NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
 
 
@@ -189,23 +192,35 @@ def _open_arena(
 
     rank, name = options.group_rank, options.group_id
     members = [Member(seats[r].process, seats[r].cpus) for r in local_ranks]
+    here = f"init_process_group of group {name!r} on rank {rank}"
+
+    def look_after(which: Iterable[int]) -> None:
+        """Of the ranks that have not come for the memory, one may never come."""
+        for who in (local_ranks[i] for i in sorted(which)):
+            if seats[who].process.has_ended():
+                how = f"rank {who} ({seats[who]}) came, and ended before the group was formed"
+                raise PeerLostError(f"{here}: {how}.\nRead its log first.", ranks=(who,))
+
     try:
         if rank == local_ranks[0]:
             show = _showing(seats, local_ranks, options)
             if not all(_sees_processes(seats[rank], seats[r]) for r in local_ranks):
                 counter.open_to_containers()
-            return open_as_leader(counter, members, deadline, lambda missing: None, idle, show=show)
+            return open_as_leader(counter, members, deadline, look_after, idle, show=show)
         door = Door.parse(seats[local_ranks[0]].token)
         if not _sees_processes(seats[local_ranks[0]], seats[rank]):
             door = Door(door.token)
         return open_as_member(door, local_ranks.index(rank), members, deadline, idle)
     except DeadlineError as error:
         missing = tuple(local_ranks[r] for r in error.missing)
-        raise DeadlineError(
-            f"init_process_group of group {name!r} on rank {rank}: {error}.\nRead the log of the missing rank first.",
-            missing=missing,
-        ) from None
+        raise DeadlineError(f"{here}: {error}.\nRead the log of the missing rank first.", missing=missing) from None
+    except PeerLostError:
+        raise
     except (PhalanxError, OSError) as error:
+        patience = Deadline.after(_LAST_BREATH_S if rank != local_ranks[0] else 0.0)
+        while not patience.passed:
+            look_after([0])
+            time.sleep(_PAUSE_S)
         raise PhalanxError(_no_memory(error, rank, local_ranks, name)) from None
 
 

@@ -184,8 +184,8 @@ def host_identity() -> str:
     matter.
     """
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
-            boot = f.read().strip()
+        with open("/proc/sys/kernel/random/boot_id", "rb") as f:
+            boot = f.read().decode().strip()
         network, users = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user"))
         return f"{boot} {network} {users} {os.getuid()}"
     except (FileNotFoundError, PermissionError) as error:
