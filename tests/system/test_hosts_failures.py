@@ -276,3 +276,26 @@ def test_a_destroyed_group_refuses_calls():
         return True
 
     assert all(on_hosts((1, 1), check))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_the_rank_to_blame_is_blamed_also_where_it_keeps_the_store(how, victim):
+    """Rank 0 keeps the store in which the others tell each other what they saw. When it was killed, its neighbour
+    closed its connections, could not say why, and was blamed: 7 times of 7. When it was stopped, its neighbour blamed
+    the ranks of the other host. And when it told of another and ended, the store went before all had heard.
+    """
+
+    def check(rank, world_size, machines):
+        dist.barrier()
+        if rank == victim:
+            os.kill(os.getpid(), how)
+        with pytest.raises((PeerLostError, DeadlineError)) as caught:
+            dist.all_reduce(torch.ones(1000))
+        error = caught.value  # and the program ends with it
+        return type(error), error.ranks if isinstance(error, PeerLostError) else error.missing, str(error)
+
+    results = on_hosts((2, 2), check, lost=(victim,), timeout_s=3.0)
+    for kind, ranks, message in (result for result in results if result):
+        assert kind is (PeerLostError if how is signal.SIGKILL else DeadlineError), message
+        assert ranks == (victim,), message

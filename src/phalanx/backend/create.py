@@ -21,10 +21,11 @@ from phalanx.arena.handover import Counter, Door, new_token
 from phalanx.arena.lifeline import why_unwatched
 from phalanx.arena.watch import ProcessId
 from phalanx.backend import carriers
-from phalanx.backend.meeting import Meeting, meet, ranks
+from phalanx.backend.meeting import Meeting, base_of, meet, ranks
 from phalanx.backend.options import Options
 from phalanx.backend.rendezvous import agent_address
 from phalanx.backend.seats import Seat, host_identity
+from phalanx.backend.tcp_store import is_kept_here
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo import local_address
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
@@ -114,14 +115,13 @@ def _my_seat(counter: Counter | None, obstacle: str, store: Any, settings: Optio
         address=_my_address(store),
         agreed=settings.agreed(),
         obstacle=obstacle,
+        keeps_store=is_kept_here(base_of(store)),
     )
 
 
 def _my_address(store: Any) -> str:
     """This host's address on the way to the job's store, which every rank has reached; empty for a store in a file."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", "")
+    host = getattr(base_of(store), "host", "")
     with contextlib.suppress(OSError):
         return local_address(host) if host else ""
     return ""
@@ -298,7 +298,16 @@ def _connect(counter: Counter, meeting: Meeting, options: Any, settings: Options
     except BaseException:
         arena.close()
         raise
-    memory.attach(arena, engine, Bulletin(options.store.clone(), word, rank, size))
+    store = base_of(options.store)
+    bulletin = Bulletin(
+        options.store.clone(),
+        word,
+        rank,
+        size,
+        keeper=next((r for r, seat in enumerate(seats) if seat.keeps_store), -1),
+        address=(store.host, store.port) if getattr(store, "host", "") else None,
+    )
+    memory.attach(arena, engine, bulletin)
     try:
         if rank == 0:
             meeting.forget()

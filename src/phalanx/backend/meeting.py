@@ -388,7 +388,8 @@ def _say_nothing() -> None:
     pass
 
 
-def _base(store: Any) -> Any:
+def base_of(store: Any) -> Any:
+    """The store itself, without the prefixes that torch puts around it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
@@ -396,13 +397,13 @@ def _base(store: Any) -> Any:
 
 def _address_of(store: Any) -> str:
     """Where a store that has an address is; else nothing."""
-    store = _base(store)
+    store = base_of(store)
     return f"{store.host} port {store.port}" if getattr(store, "host", "") else ""
 
 
 def _file_of(store: Any) -> str:
     """The path of a store in a file that has a name, and so outlives its job; else nothing."""
-    path = str(getattr(_base(store), "path", ""))
+    path = str(getattr(base_of(store), "path", ""))
     return "" if path.startswith("/proc/") else path
 
 

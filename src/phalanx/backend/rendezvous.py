@@ -30,7 +30,7 @@ from phalanx.arena.watch import start_ticks
 from phalanx.backend import unreachable
 from phalanx.backend.addresses import own_addresses, reachable
 from phalanx.backend.start import launched
-from phalanx.backend.tcp_store import open_store
+from phalanx.backend.tcp_store import keeps, open_store
 from phalanx.backend.unreachable import explained
 from phalanx.coordination.launchers import Launch, find_launch, mpi_launch
 from phalanx.deadline import Deadline
@@ -290,6 +290,7 @@ def store_through_mpi(here: str, deadline: Deadline) -> Any:
         addresses = own_addresses()
         # Whoever comes later connects later: nobody waits for all here.
         store = TCPStore(addresses[0], 0, is_master=True, wait_for_workers=False)
+        keeps(store)
         words = json.dumps([addresses, store.port]).encode()
     words = runtime.broadcast(words, here, deadline)
     if runtime.rank == 0:

@@ -34,6 +34,7 @@ class Seat:
     address: str = ""  # of this host, as the others can reach it; empty where the job's store has no address either
     agreed: str = ""  # what must be the same on every rank
     obstacle: str = ""  # why this process can share no memory
+    keeps_store: bool = False  # the job's store ends with this process
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the store."""
@@ -48,6 +49,7 @@ class Seat:
             "address": self.address,
             "agreed": self.agreed,
             "obstacle": self.obstacle,
+            "keeps_store": self.keeps_store,
         }
 
     @classmethod
@@ -63,6 +65,7 @@ class Seat:
             data["address"],
             data["agreed"],
             data["obstacle"],
+            data["keeps_store"],
         )
 
     def has_ended(self, mine: Seat) -> bool:

@@ -7,6 +7,7 @@ that is no store.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -68,7 +69,7 @@ def _connect(place: Meeting, libuv: bool, slice_s: float) -> tuple[Any, str]:
 
 def _keep(place: Meeting, libuv: bool) -> Any:
     try:
-        return TCPStore(
+        store = TCPStore(
             place.host,
             place.port,
             place.world_size,
@@ -82,6 +83,21 @@ def _keep(place: Meeting, libuv: bool) -> Any:
         if not _is_taken(place.port):
             raise DistNetworkError(explain(place, look(place.host, place.port), str(error))) from error
         raise DistNetworkError(explain_taken(place, _contest(place, libuv), str(error))) from error
+    keeps(store)
+    return store
+
+
+_kept: set[tuple[int, int]] = set()
+
+
+def keeps(store: Any) -> None:
+    """Note that this process keeps this store: it ends with us."""
+    _kept.add((os.getpid(), store.port))
+
+
+def is_kept_here(store: Any) -> bool:
+    """Whether this process keeps the store, as far as it was opened here."""
+    return (os.getpid(), getattr(store, "port", -1)) in _kept
 
 
 def _is_taken(port: int) -> bool:

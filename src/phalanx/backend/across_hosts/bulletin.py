@@ -3,6 +3,7 @@
     failure/<meeting>         the story of the first failure; the first to post it wins, and all tell the same
     roll/<meeting>            some rank ran out of time and asks where everybody is
     here/<meeting>/<rank>     its answer
+    heard/<meeting>/<rank>    it knows the story: whoever keeps the store may go
     note/<meeting>/<rank>     how a rank ended, left by itself on its way out
 
 All of it is best effort: a store that has gone, or does not answer (its host was cut off: torch's client would wait
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,11 +26,13 @@ from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
 
 T = TypeVar("T")
+Fate = Literal["ended", "hangs"]
 
 OVER = "The group can no longer be used."
 _ROLL_CALL_S = 0.8
 _GLANCE_S = 0.02  # asked again and again: torch's own wait prints warnings when it times out
 _ANSWER_S = 2.0
+_LINGER_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,20 +77,50 @@ class Position:
 
 
 class Bulletin:
-    """The board of one group. `meeting` is a word that only this group's ranks know."""
+    """The board of one group. `meeting` is a word that only this group's ranks know.
 
-    def __init__(self, store: Any, meeting: str, rank: int, world_size: int) -> None:
+    `keeper` is the rank whose process keeps the store, -1 where it is none of this group, and `address` where it does.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        meeting: str,
+        rank: int,
+        world_size: int,
+        *,
+        keeper: int = -1,
+        address: tuple[str, int] | None = None,
+    ) -> None:
         self._store = store
         self._meeting = meeting
         self._rank = rank
         self._world_size = world_size
         self._answered = False
         self._gone = False
+        self._keeper = keeper
+        self._address = address
 
     @property
     def is_gone(self) -> bool:
         """Whether the store failed to answer; it is not asked again."""
         return self._gone
+
+    def keeper_fate(self) -> tuple[int, Fate] | None:
+        """The rank that kept the store, and what became of it, where the store's silence says that; else None.
+
+        A process that has ended leaves its port closed. One that is stopped leaves it open: the kernel takes
+        connections for it. Only where the host does not answer either may it be the network.
+        """
+        if not self._gone or self._keeper in (-1, self._rank) or self._address is None:
+            return None
+        try:
+            with socket.create_connection(self._address, timeout=_ANSWER_S):
+                return self._keeper, "hangs"
+        except ConnectionRefusedError:
+            return self._keeper, "ended"
+        except OSError:
+            return None
 
     def _try(self, ask: Callable[[], T], default: T) -> T:
         if self._gone:
@@ -131,6 +165,27 @@ class Bulletin:
         while (story := self.story()) is None and not deadline.passed:
             time.sleep(_GLANCE_S)
         return story
+
+    def mark_heard(self) -> None:
+        """Say that this rank knows the story."""
+        self._try(lambda: self._store.set(self._heard(self._rank), ""), None)
+
+    def linger(self, story: Story) -> None:
+        """Before the process goes that keeps the store: let the others read there why, for a second at most.
+
+        Without the store they could only say that this rank is gone.
+        """
+        if self._keeper != self._rank:
+            return
+        heard = [self._heard(r) for r in range(self._world_size) if r != self._rank and r not in story.ranks]
+        deadline = Deadline.after(_LINGER_S)
+        while heard and not deadline.passed and not self._gone:
+            if self._try(lambda: self._store.check(heard), False):
+                return
+            time.sleep(_GLANCE_S)
+
+    def _heard(self, rank: int) -> str:
+        return f"heard/{self._meeting}/{rank}"
 
     # -- how a rank ended ----------------------------------------------------------------------------------------
 

@@ -141,6 +141,7 @@ class Session:
         """How this process ends, for those who will miss it."""
         self._memory.leave_note(note)
         self._bulletin.leave_note(note)
+        self._linger()
 
     def leave_in_flight(self) -> None:
         """Operations are still running here: wake them, for their memory is about to go."""
@@ -152,8 +153,13 @@ class Session:
         if self._attendant is not None:
             self._attendant.close()
         if not self._memory.closed:
+            self._linger()
             self._memory.close()
             self._engine.close()
+
+    def _linger(self) -> None:
+        if self._story is not None:
+            self._bulletin.linger(self._story)
 
     def _is_over(self) -> bool:
         return self._core.poison()[0] != failures.OK
@@ -161,6 +167,8 @@ class Session:
     def _heard(self, story: Story | None) -> None:
         """The group is over. Keep the story: the store may be gone when this rank comes to the next operation."""
         self._story = self._story or story
+        if story is not None:
+            self._bulletin.mark_heard()
         self._end()
 
     def _end(self) -> None:
@@ -233,6 +241,7 @@ class Session:
             if self._story is None:
                 story = self._bulletin.story() or self._tell(cause, span, deadline, peer)
                 self._story = self._bulletin.post(story)
+            self._bulletin.mark_heard()
             self._end()
             raise self._story.error(here) from None
         except BaseException as error:
@@ -356,8 +365,10 @@ class Session:
         if isinstance(cause, ConnectionBroken):
             if deadline.left_s < _SOON_S:
                 return self._late(span.timeout_s, peer)
-            return self._told_by_others(_PATIENCE_S) or self._lost(
-                cause.peer, "its connection closed without a word (killed, crashed, or cut off)"
+            return (
+                self._told_by_others(_PATIENCE_S)
+                or self._told_by_silence(span.timeout_s, deadline)
+                or self._lost(cause.peer, "its connection closed without a word (killed, crashed, or cut off)")
             )
         assert isinstance(cause, LocalFailure)
         if cause.status == failures.DEADLINE:
@@ -366,7 +377,32 @@ class Session:
             local = self._core.poison()[1]
             if local != self.layout.local_rank:  # our own number: the attendant ended the memory for another cause
                 return self._lost(self.layout.local_ranks[local], failures.how_it_ended(self.arena, local))
-        return self._told_by_others(_PATIENCE_S) or Story("broken", f"the core answered {cause.status}.")
+        return (
+            self._told_by_others(_PATIENCE_S)
+            or self._told_by_silence(span.timeout_s, deadline)
+            or Story("broken", f"the core answered {cause.status}.")
+        )
+
+    def _told_by_silence(self, timeout_s: float, deadline: Deadline) -> Story | None:
+        """Where nobody can tell anything, because the rank that keeps the store cannot: then it is that one.
+
+        Its neighbours heard of it first and closed their connections, without being able to say why: whoever lost
+        those would blame them.
+        """
+        fate = self._bulletin.keeper_fate()
+        if fate is None:
+            return None
+        who, what = fate
+        if what == "ended":
+            return self._lost(who, "the job's store, which it kept, is gone with it (killed, or crashed)")
+        span = f" within {timeout_s:.1f} s" if deadline.left_s < _SOON_S else ""
+        return Story(
+            "late",
+            f"no answer from rank {who}{span}.\nRank {who} ({self._names[who]}) keeps the job's store, which does not "
+            "answer, though its host does: it hangs, or is stopped.\n"
+            "Read the log of the missing rank first; if it is only slow, raise `timeout`.",
+            ranks=(who,),
+        )
 
     def _told_by_others(self, patience_s: float) -> Story | None:
         story = self._bulletin.await_story(patience_s)
@@ -382,6 +418,8 @@ class Session:
     def _late(self, timeout_s: float, peer: int | None) -> Story:
         here = self._late_here()  # before they come after all: the roll call gives them time
         answers = self._bulletin.call_roll()
+        if story := self._told_by_silence(timeout_s, Deadline.after(0.0)):
+            return story
         if peer is None:
             missing = self._missing(answers, here)
         else:
