@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.arguments import one
+from phalanx.backend.dynamo import untraced
 from phalanx.backend.mpi.operations import OverMpi
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.shared_memory import dense, write_back
@@ -23,6 +24,7 @@ _ANYBODY = -1
 _PAUSE_S = 0.0005
 
 
+@untraced
 class MpiProcessGroup(PhalanxProcessGroup):
     """All collectives and messages of `torch.distributed` over MPI, on CPU tensors.
 
@@ -95,6 +97,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
         return work
 
 
+@untraced
 class MessageWork(PhalanxWork):
     """A message on its way. Whoever waits for it, or asks for its end, asks MPI."""
 
