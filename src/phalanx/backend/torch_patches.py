@@ -7,6 +7,7 @@ names where torch looks backends up, and the rest follows when somebody asks for
     Backend.PHALANX, Backend.MPI         we hear that the backend is asked for          import torch
     init_process_group without a name    it means ours under `phalanx run`              in a rank of `phalanx run`
     env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
+    FileStore's queues                   it has them, being the store of `phalanx run`  in a rank of `phalanx run`
     env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
     monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
     _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
@@ -101,6 +102,7 @@ def serve_launcher() -> None:
     """
     _extend_start()
     _serve_agents_store()
+    _serve_queues()
     _serve_dist2()
 
 
@@ -131,6 +133,40 @@ def _serve_dist2() -> None:
 @_once
 def _serve_agents_store() -> None:
     _extend_scheme("env", "launched_rendezvous")
+
+
+@_once
+def _serve_queues() -> None:
+    """Let a FileStore, by itself or behind prefixes, have queues; ends when torch's has them."""
+    import torch.distributed as dist
+
+    stores: Any = dist
+    if not hasattr(stores.Store, "queue_push"):  # before torch 2.8
+        return
+    theirs = stores.Store
+
+    def in_file(store: Any) -> bool:
+        while isinstance(store, stores.PrefixStore):
+            store = store.underlying_store
+        return isinstance(store, stores.FileStore)
+
+    def home() -> ModuleType:
+        return importlib.import_module("phalanx.backend.store_queues")
+
+    @functools.wraps(theirs.queue_push)
+    def queue_push(self: Any, key: str, value: str) -> None:
+        home().push(self, key, value) if in_file(self) else theirs.queue_push(self, key, value)
+
+    @functools.wraps(theirs.queue_pop)
+    def queue_pop(self: Any, key: str, block: bool = True) -> Any:
+        return home().pop(self, key, self.timeout, block) if in_file(self) else theirs.queue_pop(self, key, block)
+
+    @functools.wraps(theirs.queue_len)
+    def queue_len(self: Any, key: str) -> Any:
+        return home().length(self, key) if in_file(self) else theirs.queue_len(self, key)
+
+    for store in (stores.FileStore, stores.PrefixStore):
+        store.queue_push, store.queue_pop, store.queue_len = queue_push, queue_pop, queue_len
 
 
 def _extend_start() -> None:
