@@ -300,10 +300,12 @@ def test_no_traceback_is_told_twice(tmp_path: Path) -> None:
         "import os, sys\n"
         "print('before', file=sys.stderr)\n"
         "print('\\r50%', end='', file=sys.stderr)\n"
+        "open(sys.argv[1] + os.environ['RANK'], 'w').close()\n"
+        "while not all(os.path.exists(sys.argv[1] + rank) for rank in '012'): pass\n"  # who fails later is told as well
         "raise ValueError('all of us')\n",
     )
     logs = tmp_path / "logs"
-    finished = run("--no-preload", "--log-dir", str(logs), "--nproc-per-node", "3", script)
+    finished = run("--no-preload", "--log-dir", str(logs), "--nproc-per-node", "3", script, str(tmp_path / "f"))
     assert finished.code == 1
     assert finished.err.count("Traceback") == finished.err.partition("First failure")[2].count("Traceback") == 1
     assert "] before\n" in finished.err

@@ -32,7 +32,7 @@ OVER = "The group can no longer be used."
 _ROLL_CALL_S = 0.8
 _GLANCE_S = 0.02  # asked again and again: torch's own wait prints warnings when it times out
 _ANSWER_S = 2.0
-_LINGER_S = 1.0
+_LINGER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Bulletin:
         self._try(lambda: self._store.set(self._heard(self._rank), ""), None)
 
     def linger(self, story: Story) -> None:
-        """Before the process goes that keeps the store: let the others read there why, for a second at most.
+        """Before the process goes that keeps the store: let the others read there why, for five seconds at most.
 
         Without the store they could only say that this rank is gone.
         """
