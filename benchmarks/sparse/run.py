@@ -85,7 +85,7 @@ def main() -> None:
         rows = [[name, format_time(seconds[name]), format_ratio(seconds[name] / peer)] for name in CONTESTANTS]
         print_table(["DDP and backend", "step", "of PyTorch's over phalanx"], rows, title=f"{world_size} ranks")
         results.append({"world_size": world_size, "samples_s": samples})
-    write_results(arguments.output, {"rounds": arguments.rounds, "results": results}, machine=machine)
+    write_results(arguments.output, {"rounds": arguments.rounds, "world_sizes": results}, machine=machine)
 
 
 if __name__ == "__main__":
