@@ -148,7 +148,8 @@ static int is_complete(const struct plx_board *b, uint32_t rank) { return is_rea
 /* Tell those who wait for us elsewhere that our program stands at the end of this round. */
 static void tell_ending(const struct plx_board *b) {
   struct plx_rank *me = plx_rank_of(b->g, b->g->rank);
-  atomic_store_explicit(&me->ending_round, (uint64_t)b->num_buckets << 32 | b->round, memory_order_relaxed);
+  /* Release: whoever sees it sees, too, that no other board's round is told of any more. */
+  atomic_store_explicit(&me->ending_round, (uint64_t)b->num_buckets << 32 | b->round, memory_order_release);
   atomic_store_explicit(&me->ending, b->flags + 1, memory_order_release);
 }
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import resource
+import signal
 import socket
 import struct
 import tempfile
@@ -181,13 +182,19 @@ def test_whoever_may_wait_for_the_leader_knocks_until_its_door_opens():
 
 def test_a_door_that_a_killed_leader_has_left_makes_room_for_the_next():
     path = str(private.folder() / new_token())
-    left = Counter(new_token(), at=path)
+    leader = os.fork()
+    if leader == 0:
+        Counter(new_token(), at=path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(leader, 0)
+    assert os.path.lexists(path)
     with memory("test", 1) as fd, Counter(new_token(), at=path) as counter:
         thread = threading.Thread(target=lambda: counter.serve([1], [fd], Deadline.after(20), lambda missing: None))
         thread.start()
         os.close(*fetch(counter.door, 1, 1, Deadline.after(20)))
+        with pytest.raises(OSError, match="in use"):  # of another job that took itself for this one
+            Counter(new_token(), at=path)
         thread.join()
-    left.__exit__(None, None, None)
 
 
 def test_the_socket_has_no_file_and_no_name_that_others_could_connect_to(tmp_path, monkeypatch):

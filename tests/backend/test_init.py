@@ -69,6 +69,34 @@ def _spawned(rank, world_size, folder):
     (folder / str(rank)).write_text(str(results))
 
 
+def _trial(number, folder) -> None:
+    ranks = [mp.get_context("fork").Process(target=_rank_of_trial, args=(rank, number, folder)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+
+def _rank_of_trial(rank, number, folder) -> None:
+    with phalanx.init(rank=rank, world_size=2, timeout=60):
+        total = torch.full((1,), float(number))
+        for _ in range(20):
+            dist.all_reduce(total, op=dist.ReduceOp.AVG)
+    (folder / f"{number}-{rank}").write_text(str(total.item()))
+
+
+def test_two_trials_of_one_program_that_spawn_ranks_at_once_do_not_mix(tmp_path) -> None:
+    """All descendants of a process have its key: ranks of both met under one name, and reduced with each other's."""
+    trials = [mp.get_context("fork").Process(target=_trial, args=(number, tmp_path)) for number in range(3)]
+    for trial in trials:
+        trial.start()
+    for trial in trials:
+        trial.join()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        f"{number}-{rank}": str(float(number)) for number in range(3) for rank in range(2)
+    }
+
+
 def test_processes_that_a_program_starts_join_through_it(tmp_path) -> None:
     mp.spawn(_spawned, (3, tmp_path), nprocs=3)
     for rank in range(3):

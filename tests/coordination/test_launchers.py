@@ -141,3 +141,7 @@ def test_what_is_only_half_told_is_named(environ, said) -> None:
 
 def test_a_process_of_multiprocessing_is_probably_one_of_several() -> None:
     assert "multiprocessing (mp.spawn)" in find_half_told({}, is_spawned=True)
+
+
+def test_variables_of_mpi_that_are_emptied_mean_nothing() -> None:
+    assert find_launch({"PMI_RANK": "", "PMI_SIZE": ""}) is None

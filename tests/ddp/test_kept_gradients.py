@@ -57,6 +57,48 @@ def test_kept_gradients_stay_and_others_go_on(backend):
     run_ranks(fn, 2, backend=backend)
 
 
+class _ThroughNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.from_numpy(grad.numpy())  # the same memory, in a storage that counts for itself
+
+
+def test_a_gradient_that_came_back_from_numpy_is_not_taken_for_ours_alone():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.c = (nn.Parameter(torch.randn(_WIDTH, _WIDTH) * 0.1) for _ in range(3))
+
+        def forward(self, x):
+            return _ThroughNumpy.apply(x @ self.a, self.b) @ self.c
+
+    def fn(rank, world_size):
+        x = [torch.randn(_WIDTH, _WIDTH, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+        ddp, alone = DistributedDataParallel(Model()), Model()
+        ddp(x[rank]).square().mean().backward()
+        (sum(alone(one).square().mean() for one in x) / world_size).backward()
+        torch.testing.assert_close([p.grad for p in ddp.parameters()], [p.grad for p in alone.parameters()])
+
+    run_ranks(fn, 2)
+
+
+def test_a_wrapper_that_refused_a_backward_takes_the_next():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_build())
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            ddp(_batch(rank, 0)).square().mean().backward(create_graph=True)
+        ddp.zero_grad()
+        _step(ddp, rank, 1)
+        torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, 1))
+
+    run_ranks(fn, 2)
+
+
 def test_gradients_lie_in_the_bucket_again_when_what_was_kept_is_let_go():
     def fn(rank, world_size):
         ddp = DistributedDataParallel(_build())

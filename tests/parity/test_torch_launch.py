@@ -40,6 +40,24 @@ def _free_port():
         return probe.getsockname()[1]
 
 
+def test_torchrun_starts_again_after_a_start_that_failed(tmp_path):
+    """The agent's store outlives the attempt: who had come in the one before was taken for somebody of this one."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "if first and os.environ['RANK'] == '1':\n"
+        "    while not os.path.exists(sys.argv[1] + '/coming'): pass\n"
+        "    sys.exit(3)\n"
+        "if first: open(sys.argv[1] + '/coming', 'w').close()\n" + SCRIPT
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port()), str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["phalanx 2 3.0"] * 2
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("how", ["env", "tcp", "file", "store"])
 def test_ranks_meet_through_every_kind_of_address(tmp_path, how, world_size):

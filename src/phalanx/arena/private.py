@@ -6,6 +6,7 @@ queue keeps the others out. A socket's file can be reached only by whoever may e
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -27,7 +28,19 @@ def new_listener(backlog: int) -> tuple[socket.socket, int]:
     Raises:
         OSError: Unix sockets, or folders for temporary files, cannot be had.
     """
-    folder = tempfile.mkdtemp(prefix="phalanx-")  # 0700
+    problem: OSError | None = None
+    for place in (None, *_PLACES):  # a TMPDIR may be read-only, or of a kind that takes no sockets
+        try:
+            return _listen_in(tempfile.mkdtemp(prefix="phalanx-", dir=place), backlog)  # 0700
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _listen_in(folder: str, backlog: int) -> tuple[socket.socket, int]:
     path = os.path.join(folder, "s")
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -48,11 +61,13 @@ def listen_at(path: str, backlog: int) -> socket.socket:
     """A listening socket at `path` in `folder()`; what a process that was killed has left there makes room.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made; EADDRINUSE: a process that lives listens there.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         if os.path.lexists(path):
+            if _is_listening(path):
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), path)
             os.unlink(path)
         _in_folder(path, listener.bind)
         listener.listen(backlog)
@@ -60,6 +75,17 @@ def listen_at(path: str, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _is_listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as visitor:
+        try:
+            _in_folder(path, visitor.connect)
+        except BlockingIOError:  # its queue is full
+            return True
+        except OSError:
+            return False
+        return True
 
 
 def folder() -> Path:

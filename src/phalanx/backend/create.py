@@ -101,6 +101,8 @@ def _open_counter() -> tuple[Counter | None, str]:
     try:
         return Counter(new_token()), ""
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return None, f"Unix sockets cannot be had ({error.strerror})"
 
 

@@ -8,9 +8,11 @@ has one that follows from Slurm's job. Everything else is left to torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
+import multiprocessing
 import os
 import socket
 import stat
@@ -91,7 +93,11 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
     if place.host and place.port and place.rank >= 0 and place.world_size >= 1:
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store
         libuv = parse_qs(urlsplit(url).query).get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0] == "1"
-        yield open_store(place, keep=place.rank == 0 and not is_agents, libuv=libuv), place.rank, place.world_size
+        store = open_store(place, keep=place.rank == 0 and not is_agents, libuv=libuv)
+        if is_agents:  # it outlives an attempt; torch's own handler keeps them apart in the same way
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(f"/worker/attempt_{attempt}", store)
+        yield store, place.rank, place.world_size
         raise RuntimeError(_NOT_AGAIN)
     # torch says what is wrong with it. Not around a `yield`: whoever forgets the iterator ends it at the interpreter's
     # exit, when modules are empty.
@@ -197,8 +203,11 @@ def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline)
         DeadlineError: some rank never came.
     """
     prefix = _next_prefix()
-    # The secret itself goes nowhere: it is the key of every connection of multiprocessing.
-    name, token = (hmac.new(secret, f"phalanx {word} {prefix}".encode(), "sha256").hexdigest() for word in "nt")
+    # All descendants of a process have its secret, so the parent is part of the name: two trials of a sweep may each
+    # spawn ranks. The secret itself goes nowhere: it is the key of every connection of multiprocessing.
+    parent = multiprocessing.parent_process()
+    job = f"{prefix} {parent.pid if parent is not None else 0}"
+    name, token = (hmac.new(secret, f"phalanx {word} {job}".encode(), "sha256").hexdigest() for word in "nt")
     launch = Launch("multiprocessing", rank, world_size, rank, world_size)
     door = Door(token[:32], str(private.folder() / f"spawn-{name[:32]}"))
     return PrefixStore(prefix, _around_rank_0(launch, door, deadline)), rank, world_size
@@ -232,7 +241,18 @@ def _around_rank_0(launch: Launch, door: Door, deadline: Deadline) -> Any:
             "Mount /proc, or set MASTER_ADDR and MASTER_PORT."
         )
     if launch.rank == 0:
-        with memory("phalanx-store", 0) as fd, Counter(door.token, at=door.path) as counter:
+        try:
+            counter = Counter(door.token, at=door.path)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise PhalanxError(
+                f"init_process_group under {launch.launcher} on rank 0 of {launch.world_size}: another rank 0 of the "
+                "same launch is waiting for its ranks here, of a job that was started beside this one.\n"
+                "Start one after the other has begun, or give each an address: MASTER_ADDR and MASTER_PORT, or "
+                "init_method='tcp://127.0.0.1:<a free port>'."
+            ) from None
+        with memory("phalanx-store", 0) as fd, counter:
             _kept.append(os.dup(fd))
             try:
                 counter.serve(range(1, launch.world_size), [fd], deadline, lambda missing: None)

@@ -23,8 +23,8 @@ def describe_culprit(state: object) -> tuple[str, str]:
         for path, value in _leaves("state", state, set()):
             if not _is_readable(value):
                 return f"{path} is {_a(_name(type(value)))}", _advice(path, value)
-    except RecursionError:
-        pass  # nested too deeply for torch.save, too
+    except Exception:
+        pass  # nested too deeply for torch.save, too; or a stranger's __repr__ raises: the other ranks wait for a word
     return "", ""
 
 

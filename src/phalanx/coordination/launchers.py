@@ -72,16 +72,21 @@ def mpi_launch(environment: Mapping[str, str]) -> Launch | None:
     if _is_pmi_of_slurm(environment):
         return None
     for launcher, (rank, size, local_rank, local_size) in _MPI.items():
-        if rank in environment and size in environment:
-            return Launch(
-                launcher,
-                int(environment[rank]),
-                int(environment[size]),
-                int(environment.get(local_rank, environment[rank])),
-                int(environment.get(local_size, 0)),
-                environment.get("PMIX_NAMESPACE", ""),
-            )
+        if not (_is_number(environment, rank) and _is_number(environment, size)):  # unset, or emptied to that end
+            continue
+        return Launch(
+            launcher,
+            int(environment[rank]),
+            int(environment[size]),
+            int(environment[local_rank if _is_number(environment, local_rank) else rank]),
+            int(environment[local_size]) if _is_number(environment, local_size) else 0,
+            environment.get("PMIX_NAMESPACE", ""),
+        )
     return None
+
+
+def _is_number(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").isdecimal()
 
 
 def slurm_launch(environment: Mapping[str, str]) -> Launch | None:

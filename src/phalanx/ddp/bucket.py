@@ -291,10 +291,14 @@ class DenseBucket:
             )
 
     def _lies_in(self, pool: SharedPool, grad: Tensor) -> bool:
-        """Whether all ranks can reach the gradient, and find the same element at the same place of it."""
+        """Whether all ranks can reach the gradient, and find the same element at the same place of it.
+
+        The memory must be the allocator's own: what numpy or dlpack hand back has a storage, and a count, of its own.
+        """
         (parameter,) = self.parameters
         return (
             pool.holds(grad)
+            and grad.untyped_storage().resizable()
             and grad.dtype == self.plan.dtype
             and grad.shape == parameter.shape
             and is_dense(grad)

@@ -302,7 +302,11 @@ class Reducer:
             for index, ready in enumerate(self._ready):
                 if not ready:
                     self._mark_ready(index)
-        self._launch()
+        try:
+            self._launch()
+        except BaseException:
+            self.in_backward = True  # as in a gradient's hook: the next forward begins anew, or says that it can't
+            raise
         if self._num_launched == len(self._buckets):
             self._finish()
         elif self._is_hopeless():

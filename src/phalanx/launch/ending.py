@@ -44,6 +44,10 @@ def end_quickly(status: int, shared: Collection[str]) -> None:
         sys.excepthook(*sys.exc_info())
     atexit._run_exitfuncs()
     gc.collect()
+    # The interpreter stops daemon threads before it takes modules away from them. Here they go on, but only where this
+    # thread waits, and nobody hears what becomes of them.
+    sys.setswitchinterval(1e6)
+    threading.excepthook = lambda _: None
     _let_go_of_modules(shared)
     try:
         for stream in (sys.stdout, sys.stderr):
