@@ -105,6 +105,7 @@ def test_what_torch_reports_of_a_group_is_what_it_reports_of_gloos():
     def call(rank, world_size):
         group = dist.new_group([1, 0], timeout=timedelta(seconds=30), group_desc="both")
         world = dist.group.WORLD
+        dist.barrier(group)  # over Gloo nobody may end before the other has connected
         return {
             "ranks": dist.get_process_group_ranks(group),
             "sizes": (group.size(), world.size(), group.rank()),

@@ -80,13 +80,20 @@ def _group(task: Task) -> Iterator[None]:
 
     import torch.distributed as dist
 
+    store = dist.FileStore(str(task.folder / "store"), task.world_size)  # type: ignore[attr-defined] # torch hides it
     dist.init_process_group(
         task.backend,
-        store=dist.FileStore(str(task.folder / "store"), task.world_size),  # type: ignore[attr-defined] # torch hides it
+        store=store,
         rank=task.rank,
         world_size=task.world_size,
         timeout=timedelta(seconds=task.group_timeout_s),
     )
+    if task.backend == "gloo":
+        # A rank whose function has nothing to say to the others may end while another is still connecting to it, and
+        # that one's start fails: "Connection closed by peer".
+        store.set(f"connected/{task.rank}", "")
+        others = [f"connected/{rank}" for rank in range(task.world_size)]
+        store.wait(others, timedelta(seconds=task.group_timeout_s))
     try:
         yield
     finally:
