@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -12,6 +13,8 @@ from phalanx.testing.namespaces import enter_own_network, why_no_hosts
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Under `nohup` it is ignored, by everything that a test starts as well.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Tests run side by side (pytest-xdist). A rank of Gloo whose peer was killed may otherwise connect to the port that
     # the peer had, and that a rank of another test has now: that one's connections break.
     if hasattr(config, "workerinput") and sys.platform == "linux" and not why_no_hosts():

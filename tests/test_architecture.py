@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = [
     {"errors", "deadline", "dtypes", "log", "svg"},
-    {"_core", "arena", "engines", "coordination"},
-    {"collectives"},
+    {"_core", "symmetric_memory", "engines", "diagnostics", "coordination"},
+    {"transport", "collectives"},
     {"backend"},
     {"ddp", "nn", "optim", "data", "checkpoint"},
     {"trainer", "launch", "testing", "doctor", "bench"},
@@ -37,7 +37,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 TORCH_FREE = {
     "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
     "coordination": "the launcher asks it who started the command",
-    "arena": "the agent reads the memory of groups",
+    "symmetric_memory": "the agent reads the memory of groups",
     "cli": "`phalanx run` must not pay for torch",
     "errors": "the agent raises them",
     "deadline": "the agent waits with them",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from phalanx.backend.across_hosts.call import PAYLOAD_BYTES
-from phalanx.backend.across_hosts.segments import Turns
 from phalanx.collectives import Links, Topology, build, hierarchical
 from phalanx.collectives.closed_form import predict
 from phalanx.collectives.segments import in_segments
 from phalanx.collectives.simulate import simulate
+from phalanx.transport.call import PAYLOAD_BYTES
+from phalanx.transport.hierarchical.segments import Turns
 
 
 def of_schedule(algorithm: str, nbytes: int, topology: Topology, links: Links) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.seats import host_identity
+from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.testing import RankFailed, contained, run_ranks, why_no_containers
 

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from phalanx import DistributedDataParallel
-from phalanx.arena.watch import ProcessId
-from phalanx.backend import meeting, shared_memory
-from phalanx.backend.seats import Seat, host_identity
+from phalanx.coordination import bootstrap
+from phalanx.coordination.rank_info import Seat, host_identity
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
+from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.testing import run_ranks
+from phalanx.transport import shared_memory
 
 
 def test_a_rank_that_never_reaches_init_is_named_on_every_rank_that_did(tmp_path):
@@ -117,7 +118,7 @@ def test_monitored_barrier_has_a_timeout_of_its_own():
 
 
 def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path):
-    import phalanx.backend.shared_memory as shared_memory
+    import phalanx.transport.shared_memory as shared_memory
 
     monkeypatch.setattr(shared_memory, "NOTICE_S", 0.5)
 
@@ -147,10 +148,10 @@ def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path
 
 
 def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplog):
-    monkeypatch.setattr(meeting, "NOTICE_S", 0.0)
+    monkeypatch.setattr(bootstrap, "NOTICE_S", 0.0)
     seat = Seat(host_identity(), "here", "", ProcessId.of_self(), frozenset({0}), 1)
     with pytest.raises(DeadlineError, match=r"ranks 1, 2 of 3 never came within 0\.4 s"):
-        meeting.meet(dist.HashStore(), 0, 3, seat, "dp", Deadline.after(0.4))
+        bootstrap.meet(dist.HashStore(), 0, 3, seat, "dp", Deadline.after(0.4))
     (line,) = (record.getMessage() for record in caplog.records)
     assert line == "init_process_group of group 'dp': waiting for ranks 1, 2 for 0 s; giving up after 0 s."
 

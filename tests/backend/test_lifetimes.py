@@ -250,7 +250,7 @@ def _interrupt_each_other(rank, handler):
 
 def _await_begun(kind):
     """Until rank 1 is inside an operation of that kind; it will not come out before rank 0 joins."""
-    from phalanx.arena.recorder import read
+    from phalanx.diagnostics.flight_recorder import read
 
     core = dist.group.WORLD._memory.core
     while not ((records := read(core, 1)) and records[-1].name == kind and records[-1].leave_ns == 0):
@@ -356,7 +356,7 @@ def test_a_group_is_destroyed_in_a_signal_handler():
         group = dist.new_group()
         pid = _interrupt_each_other(rank, handler)
         if rank == 0:
-            from phalanx.arena.recorder import read
+            from phalanx.diagnostics.flight_recorder import read
 
             while not ((records := read(group._memory.core, 1)) and records[-1].name == "all_reduce"):
                 pass

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from phalanx.backend import shared_empty
-from phalanx.backend.board import SharedBoard
+from phalanx.backend.shared_reducer import SharedBoard
 from phalanx.errors import MismatchError
 from phalanx.testing import run_ranks
 

@@ -134,7 +134,9 @@ def test_ranks_that_can_not_share_memory_get_the_mean_over_the_backend_that_stan
 def test_without_the_c_core_gloo_still_leaves_the_mean():
     def fn(rank, world_size):
         for name in [
-            name for name in sys.modules if name.startswith(("phalanx.ddp", "phalanx.backend", "phalanx.arena"))
+            name
+            for name in sys.modules
+            if name.startswith(("phalanx.ddp", "phalanx.backend", "phalanx.symmetric_memory"))
         ]:
             del sys.modules[name]
         sys.modules["phalanx._core"] = None  # importing it fails

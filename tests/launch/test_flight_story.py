@@ -1,7 +1,7 @@
 """The story of a flight is told where somebody waited, in a line per difference."""
 
-from phalanx.arena.observer import GroupLog, RankLog
-from phalanx.arena.recorder import Record
+from phalanx.diagnostics.flight_recorder import Record
+from phalanx.diagnostics.observer import GroupLog, RankLog
 from phalanx.launch.flight.story import tell_flight
 
 S = 1_000_000_000

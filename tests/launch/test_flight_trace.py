@@ -3,8 +3,8 @@
 import itertools
 import json
 
-from phalanx.arena.observer import GroupLog, RankLog
-from phalanx.arena.recorder import Record
+from phalanx.diagnostics.flight_recorder import Record
+from phalanx.diagnostics.observer import GroupLog, RankLog
 from phalanx.launch.flight.files import plan_records, write_flight
 from phalanx.launch.flight.trace import plan_trace
 

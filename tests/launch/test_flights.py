@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from phalanx.arena.arena import Arena, Member, open_as_leader
-from phalanx.arena.handover import Counter, new_token
-from phalanx.arena.nameless import memory
-from phalanx.arena.watch import ProcessId
 from phalanx.deadline import Deadline
 from phalanx.launch.agent.flights import MAX_OBSERVED, Flights
+from phalanx.symmetric_memory.fd_server import Counter, new_token
+from phalanx.symmetric_memory.memfd import memory
+from phalanx.symmetric_memory.memory import Arena, Member, open_as_leader
+from phalanx.symmetric_memory.watch import ProcessId
 
 
 def make_group(flights: Flights, name: str) -> Arena:

@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from phalanx.arena.observer import Card, GroupLog, RankLog
+from phalanx.diagnostics.observer import Card, GroupLog, RankLog
 from phalanx.errors import LaunchError
+from phalanx.launch.stacks.job_snapshot import Look, answer, ask
 from phalanx.launch.stacks.jobs import RunningJob, choose_job, find_jobs, parse_names
-from phalanx.launch.stacks.look import Look, answer, ask
 from phalanx.launch.stacks.report import format_report
 from phalanx.launch.stacks.survey import ask_ranks, decide_silence, explain_silence
 
@@ -98,7 +98,7 @@ def test_what_the_agent_says_arrives_with_more_descriptors_than_a_packet_holds()
     look = Look(7, "train.py", 150, 8, ranks, LOOK.groups)
     fd = os.memfd_create("x")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    from phalanx.launch.stacks import look as module
+    from phalanx.launch.stacks import job_snapshot as module
 
     received: list[int] = []
     try:

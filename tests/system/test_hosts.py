@@ -9,11 +9,11 @@ from tests.system.collective_checks import messages, moves, reductions, tensor_o
 from tests.system.hosts_jobs import on_hosts
 
 import phalanx
-from phalanx.arena.recorder import read
-from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.process_group import PhalanxProcessGroup
-from phalanx.backend.shared_memory import SharedMemory
+from phalanx.diagnostics.flight_recorder import read
 from phalanx.testing import why_no_hosts
+from phalanx.transport.hierarchical import AcrossHosts
+from phalanx.transport.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 

@@ -9,7 +9,7 @@ _HOME = {
     "create_process_group": "phalanx.backend.create",
     "PhalanxProcessGroup": "phalanx.backend.process_group",
     "Job": "phalanx.backend.job",
-    "Options": "phalanx.backend.options",
+    "Options": "phalanx.transport.options",
     "init": "phalanx.backend.job",
     "shared_empty": "phalanx.backend.shared",
 }
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from phalanx.backend.create import create_process_group as create_process_group
     from phalanx.backend.job import Job as Job
     from phalanx.backend.job import init as init
-    from phalanx.backend.options import Options as Options
     from phalanx.backend.process_group import PhalanxProcessGroup as PhalanxProcessGroup
     from phalanx.backend.shared import shared_empty as shared_empty
+    from phalanx.transport.options import Options as Options
 
 
 def __getattr__(name: str) -> Any:

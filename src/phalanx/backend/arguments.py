@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx import _core
-from phalanx.backend.carriers import nobody_carries
+from phalanx.backend.device_backends import nobody_carries
 from phalanx.backend.memoryless import address_of, check_memory
 from phalanx.dtypes import REDUCTIONS, dtype_of, reduction_name
 

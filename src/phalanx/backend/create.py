@@ -16,20 +16,20 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from phalanx.arena import nameless
-from phalanx.arena.handover import Counter, Door, new_token
-from phalanx.arena.lifeline import why_unwatched
-from phalanx.arena.watch import ProcessId
-from phalanx.backend import carriers
-from phalanx.backend.meeting import Meeting, base_of, meet, ranks
-from phalanx.backend.options import Options
+from phalanx.backend import device_backends
 from phalanx.backend.rendezvous import agent_address
-from phalanx.backend.seats import Seat, host_identity
 from phalanx.backend.tcp_store import is_kept_here
+from phalanx.coordination.bootstrap import Meeting, base_of, meet, ranks
+from phalanx.coordination.rank_info import Seat, host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo import local_address
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.log import get_logger, warn_once
+from phalanx.symmetric_memory import memfd
+from phalanx.symmetric_memory.fd_server import Counter, Door, new_token
+from phalanx.symmetric_memory.liveness_pipe import why_unwatched
+from phalanx.symmetric_memory.watch import ProcessId
+from phalanx.transport.options import Options
 
 try:
     from phalanx import _core
@@ -96,7 +96,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
 
 def _open_counter() -> tuple[Counter | None, str]:
     """Where the ranks of this host can fetch memory; or why this process can share none."""
-    if reason := nameless.obstacle():
+    if reason := memfd.obstacle():
         return None, reason
     try:
         return Counter(new_token()), ""
@@ -152,7 +152,7 @@ def _cannot_share(seats: Sequence[Seat]) -> str:
 
 
 def _share(counter: Counter, meeting: Meeting, options: Any, deadline: Deadline) -> Any:
-    from phalanx.backend.shared_memory import SharedMemory, Span
+    from phalanx.transport.shared_memory import SharedMemory, Span
 
     rank, name, seats = options.group_rank, options.group_id, meeting.seats
     memory = SharedMemory(name)
@@ -172,7 +172,7 @@ def _share(counter: Counter, meeting: Meeting, options: Any, deadline: Deadline)
 
 def _group_class() -> Any:
     """With a detour for tensors of other devices only in processes that can have such tensors."""
-    if carriers.available():
+    if device_backends.available():
         from phalanx.backend.process_group.devices import RoutedProcessGroup
 
         return RoutedProcessGroup
@@ -190,7 +190,7 @@ def _open_arena(
     idle: Callable[[float], None],
 ) -> Any:
     """The memory of one host: `local_ranks` are the ranks that share it, the first of them leads."""
-    from phalanx.arena.arena import Member, open_as_leader, open_as_member
+    from phalanx.symmetric_memory.memory import Member, open_as_leader, open_as_member
 
     rank, name = options.group_rank, options.group_id
     members = [Member(seats[r].process, seats[r].cpus) for r in local_ranks]
@@ -269,7 +269,7 @@ def _showing(seats: Sequence[Seat], local_ranks: Sequence[int], options: Any) ->
     agent = agent_address()
     if not agent:
         return None
-    from phalanx.arena.observer import Card, show
+    from phalanx.diagnostics.observer import Card, show
 
     numbers = list(options.global_ranks_in_group) or range(len(seats))
     card = Card(
@@ -283,11 +283,11 @@ def _showing(seats: Sequence[Seat], local_ranks: Sequence[int], options: Any) ->
 
 def _connect(counter: Counter, meeting: Meeting, options: Any, settings: Options, deadline: Deadline) -> Any:
     """Share memory on each host, and build the engine between all ranks."""
-    from phalanx.backend.across_hosts import AcrossHosts
-    from phalanx.backend.across_hosts.bulletin import Bulletin
-    from phalanx.backend.across_hosts.connect import build_engine
-    from phalanx.backend.across_hosts.layout import Layout
-    from phalanx.backend.shared_memory import Span
+    from phalanx.backend.connect import build_engine
+    from phalanx.diagnostics.failure_store import Bulletin
+    from phalanx.transport.hierarchical import AcrossHosts
+    from phalanx.transport.hierarchical.layout import Layout
+    from phalanx.transport.shared_memory import Span
 
     rank, size, name, seats = options.group_rank, options.group_size, options.group_id, meeting.seats
     layout = Layout.of([seat.host for seat in seats], rank)
@@ -344,7 +344,7 @@ def leave_at_exit() -> None:
 
 
 def _leave() -> None:
-    from phalanx.backend.failures import QUIET_END
-    from phalanx.backend.process_group.identity import leave_all
+    from phalanx.backend.process_group.base import leave_all
+    from phalanx.diagnostics.failures import QUIET_END
 
     leave_all(_last_words or QUIET_END)

@@ -24,20 +24,20 @@ from urllib.parse import parse_qs, urlsplit
 from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from phalanx.arena import private
-from phalanx.arena.handover import Counter, Door, fetch
-from phalanx.arena.nameless import memory
-from phalanx.arena.observer import fetch_store
-from phalanx.arena.watch import start_ticks
-from phalanx.backend import unreachable
+from phalanx.backend import store_errors
 from phalanx.backend.addresses import own_addresses, reachable
 from phalanx.backend.start import launched
+from phalanx.backend.store_errors import explained
 from phalanx.backend.tcp_store import keeps, open_store
-from phalanx.backend.unreachable import explained
 from phalanx.coordination.launchers import Launch, find_launch, mpi_launch
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.observer import fetch_store
 from phalanx.engines.mpi import Launcher, start, why_not
 from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.symmetric_memory import private
+from phalanx.symmetric_memory.fd_server import Counter, Door, fetch
+from phalanx.symmetric_memory.memfd import memory
+from phalanx.symmetric_memory.watch import start_ticks
 
 Meeting = tuple[Any, int, int]
 Handler = Callable[..., Iterator[Meeting]]
@@ -108,7 +108,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
     yield from meetings
 
 
-def _place(url: str, timeout: timedelta) -> unreachable.Meeting:
+def _place(url: str, timeout: timedelta) -> store_errors.Meeting:
     """What the URL says of the meeting, or else the environment; torch has yet to find out what is wrong with it."""
     parts = urlsplit(url)
     asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
@@ -120,7 +120,7 @@ def _place(url: str, timeout: timedelta) -> unreachable.Meeting:
     tcp = parts.scheme == "tcp"
     host = parts.hostname if tcp else os.environ.get("MASTER_ADDR")
     port = parts.netloc.rpartition(":")[2] if tcp else os.environ.get("MASTER_PORT", "")
-    return unreachable.Meeting(
+    return store_errors.Meeting(
         host or "",
         int(port) if port.isdigit() else 0,
         number("rank", "RANK"),
@@ -279,7 +279,7 @@ def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
             f"({error.strerror}).\nSet MASTER_ADDR to an address of that host, for all ranks (and MASTER_PORT, if port "
             f"{port} is not free there): srun --export=ALL,MASTER_ADDR=…"
         ) from None
-    place = unreachable.Meeting(
+    place = store_errors.Meeting(
         host, port, launch.rank, launch.world_size, timedelta(seconds=min(deadline.left_s + 1.0, 1e6))
     )
     return open_store(place, keep=launch.rank == 0)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.sharing import shares_memory
-from phalanx.backend.sites import calling_site
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.call_sites import calling_site
+from phalanx.transport.shares_memory import shares_memory
 
 
 def shared_empty(
@@ -56,7 +56,7 @@ def shared_empty(
 def _allocate(
     group: Any, shape: tuple[int, ...], dtype: torch.dtype, owner: int | None, place: tuple[str, int]
 ) -> Tensor:
-    from phalanx.backend.shared_memory import Span  # not at the top: it needs the C core, which may not be there
+    from phalanx.transport.shared_memory import Span  # not at the top: it needs the C core, which may not be there
 
     memory = group._memory
     span = Span(group._timeout_s, memory.site(place))

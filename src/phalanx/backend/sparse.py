@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from phalanx.backend.across_hosts import AcrossHosts
-from phalanx.backend.carriers import nobody_carries
-from phalanx.backend.mpi.operations import OverMpi
-from phalanx.backend.shared_memory import SharedMemory, Span
+from phalanx.backend.device_backends import nobody_carries
+from phalanx.transport.hierarchical import AcrossHosts
+from phalanx.transport.mpi.operations import OverMpi
+from phalanx.transport.shared_memory import SharedMemory, Span
 
 
 def check(tensor: Tensor, op: Any) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistNetworkError
 
-from phalanx.backend.meeting import contest
-from phalanx.backend.unreachable import Meeting, explain, explain_taken, look
+from phalanx.backend.store_errors import Meeting, explain, explain_taken, look
+from phalanx.coordination.bootstrap import contest
 from phalanx.deadline import Deadline
 
 _SLICE_S = 8.0  # a store answers within milliseconds; torch's client asks again and again until its time is up

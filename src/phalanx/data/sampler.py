@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import distributed as torch_sampler
 
-from phalanx.data.handout import Handout
+from phalanx.data.index_stream import Handout
+from phalanx.data.partition import Share, plan_share
 from phalanx.data.permutation import Permutation
-from phalanx.data.share import Share, plan_share
 from phalanx.errors import CheckpointError
 
 

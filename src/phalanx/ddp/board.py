@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.board import SharedBoard
+from phalanx.backend.shared_reducer import SharedBoard
 from phalanx.ddp.bucket import DenseBucket
 
 

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.sharing import shares_memory
-from phalanx.backend.slices import NeededSlice, find_needed
+from phalanx.backend.gradient_shards import NeededSlice, find_needed
 from phalanx.backend.strides import is_dense, same_order
 from phalanx.ddp.holders import is_alone, is_shared, storage_holders, view_holders
 from phalanx.ddp.plan import Bucket, BucketPlan
+from phalanx.transport.shares_memory import shares_memory
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
     from phalanx.backend.pool import SharedPool

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.attendance import absent_ranks, training_step
-from phalanx.backend.sharing import shares_memory
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
+from phalanx.transport.shares_memory import shares_memory
+from phalanx.transport.uneven import absent_ranks, training_step
 
 
 class Pending(Protocol):

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
-from phalanx.backend.attendance import EVEN_ADVICE
 from phalanx.ddp.uneven import are_shared
+from phalanx.diagnostics.absence import EVEN_ADVICE
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
 

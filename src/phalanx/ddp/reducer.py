@@ -26,15 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.backend.attendance import absent_ranks, training_step
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.sharing import LARGE_BYTES, shares_memory
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Counted, Exchange, Pending, SparsePending, WorkExchange
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
 from phalanx.ddp.uneven import UnevenInputs
+from phalanx.transport.shares_memory import LARGE_BYTES, shares_memory
+from phalanx.transport.uneven import absent_ranks, training_step
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
     from phalanx.backend.pool import SharedPool

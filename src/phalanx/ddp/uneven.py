@@ -8,7 +8,7 @@
               rank 0's parameters, buffers, counts of steps  ----> |
  next epoch   mean of 3             mean of 3                  mean of 3
 
-How the ranks that go on agree on who is out is the affair of `backend/attendance.py` and csrc/attendance.h.
+How the ranks that go on agree on who is out is the affair of `transport/uneven.py` and csrc/attendance.h.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.arena.recorder import story
-from phalanx.backend.attendance import EVEN_ADVICE
-from phalanx.backend.meeting import ranks
-from phalanx.backend.sharing import shares_memory
+from phalanx.coordination.bootstrap import ranks
+from phalanx.diagnostics.absence import EVEN_ADVICE
+from phalanx.diagnostics.flight_recorder import story
 from phalanx.errors import MismatchError
 from phalanx.log import get_logger
+from phalanx.transport.shares_memory import shares_memory
 
 _LEFT = 2  # enum plx_life
 
@@ -50,7 +50,7 @@ class UnevenInputs:
         if not absent:
             return
         if are_shared(self._parameters, self._group):
-            from phalanx.backend.failures import MISMATCH  # needs the C core, which a group that shares memory has
+            from phalanx.diagnostics.failures import MISMATCH  # needs the C core, which a group that shares memory has
 
             self._group.arena.core.set_poison(MISMATCH, self._group.rank())
             raise MismatchError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.optim.piece import in_memory_order
+from phalanx.optim.parameter_shard import in_memory_order
 
 State = dict[str, Any]
 StateDict = dict[str, Any]

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
-from phalanx.optim.home import Home
 from phalanx.optim.plan import Plan
+from phalanx.optim.shared_parameters import Home
 
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
 _WORDS_APART = 16  # 64-bit words: each rank's in lines of its own

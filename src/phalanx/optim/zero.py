@@ -23,15 +23,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.sharing import shares_memory
-from phalanx.backend.slices import NeededSlice, find_needed, need_all, need_slice
+from phalanx.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
 from phalanx.optim.arguments import check_parameters, decide_group, refuse
 from phalanx.optim.element_wise import decide_cut
-from phalanx.optim.home import Home
-from phalanx.optim.piece import Piece
+from phalanx.optim.parameter_shard import Piece
 from phalanx.optim.plan import Slice, plan_cut, plan_whole
+from phalanx.optim.shared_parameters import Home
 from phalanx.optim.state import StateDict, cut_state, merge_state_dicts
 from phalanx.optim.undo import Undo
+from phalanx.transport.shares_memory import shares_memory
 
 _OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not options
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from phalanx.backend.arguments import one
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.mpi.operations import OverMpi
 from phalanx.backend.process_group import PhalanxProcessGroup
-from phalanx.backend.shared_memory import dense, write_back
 from phalanx.backend.work import Closable, Lane, PhalanxWork
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import Underway
+from phalanx.transport.mpi.operations import OverMpi
+from phalanx.transport.shared_memory import dense, write_back
 
 _ANYBODY = -1
 _PAUSE_S = 0.0005

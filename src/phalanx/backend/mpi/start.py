@@ -6,8 +6,8 @@ import json
 import time
 from typing import Any
 
-from phalanx.backend.meeting import ranks
 from phalanx.backend.rendezvous import launcher
+from phalanx.coordination.bootstrap import ranks
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import Runtime, start, why_not
 from phalanx.errors import DeadlineError, PhalanxError

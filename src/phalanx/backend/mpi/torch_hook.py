@@ -16,17 +16,17 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from phalanx.arena.watch import ProcessId
 from phalanx.backend.create import leave_at_exit
-from phalanx.backend.meeting import meet
-from phalanx.backend.mpi.operations import OverMpi
 from phalanx.backend.mpi.process_group import MpiProcessGroup
 from phalanx.backend.mpi.start import start_together
 from phalanx.backend.rendezvous import launcher, mpi_rendezvous, store_through_mpi
-from phalanx.backend.seats import Seat, host_identity
+from phalanx.coordination.bootstrap import meet
+from phalanx.coordination.rank_info import Seat, host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import MpiEngine, Runtime, start, why_not
 from phalanx.errors import PhalanxError
+from phalanx.symmetric_memory.watch import ProcessId
+from phalanx.transport.mpi.operations import OverMpi
 
 
 def new_process_group(

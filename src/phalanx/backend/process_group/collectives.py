@@ -1,4 +1,4 @@
-"""The collectives as c10d calls them: unpack, check, carry out. What they do is in `backend/shared_memory.py`."""
+"""The collectives as c10d calls them: unpack, check, carry out. What they do is in `transport/shared_memory.py`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from phalanx.backend.arguments import (
 )
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.memoryless import FakeCall, nothing_done, without_fakes
-from phalanx.backend.process_group.identity import Identity
+from phalanx.backend.process_group.base import Identity
 from phalanx.backend.process_group.observed import early_modes, num_modes, observed, tell, told, transform
-from phalanx.backend.shared_memory import Span, is_plain, write_back
-from phalanx.backend.sites import calling_site
+from phalanx.diagnostics.call_sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
+from phalanx.transport.shared_memory import Span, is_plain, write_back
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from phalanx.backend.carriers import Carrier, available, find_device, nobody_carries
+from phalanx.backend.device_backends import Carrier, available, find_device, nobody_carries
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.failures import closed
 from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.diagnostics.failures import closed
 
 _IDENTITY_BYTES = 128  # of a device, in UTF-8
 

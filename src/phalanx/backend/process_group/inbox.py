@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import _core
-from phalanx.arena.arena import timeout_ns
-from phalanx.backend import failures
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.shared_memory import SharedMemory, Span, dense, nbytes, write_back
 from phalanx.backend.work import DoneWork, PhalanxWork, start_thread
 from phalanx.deadline import Deadline
+from phalanx.diagnostics import failures
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError, PhalanxError
+from phalanx.symmetric_memory.memory import timeout_ns
+from phalanx.transport.shared_memory import SharedMemory, Span, dense, nbytes, write_back
 
 _PENDING = -1  # PLX_PENDING
 

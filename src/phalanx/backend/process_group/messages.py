@@ -9,16 +9,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.across_hosts import AcrossHosts
 from phalanx.backend.arguments import check_rank, one
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.memoryless import without_fakes
-from phalanx.backend.process_group.identity import Identity
+from phalanx.backend.process_group.base import Identity
 from phalanx.backend.process_group.inbox import Inbox, failed
 from phalanx.backend.process_group.observed import observed
-from phalanx.backend.shared_memory import SharedMemory
 from phalanx.backend.work import Closable, Lane, PhalanxWork
 from phalanx.errors import PhalanxError
+from phalanx.transport.hierarchical import AcrossHosts
+from phalanx.transport.shared_memory import SharedMemory
 
 _ANYBODY = -1
 _LINGER_S = 1.0

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.arena.nameless import create
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
-from phalanx.launch.agent.door import Door
+from phalanx.launch.agent.agent_socket import Door
 from phalanx.launch.agent.flights import Flights
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.stragglers import describe_stragglers
@@ -29,7 +28,8 @@ from phalanx.launch.output.fold import format_ranks
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal
-from phalanx.launch.stacks.look import Look, answer
+from phalanx.launch.stacks.job_snapshot import Look, answer
+from phalanx.symmetric_memory.memfd import create
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.arena.observer import Card, GroupLog, Observer
+from phalanx.diagnostics.observer import Card, GroupLog, Observer
 
 MAX_OBSERVED = 64  # memory that the agent keeps alive
 _MAX_ENDED = 64  # logs of groups whose memory it has let go

@@ -7,11 +7,11 @@ import signal
 import socket
 from dataclasses import dataclass
 
-from phalanx.arena.observer import GroupLog
+from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
+from phalanx.launch.agent.agent_socket import Door
 from phalanx.launch.agent.attempt import Attempt, Host, describe_overdue, describe_signal_end
-from phalanx.launch.agent.door import Door
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from phalanx.arena.observer import GroupLog
-from phalanx.arena.recorder import tell
+from phalanx.diagnostics.flight_recorder import tell
+from phalanx.diagnostics.observer import GroupLog
 from phalanx.launch.processes import read_state
 
 _MAX_LINES = 12

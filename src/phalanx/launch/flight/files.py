@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.arena.observer import GroupLog
+from phalanx.diagnostics.observer import GroupLog
 from phalanx.launch.flight.trace import plan_trace
 
 FORMAT_VERSION = 1

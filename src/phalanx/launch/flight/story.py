@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from phalanx.arena.observer import GroupLog, RankLog
-from phalanx.arena.recorder import Record
+from phalanx.diagnostics.flight_recorder import Record
+from phalanx.diagnostics.observer import GroupLog, RankLog
 from phalanx.launch.output.fold import format_ranks
 
 _MAX_GROUPS = 4

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.arena.observer import GroupLog, RankLog
-from phalanx.arena.recorder import Record
+from phalanx.diagnostics.flight_recorder import Record
+from phalanx.diagnostics.observer import GroupLog, RankLog
 
 
 def plan_trace(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], taken_ns: int) -> dict[str, Any]:

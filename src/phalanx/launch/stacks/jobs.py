@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
-from phalanx.launch.agent.door import PREFIX
+from phalanx.launch.agent.agent_socket import PREFIX
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 
-from phalanx.arena.observer import GroupLog, Observer
-from phalanx.arena.recorder import tell
+from phalanx.diagnostics.flight_recorder import tell
+from phalanx.diagnostics.observer import GroupLog, Observer
 from phalanx.errors import LaunchError
 from phalanx.launch.processes import STACKS_SIGNAL
+from phalanx.launch.stacks.job_snapshot import Look, ask
 from phalanx.launch.stacks.jobs import choose_job, describe_command, find_jobs
-from phalanx.launch.stacks.look import Look, ask
 from phalanx.launch.stacks.survey import ask_ranks
 
 _AGENT_TIMEOUT_S = 5.0

@@ -1,0 +1,321 @@
+"""Who a group is, how long its operations may take, in which order they run, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from phalanx.backend.arguments import timeout_of
+from phalanx.backend.dynamo import untraced
+from phalanx.backend.work import Closable, DoneWork, Lane, PhalanxWork
+from phalanx.deadline import Deadline
+from phalanx.diagnostics.call_sites import calling_site
+from phalanx.diagnostics.failures import closed, nested
+from phalanx.symmetric_memory.memory import Arena
+from phalanx.transport.hierarchical import AcrossHosts
+from phalanx.transport.mpi.operations import OverMpi
+from phalanx.transport.shared_memory import SharedMemory, Span
+from phalanx.transport.uneven import BACKGROUND, WAITS, Attendance
+
+Operation = Callable[[Span], None]
+Result = TypeVar("Result")
+
+_JOIN_S = 5.0
+
+
+# torch's stub lists overloads for several devices per process and for positional options, which nobody calls.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+@untraced
+class Identity(_ProcessGroup):  # type: ignore[misc]
+    """What every process group answers, and the order in which this one carries things out.
+
+    A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
+    the group's lane, one thread, first come first served. Either way all ranks run the same calls in the same order.
+    Across hosts the lane carries out everything: an engine's wait hears no signal, and the main thread must.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        memory: SharedMemory | AcrossHosts | OverMpi,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_ranks: Sequence[int] = (),
+    ) -> None:
+        super().__init__(rank, size)  # not (store, rank, size): torch would look for backends of its own
+        self._store = store
+        self._memory = memory
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout.total_seconds()
+        self._name = name
+        self._desc = ""
+        self._global_ranks = tuple(global_ranks) or tuple(range(size))
+        self._interrupted = memory.interrupted if isinstance(memory, AcrossHosts) else None
+        self._lane = Lane(
+            f"phalanx-{name}",
+            callbacks_first=True,
+            interrupted=self._interrupted,
+            interrupts=self._interrupts_collective,
+            ledger=memory.core if isinstance(memory, SharedMemory) else None,
+        )
+        self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
+        self._closed = False
+        self._closing = threading.RLock()  # a signal handler may come in the middle
+        self._done = DoneWork()
+        self._scratch: Any = None  # memory for `allocate_tensor`, once somebody asked
+        self._attendance: Attendance | None = None  # once somebody trains over the group
+        _groups.add(self)
+
+    # -- identity ------------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """The name under which torch knows us."""
+        return "phalanx"
+
+    _get_backend_name = getBackendName
+    name = getBackendName
+
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many processes the group has."""
+        return self._size
+
+    getRank = rank
+    getSize = size
+
+    @property
+    def arena(self) -> Arena:
+        """The memory that the ranks of this host share."""
+        assert not isinstance(self._memory, OverMpi), "there is no shared memory in a group over MPI"
+        return self._memory.arena
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks share it, because they are on one host."""
+        return isinstance(self._memory, SharedMemory)
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave the group; unique in the job."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in the words of whoever made it."""
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        self._memory.group = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    setGroupName = _set_group_name
+    setGroupDesc = _set_group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"group {self._name!r}: backend {self.getBackendName()!r} has no backend for device {device}"
+            )
+        return self
+
+    # What torch asks of a backend object; the group answers for itself.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` has memory from which collectives copy less: FSDP2 asks, if it is told to."""
+        memory = self._memory
+        return torch.device(device).type == "cpu" and isinstance(memory, SharedMemory) and self._size > 1
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of `size` elements that the other ranks can read where it lies, while there is room for such.
+
+        The first call of a group is collective. Large tensors of this kind are gathered with one copy, not two.
+        """
+        if not self.supports_tensor_alloc(device):
+            raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
+        if self._scratch is None:
+            from phalanx.backend.scratch import Scratch  # after this module: it needs a group
+
+            self._scratch = Scratch(self)
+        tensor: torch.Tensor = self._scratch.allocate(size, dtype)
+        return tensor
+
+    @property
+    def options(self) -> Any:
+        """The timeout and ranks of the group, as torch's backends show theirs."""
+        return _Options(timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name, self.getBackendName())
+
+    def get_group_store(self) -> Store:
+        """The store under the group's prefix."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0 if self._closed else self._memory.seq
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to set: the sequence number is counted in shared memory from the start."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations may take from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # -- order ---------------------------------------------------------------------------------------------------
+
+    def _span(self, options: Any, depth: int, role: int = WAITS) -> Span:
+        if self._closed or self._memory.closed:  # the latter alone in a forked child, which has no lanes
+            raise closed(self._name)
+        return Span(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)), role)
+
+    def _role(self, *, waits: bool) -> int:
+        """Of a call that the program waits for, or not; only groups that somebody trains over tell them apart."""
+        if self._attendance is None:
+            return WAITS
+        return self._attendance.role or (WAITS if waits else BACKGROUND)
+
+    def _is_free(self) -> bool:
+        """Whether a call that is waited for can be carried out without asking any further."""
+        return (
+            self._lane.idle
+            and self._interrupted is None
+            and not self._closed
+            and not self._memory.closed
+            and (self._attendance is None or self._attendance.role == WAITS)
+        )
+
+    def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
+        """Run `operation` now, or queue it; called directly by the methods that torch calls."""
+        waits = not getattr(options, "asyncOp", True)
+        span = self._span(options, 4, self._role(waits=waits))
+        if waits and self._lane.idle and self._interrupted is None:
+            operation(span)
+            return self._done
+        span.awaited = waits
+        if waits and self._lane.is_below():
+            raise nested("a collective", self._name, self._rank)
+        work = self._queue(self._lane, lambda: operation(span), outputs)
+        if waits and self._interrupted is not None:
+            work.wait()
+        return work
+
+    def _interrupts_collective(self) -> bool:
+        memory = self._memory
+        return isinstance(memory, SharedMemory) and memory.in_turn
+
+    def in_order(self, operation: Callable[[], Result]) -> Result:
+        """Run `operation`, whose collectives go straight to the memory, after all that was called here before; wait.
+
+        Also what is no collective of c10d's has its place in the order that is the same on all ranks.
+        """
+        if self._lane.idle:
+            return operation()
+        results: list[Result] = []
+        self._queue(self._lane, lambda: results.append(operation()), []).wait()
+        return results[0]
+
+    def drain(self) -> None:
+        """Return when the collectives that were called here and run in the background are over, well or not."""
+        if not self._lane.idle:
+            self._queue(self._lane, lambda: None, []).wait()
+
+    def _queue(self, lane: Lane, action: Callable[[], None], outputs: Sequence[Any]) -> PhalanxWork:
+        work = PhalanxWork(outputs)
+        self._recent.append(work)
+        return lane.put(action, work)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _lanes(self) -> list[Closable]:
+        return [self._lane]
+
+    def shutdown(self) -> None:
+        """Finish what is queued, then leave the group."""
+        self._leave(_JOIN_S, in_order=True)
+
+    def abort(self) -> None:
+        """Leave the group at once; whoever waits in it gets an error."""
+        self._leave(0.0)
+
+    def _leave(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
+        """`for_good`: the process ends, so what runs after `patience_s` need not end."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        if self._memory.closed:  # a forked child: the threads and the seat are its parent's
+            _groups.discard(self)
+            return
+        ended = self._settle(patience_s)
+        in_order = in_order and ended
+        if not ended and not self._memory.closed:
+            if for_good and isinstance(self._memory, SharedMemory):
+                self._memory.close_for_good()
+                return
+            self._memory.leave_in_flight()
+            ended = self._settle(_JOIN_S)
+        self._recent.clear()
+        self._scratch = None
+        if in_order and self._attendance is not None:
+            self._attendance.leave()
+        if ended or isinstance(self._memory, SharedMemory):  # whose memory stays for whoever is still inside
+            self._memory.close()
+        _groups.discard(self)
+
+    def _settle(self, patience_s: float) -> bool:
+        """Let what is queued end, and what other threads are in; whether all was over within `patience_s`."""
+        deadline = Deadline.after(patience_s)
+        ended = all([lane.close(deadline.left_s) for lane in self._lanes()])
+        memory = self._memory
+        if isinstance(memory, SharedMemory):
+            return memory.settle(deadline.left_s) and ended
+        if ended and memory.lock.acquire(timeout=deadline.left_s):
+            memory.lock.release()
+            return True
+        return False
+
+
+class _Options:
+    """The part of torch's backend options that people read."""
+
+    def __init__(self, timeout: timedelta, ranks: list[int], name: str, backend: str) -> None:
+        self._timeout = timeout
+        self.global_ranks_in_group = ranks
+        self.group_name = name
+        self.backend = backend
+
+
+_groups: weakref.WeakSet[Identity] = weakref.WeakSet()
+
+
+def leave_all(note: str) -> None:
+    """At the end of the process: leave every group that is still open, saying why."""
+    for group in list(_groups):
+        if not group._closed and not group._memory.closed:
+            group._memory.leave_note(note)
+            group._leave(0.1, for_good=True)

@@ -1,0 +1,101 @@
+"""Tensors of the shared heap that are reduced where they lie, each as soon as all ranks have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx import _core
+from phalanx.backend.arguments import reduction_of
+from phalanx.backend.shared import shared_empty
+from phalanx.diagnostics.call_sites import calling_site
+from phalanx.diagnostics.failures import APART, closed
+from phalanx.dtypes import dtype_of
+from phalanx.errors import ClosedError
+from phalanx.transport.shared_memory import Span
+from phalanx.transport.uneven import STEP, WAITS
+
+
+class SharedBoard:
+    """Rounds of reductions of the same tensors, in place. Collective: all ranks build theirs with the same tensors.
+
+    A round: `begin`, then `ready(i)` once for each tensor, in any order and with anything in between, then `finish`.
+    From `ready(i)` to the end of `finish` tensor i belongs to the board. Another tensor of the group's heap, of the
+    same size and dtype, may stand in for tensor i in a round, on any rank, wherever it lies there.
+    """
+
+    def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
+        self._group = group
+        self._memory = group._memory
+        self._tensors = list(tensors)  # the heap's blocks stay ours as long as the board does
+        words = _core.board_bytes(len(tensors)) // 4
+        self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
+        span = self._span(WAITS)
+        group.in_order(lambda: self._memory.barrier(span))  # nobody raises a flag before all flags are down
+        self._board = _core.Board(
+            self._memory.core,
+            self._offset(self._flags),
+            tuple((t.numel(), dtype_of(t.dtype).code, reduction_of(op, t.dtype, "gradients")[0]) for t in tensors),
+        )
+
+    def _offset(self, tensor: Tensor) -> int:
+        """Where in the heap the tensor lies; it is the same on every rank."""
+        return int(self._memory.arena.heap_offset(tensor.data_ptr()))
+
+    def _span(self, role: int = STEP) -> Span:
+        return Span(self._group._timeout_s, self._memory.site(calling_site(3)), role)
+
+    def begin(self) -> None:
+        """Open a round; the last one has finished."""
+        if self._memory.arena.closed:
+            raise closed(self._memory.group)
+        if self._memory.attendance is not None and self._memory.attendance.apart:
+            self._group.drain()  # the collective at which all meet again may still be under way, with old round numbers
+        self._board.begin()
+
+    def ready(self, number: int, instead: Tensor | None = None, needed: tuple[int, int] | None = None) -> None:
+        """This rank's tensor, or the one `instead` of it, is complete.
+
+        `needed`: this rank needs these elements (start, stop) of the result only, and what lies elsewhere stays as it
+        is. All ranks say so, or none does; together they need each element once.
+
+        Also reduces, without waiting, every tensor that all ranks have.
+        """
+        if self._memory.arena.closed:
+            raise closed(self._memory.group)
+        offset = self._offset(self._tensors[number] if instead is None else instead)
+        try:
+            self._board.ready(number, offset, *(needed or ()))
+        except ClosedError:
+            raise closed(self._memory.group) from None
+
+    def finish(self) -> None:
+        """Return when every tensor holds the reduction on every rank, or on every rank that is in this round.
+
+        Others are out of it (see `attendance`): then the reduction is over those that are in.
+        """
+        if self._memory.arena.closed:
+            raise closed(self._memory.group)
+        span = self._span()
+        status = self._board.finish(span.timeout_ns, span.site, ())
+        if status == APART:
+            if self._memory.attendance is not None:
+                self._memory.attendance.apart = True
+            status = self._group.in_order(lambda: self._meet(span))
+        self._memory.check(status, span)
+
+    def _meet(self, span: Span) -> int:
+        with self._memory.turn(span.timeout_s):
+            return self._board.meet(span.timeout_ns, span.site, ())
+
+    @property
+    def round(self) -> int:
+        """How many rounds have begun; to be set where all ranks meet, by a rank that was out of some."""
+        return self._board.round
+
+    @round.setter
+    def round(self, number: int) -> None:
+        self._board.round = number

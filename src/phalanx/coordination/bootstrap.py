@@ -1,0 +1,412 @@
+"""How the ranks of a new group find each other: through the job's store, once, before anything is shared.
+
+    every rank   add  <n>/came         → which place it has in the row, i
+                 set  <n>/rank/<i>     = its rank, the world size that it believes in, who and where it is
+    the first    get  <n>/rank/*       → set  <n>/seats = all of them, or why there is no group
+    every rank   get  <n>/seats        → the ranks of one host meet at the token of the first of them
+
+Places are given in the order of coming, not by rank: two processes that take themselves for one rank, or believe in
+different sizes, meet and can be told so, where a key for each rank would have them overlook each other.
+
+`n` counts the starts at this store. A start that is over, or that ended processes have left behind in a file, is left
+alone: whoever comes then begins the next. The key `meeting` says which one it is, and how the last one ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from phalanx.coordination.rank_info import Arrival, Failure, Seat, find_dead, find_problem, host_identity
+from phalanx.deadline import Deadline
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
+from phalanx.log import get_logger
+from phalanx.symmetric_memory.watch import ProcessId
+
+_logger = get_logger(__name__)
+_LONGEST_PAUSE_S = 0.02
+_LOOK_AROUND_S = 0.25  # how often one looks whether a process has ended
+_FAREWELL_S = 1.0
+_PATIENCE_S = 2.0  # the first in the row says who is missing; a little later the others do it themselves
+_MOST_REMEMBERED = 64
+NOTICE_S = 5.0
+
+
+class Store(Protocol):
+    """What a meeting needs of torch's store."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value; blocks until it is there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, which begins at zero; the sum."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Store `desired` if the value is `expected` (empty: there is none); what stands then."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a value."""
+        ...
+
+
+class _Moved(Exception):
+    """The start that this rank waits in is over, without it."""
+
+
+class Meeting:
+    """One rank's part in one start of a group. `join` is collective over the group's ranks."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, mine: Seat, group: str, deadline: Deadline) -> None:
+        self._store = store
+        self._me = Arrival(rank, world_size, mine)
+        self._group = group
+        self._deadline = deadline
+        self._number = 0
+        self._index = 0
+        self._before: dict[str, Any] = {}
+        self._known: dict[int, Arrival] = {}
+        self._in_file = _file_of(store)
+        self.seats: list[Seat] = []
+
+    def join(self) -> list[Seat]:
+        """All seats of the group, by rank; the same list on every rank.
+
+        Raises:
+            ValueError: this rank does not exist in a group of this size.
+            MismatchError: the ranks believe in different world sizes, or two in the same rank.
+            PeerLostError: a rank came and ended.
+            DeadlineError: some rank never came; `missing` says which, on every rank that did.
+        """
+        said = None
+        while said is None:
+            self._sit_down()
+            with contextlib.suppress(_Moved):
+                said = self._wait()
+        if failure := said.get("failure"):
+            # Those who are still to come fit no better; those who are missing will not come.
+            self.part(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
+            raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
+        self.seats = [Seat.from_json(seat) for seat in said["seats"]]
+        return self.seats
+
+    def contest(self) -> str:
+        """What is said of the start that others wait in, or will, once this rank has come, too, as one kept out."""
+        _, self._number, _ = self._current()
+        seats = self._key("seats")
+        if self._store.check([seats]) or (self._number and not self._arrived()):
+            return ""  # no start is going on
+        self._index = self._store.add(self._key("came"), 1) - 1
+        self._me = replace(self._me, is_contested=True)
+        self._store.set(self._key(f"rank/{self._index}"), json.dumps(self._me.to_json()))
+
+        def is_over() -> bool:
+            if min(self._arrived()) == self._index:
+                self._judge()
+            return self._store.check([seats])
+
+        if not self._await(is_over, self._deadline, _say_nothing):
+            return ""
+        failure = json.loads(self._store.get(seats)).get("failure")
+        return str(failure["text"]) if failure else ""
+
+    def part(self, *, expected: int = 0) -> None:
+        """The meeting has failed and all ranks will say why: rank 0, whose process may be the store's, goes last.
+
+        It waits for the others, a moment, and until so many as `expected` have come to hear it: without the store they
+        could say only that the store is gone.
+        """
+        with contextlib.suppress(RuntimeError):  # it is gone already
+            if self._me.rank == 0:
+                self._await(lambda: self._have_heard(expected), Deadline.after(_FAREWELL_S), _say_nothing)
+            else:
+                self._store.set(self._key(f"heard/{self._index}"), "")
+
+    def _have_heard(self, expected: int) -> bool:
+        others = [i for i, one in self._arrived().items() if one.rank != 0]
+        return len(others) >= expected and (not others or self._store.check([self._key(f"heard/{i}") for i in others]))
+
+    def forget(self) -> None:
+        """All have met: the keys go, so that a later group of the same name can meet here. For rank 0.
+
+        Before the first barrier: whoever has passed that may begin to meet anew.
+        """
+        members = [[r, seat.to_json()] for r, seat in enumerate(self.seats)]
+        how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
+        self._end(how, members if len(members) <= _MOST_REMEMBERED else [])
+        for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", "seats"]:
+            with contextlib.suppress(Exception):  # a store that cannot delete keeps a few bytes
+                self._store.delete_key(self._key(key))
+
+    # -- the row -------------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"{self._number}/{name}"
+
+    def _current(self) -> tuple[str, int, dict[str, Any]]:
+        """The key `meeting`: as it stands, the number of the start, and how the one before ended."""
+        text = self._store.get("meeting").decode() if self._store.check(["meeting"]) else ""
+        data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
+        return text, data["number"], data["before"]
+
+    def _end(self, how: str, members: Sequence[Any] = ()) -> None:
+        """This start is over: whoever comes now begins the next."""
+        text, number, _ = self._current()
+        if number == self._number:
+            before = {"how": how, "members": list(members)}
+            self._store.compare_set("meeting", text, json.dumps({"number": number + 1, "before": before}))
+
+    def _sit_down(self) -> None:
+        """Take a place in the row of the start that is going on, or of a new one."""
+        while True:
+            _, self._number, self._before = self._current()
+            self._known = {}
+            if how := self._is_left_behind():
+                self._end(how)
+                continue
+            self._index = self._store.add(self._key("came"), 1) - 1
+            self._store.set(self._key(f"rank/{self._index}"), json.dumps(self._me.to_json()))
+            self._known[self._index] = self._me
+            if self._current()[1] == self._number:
+                return
+
+    def _is_left_behind(self) -> str:
+        """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""
+        processes = [one.seat.process for one in self._arrived().values()]
+        if self._store.check([self._key("seats")]):
+            failure = json.loads(self._store.get(self._key("seats"))).get("failure")
+            # A late rank of that job should hear why it failed. Of a file nobody knows which job wrote it: as long as
+            # one of its processes runs, it is that one. Who was told already means to try again.
+            is_told = self._me.seat.process in processes
+            is_old = bool(self._in_file) and not any(process.is_running() for process in processes)
+            if failure is None or not (is_told or is_old):
+                return ""
+            return f"an earlier start ended at {failure['at']}: {failure['text'].splitlines()[0]}"
+        if self._in_file and (dead := find_dead(list(self._known.values()), self._me.seat)):
+            # A file outlives its job: they ended in an earlier one, and nobody will ever answer for them.
+            who = ", ".join(f"rank {r} ({seat})" for r, seat in dead.ranks.items())
+            return f"an earlier start was left behind in {self._in_file}: {who} has ended"
+        return ""
+
+    def _arrived(self) -> dict[int, Arrival]:
+        """Who has come, by place in the row."""
+        came = self._key("came")
+        for i in range(int(self._store.get(came)) if self._store.check([came]) else 0):
+            key = self._key(f"rank/{i}")
+            if i not in self._known and self._store.check([key]):  # else its process is between the two, or died there
+                self._known[i] = Arrival.from_json(json.loads(self._store.get(key)))
+        return self._known
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> dict[str, Any]:
+        """What is said of this start: its seats, or why there is no group."""
+        is_first, clock = self._index == 0, self._deadline.clock
+        patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
+        next_look = Deadline.after(_LOOK_AROUND_S, clock)
+
+        def is_over() -> bool:
+            nonlocal next_look, is_first
+            if self._store.check([self._key("seats")]):
+                return True
+            if is_first:
+                self._judge()
+            if next_look.passed:
+                next_look = Deadline.after(_LOOK_AROUND_S, clock)
+                self._look_around(is_first)
+                is_first = min(self._known) == self._index  # or whoever had the place before has died in taking it
+            return False
+
+        if not self._await(is_over, patience, lambda: _logger.warning(self._waiting(patience))):
+            self._give_up()
+        said: dict[str, Any] = json.loads(self._store.get(self._key("seats")))
+        return said
+
+    def _judge(self) -> None:
+        """The first in the row: say that the group is complete, or that it never will be."""
+        arrivals = list(self._arrived().values())
+        if failure := find_problem(arrivals):
+            self._say(failure)
+        elif len(arrivals) == self._me.world_size:
+            seats = [one.seat.to_json() for one in sorted(arrivals, key=lambda one: one.rank)]
+            self._store.compare_set(self._key("seats"), "", json.dumps({"seats": seats}))
+
+    def _look_around(self, is_first: bool) -> None:
+        """Whether somebody who came has ended, or nobody will come any more."""
+        if self._current()[1] != self._number and not self._store.check([self._key("seats")]):
+            raise _Moved
+        if is_first or not self._store.check([self._key("rank/0")]):
+            arrived = self._arrived()
+        else:
+            # Each looks at the first only, who looks at all: hundreds of ranks would read each other's words.
+            self._known.setdefault(0, Arrival.from_json(json.loads(self._store.get(self._key("rank/0")))))
+            arrived = {0: self._known[0]}
+        if failure := find_dead(list(arrived.values()), self._me.seat) or self._find_holder(len(arrived)):
+            self._say(failure)
+
+    def _find_holder(self, num_arrived: int) -> Failure | None:
+        """Alone for a while, at a store where a group was formed whose rank of this number still runs: a stranger."""
+        members = {r: Seat.from_json(seat) for r, seat in self._before.get("members", ())}
+        mine = self._me.seat
+        waited_s = self._deadline.timeout_s - self._deadline.left_s
+        if num_arrived > 1 or waited_s < NOTICE_S or any(seat.process == mine.process for seat in members.values()):
+            return None
+        holder = members.get(self._me.rank)
+        if holder is None or holder.host != mine.host or not holder.process.is_running():
+            return None
+        return Failure(
+            "mismatch",
+            f"nobody else comes, and rank {self._me.rank} is another process already: {holder}, which still runs; "
+            f"{self._before['how']}.\n"
+            "Give each process a RANK (rank=...) of its own, and each job an address (port, file) of its own.",
+            {self._me.rank: str(holder)},
+        )
+
+    def _give_up(self) -> None:
+        """Time is up: say who is missing."""
+        missing = self._missing()
+        if missing:
+            size = self._me.world_size
+            where = _address_of(self._store)
+            text = (
+                f"{ranks(missing)} of {size} never came{f' to {where}' if where else ''} within "
+                f"{self._deadline.timeout_s:.1f} s.\n"
+                f"Check that {size} processes were started and that each reached init_process_group; "
+                "the log of a missing rank comes first."
+            )
+            if where:
+                text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a way to it."
+            if self._before:
+                text += f"\nBefore this start, {self._before['how'].rstrip('.')}."
+            self._say(Failure("missing", text, dict.fromkeys(missing, "never came")))
+            return
+        first = self._known[min(self._known)]
+        text = (
+            f"all ranks came, and rank {first.rank} ({first.seat}), which was to say so, did not within "
+            f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
+        )
+        self._say(Failure("missing", text, {first.rank: str(first.seat)}))
+
+    def _missing(self) -> list[int]:
+        came = {one.rank for one in self._arrived().values()}
+        return [r for r in range(self._me.world_size) if r not in came]
+
+    def _say(self, failure: Failure) -> None:
+        """Say why there is no group, unless somebody has said something already."""
+        now = time.strftime("%H:%M:%S")
+        story = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
+        self._store.compare_set(self._key("seats"), "", json.dumps({"failure": story}))
+
+    def _error(self, failure: Failure) -> Exception:
+        who = {int(r): what for r, what in failure.ranks.items()}
+        here = f"init_process_group of group {self._group!r}"
+        if failure.kind == "missing":
+            return DeadlineError(f"{here}: {failure.text}", missing=tuple(who))
+        here = f"{here} on rank {self._me.rank}"
+        if failure.kind == "lost":
+            return PeerLostError(f"{here}: {failure.text}", ranks=tuple(who))
+        if not 0 <= self._me.rank < self._me.world_size:
+            return ValueError(f"{here}: {failure.text}")
+        return MismatchError(f"{here}: {failure.text}", calls=who)
+
+    def _await(self, is_over: Callable[[], bool], deadline: Deadline, notice: Callable[[], None]) -> bool:
+        """Ask until it is over; `notice` is called once, after five seconds. False when time is up.
+
+        Asking, because a store's own `wait` cannot be interrupted by Ctrl-C, counts in whole seconds where the store
+        is a file, and has TCPStore print a warning whenever it ends without the key.
+        """
+        said = Deadline.after(NOTICE_S, deadline.clock)
+        spoken, pause_s = False, 0.0005
+        while True:
+            if is_over():
+                return True
+            if deadline.passed:
+                return False
+            if said.passed and not spoken:
+                spoken = True
+                notice()
+            time.sleep(min(pause_s, deadline.left_s))
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+    def _waiting(self, patience: Deadline) -> str:
+        waited = patience.timeout_s - patience.left_s
+        missing = self._missing()
+        whom = ranks(missing) if missing else f"rank {self._known[min(self._known)].rank} to say that all have come"
+        before = f" Before this start, {self._before['how']}." if self._before else ""
+        return (
+            f"init_process_group of group {self._group!r}: waiting for {whom} for {waited:.0f} s; "
+            f"giving up after {self._deadline.timeout_s:.0f} s.{before}"
+        )
+
+
+def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadline: Deadline) -> Meeting:
+    """The meeting of all ranks of the group, with their seats.
+
+    Raises:
+        ValueError, MismatchError, PeerLostError, DeadlineError: as `Meeting.join`.
+        PeerLostError: the store is gone, with the process that kept it.
+    """
+    meeting = Meeting(store, rank, world_size, mine, group, deadline)
+    try:
+        meeting.join()
+    except PhalanxError:
+        raise
+    except RuntimeError as error:  # DistNetworkError: whoever keeps the store has ended
+        raise PeerLostError(
+            f"init_process_group of group {group!r} on rank {rank}: the job's store is gone, and with it the process "
+            f"that kept it: rank 0, or the launcher.\ntorch said: {str(error).splitlines()[0]}\nRead its log first.",
+            ranks=() if rank == 0 else (0,),
+        ) from None
+    return meeting
+
+
+def contest(store: Store, rank: int, world_size: int) -> str:
+    """Show those who wait at `store` for a start that this process takes itself for `rank`, too, and keeps out.
+
+    Returns what all of them are told; nothing if nobody waits there. Takes two seconds at most.
+    """
+    seat = Seat(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
+    meeting = Meeting(store, rank, world_size, seat, "0", Deadline.after(_PATIENCE_S))
+    return meeting.contest()
+
+
+def _say_nothing() -> None:
+    pass
+
+
+def base_of(store: Any) -> Any:
+    """The store itself, without the prefixes that torch puts around it."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _address_of(store: Any) -> str:
+    """Where a store that has an address is; else nothing."""
+    store = base_of(store)
+    return f"{store.host} port {store.port}" if getattr(store, "host", "") else ""
+
+
+def _file_of(store: Any) -> str:
+    """The path of a store in a file that has a name, and so outlives its job; else nothing."""
+    path = str(getattr(base_of(store), "path", ""))
+    return "" if path.startswith("/proc/") else path
+
+
+def ranks(which: Sequence[int]) -> str:
+    """'rank 3' or 'ranks 1, 3, 5'."""
+    return f"rank {which[0]}" if len(which) == 1 else "ranks " + ", ".join(map(str, which))

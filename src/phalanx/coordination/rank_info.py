@@ -1,0 +1,200 @@
+"""Who has come to the start of a group: each rank's seat, what it believes of the group, and whether all that fits.
+
+Purely data, but for a look at the processes of this host that may have ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from phalanx.log import get_logger, warn_once
+from phalanx.symmetric_memory.watch import ProcessId
+
+_logger = get_logger(__name__)
+PROTOCOL = 2  # of the words in the store; ranks whose installations speak differently must not guess
+_MOST_NAMED = 8
+
+Kind = Literal["mismatch", "missing", "lost"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank as the others see it."""
+
+    host: str
+    hostname: str
+    token: str
+    process: ProcessId
+    cpus: frozenset[int]
+    core: int  # version of the C core's layout; 0 without it
+    address: str = ""  # of this host, as the others can reach it; empty where the job's store has no address either
+    agreed: str = ""  # what must be the same on every rank
+    obstacle: str = ""  # why this process can share no memory
+    keeps_store: bool = False  # the job's store ends with this process
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the store."""
+        p = self.process
+        return {
+            "host": self.host,
+            "hostname": self.hostname,
+            "token": self.token,
+            "process": [p.pid, p.start_ticks, p.namespace, p.has_pidfds],
+            "cpus": sorted(self.cpus),
+            "core": self.core,
+            "address": self.address,
+            "agreed": self.agreed,
+            "obstacle": self.obstacle,
+            "keeps_store": self.keeps_store,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Seat:
+        """The opposite of `to_json`."""
+        return cls(
+            data["host"],
+            data["hostname"],
+            data["token"],
+            ProcessId(*data["process"]),
+            frozenset(data["cpus"]),
+            data["core"],
+            data["address"],
+            data["agreed"],
+            data["obstacle"],
+            data["keeps_store"],
+        )
+
+    def has_ended(self, mine: Seat) -> bool:
+        """Whether its process is gone, as far as a process with the seat `mine` can see that."""
+        return self.host == mine.host and self.process != mine.process and self.process.has_ended()
+
+    def __str__(self) -> str:
+        return f"pid {self.process.pid} on {self.hostname}"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A rank that has come, what it believes, and when it came (seconds since 1970, by its own clock)."""
+
+    rank: int
+    world_size: int
+    seat: Seat
+    at: float = field(default_factory=time.time)
+    protocol: int = PROTOCOL
+    is_contested: bool = False  # it is kept out: another process keeps the store that it, as rank 0, was to keep
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the store."""
+        fields = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol", "is_contested")}
+        return {**fields, "seat": self.seat.to_json()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Arrival:
+        """The opposite of `to_json`."""
+        fields = {name: data[name] for name in ("rank", "world_size", "at", "protocol", "is_contested")}
+        return cls(seat=Seat.from_json(data["seat"]), **fields)
+
+    def __str__(self) -> str:
+        return f"{self.seat}, which came at {time.strftime('%H:%M:%S', time.localtime(self.at))}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a group was not formed, the same on every rank: `text`, and the ranks concerned (for each, what it is)."""
+
+    kind: Kind
+    text: str
+    ranks: Mapping[int, str]
+
+
+def find_problem(arrivals: Sequence[Arrival]) -> Failure | None:
+    """What is wrong with those who have come so far, in whatever order; None as long as they fit together."""
+    if len({one.protocol for one in arrivals}) > 1:
+        return _disagreement(arrivals, "the ranks run different versions of Phalanx", lambda one: f"{one.protocol}")
+    if len({one.world_size for one in arrivals}) > 1:
+        return _disagreement(
+            arrivals,
+            "the ranks believe in different world sizes",
+            lambda one: f"world size {one.world_size}",
+            "Start every rank with the same WORLD_SIZE (world_size=...); if these are two jobs, give each an address "
+            "(port, file) of its own.",
+        )
+    for one in arrivals:
+        if not 0 <= one.rank < one.world_size:
+            return Failure(
+                "mismatch",
+                f"{one.seat} is rank {one.rank} of {one.world_size}, whose ranks are 0 to {one.world_size - 1}.\n"
+                "Check RANK (rank=...) and WORLD_SIZE (world_size=...) of that process.",
+                {one.rank: f"rank {one.rank} of {one.world_size}"},
+            )
+    seen: dict[int, Arrival] = {}
+    for one in arrivals:
+        first = seen.setdefault(one.rank, one)
+        if first is not one:
+            return _twice(one, str(first))
+    for one in arrivals:
+        if one.is_contested:
+            return _twice(one, "the one that keeps the store at that port")
+    return None
+
+
+def _twice(one: Arrival, other: str) -> Failure:
+    return Failure(
+        "mismatch",
+        f"two processes are rank {one.rank} of {one.world_size}:\n  {other}\n  {one}\n"
+        "Give each process a RANK (rank=...) of its own; if these are two jobs, give each an address "
+        "(port, file) of its own.",
+        {one.rank: f"{other}; {one}"},
+    )
+
+
+def find_dead(arrivals: Sequence[Arrival], mine: Seat) -> Failure | None:
+    """The first of those who came and whose process has ended since, as far as a process with seat `mine` sees it."""
+    for one in arrivals:
+        if one.seat.has_ended(mine):
+            return Failure(
+                "lost",
+                f"rank {one.rank} ({one.seat}) came, and ended before all ranks had come.\nRead its log first.",
+                {one.rank: str(one.seat)},
+            )
+    return None
+
+
+def _disagreement(arrivals: Sequence[Arrival], fact: str, say: Callable[[Arrival], str], advice: str = "") -> Failure:
+    """`fact`, and what each rank believes; of many that believe the same, a few are named."""
+    beliefs: dict[str, list[Arrival]] = {}
+    for one in sorted(arrivals, key=lambda one: one.rank):
+        beliefs.setdefault(say(one), []).append(one)
+    lines = []
+    for belief, who in beliefs.items():
+        for one in who[:_MOST_NAMED]:
+            lines.append(f"  rank {one.rank} ({one.seat}): {belief}")
+        if len(who) > _MOST_NAMED:
+            lines.append(f"  and {len(who) - _MOST_NAMED} more: {belief}")
+    text = "\n".join(filter(None, [f"{fact}.", *lines, advice]))
+    return Failure("mismatch", text, {one.rank: say(one) for one in arrivals})
+
+
+def host_identity() -> str:
+    """What two processes have in common when they can share memory through us: a kernel, network, and user.
+
+    A host's name proves nothing: two hosts may have one name, and containers of one host may have two. The memory is
+    handed over through a socket of the network namespace, to a user of the user namespace. Pid namespaces do not
+    matter.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as f:
+            boot = f.read().decode().strip()
+        network, users = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user"))
+        return f"{boot} {network} {users} {os.getuid()}"
+    except (FileNotFoundError, PermissionError) as error:
+        warn_once(
+            _logger,
+            f"backend 'phalanx': {error.filename} cannot be read, so nobody knows which ranks are on this host: "
+            "this one shares memory with none. Mount /proc.",
+        )
+        return f"pid-{os.getpid()}-{os.urandom(8).hex()}"

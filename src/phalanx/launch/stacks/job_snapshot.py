@@ -1,0 +1,118 @@
+"""What a job's agent tells `phalanx stacks`: a description, and descriptors of what the ranks write.
+
+    command ──{"kind": "look"}──▶ agent
+    command ◀──description (a file), the ranks' stacks, the groups' control memory── agent
+
+The description travels as a file because it may be longer than a packet; the descriptors in several packets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from phalanx.diagnostics.observer import Card
+from phalanx.errors import LaunchError
+from phalanx.symmetric_memory.memfd import create
+from phalanx.symmetric_memory.peer import peer_of
+
+_FDS_PER_PACKET = 64
+_MAX_DESCRIPTION_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Look:
+    """A running job: its agent, what it runs, its ranks that live (number and process), the groups they showed."""
+
+    agent: int
+    target: str
+    world_size: int
+    zygote: int
+    ranks: tuple[tuple[int, int], ...]
+    groups: tuple[Card, ...]
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Look:
+        """The inverse of `to_bytes`."""
+        fields = json.loads(data)
+        ranks = tuple((int(rank), int(pid)) for rank, pid in fields.pop("ranks"))
+        groups = tuple(
+            Card(card["name"], card["world_size"], tuple(card["ranks"]), tuple(card["pids"]))
+            for card in fields.pop("groups")
+        )
+        return cls(ranks=ranks, groups=groups, **fields)
+
+
+def answer(sock: socket.socket, look: Look, stacks: Sequence[int], controls: Sequence[int]) -> None:
+    """The agent's side; never waits: a visitor that has gone, or does not read, gets nothing."""
+    description = create("phalanx-look")
+    try:
+        os.write(description, look.to_bytes())
+        fds = [description, *stacks, *controls]
+        for start in range(0, len(fds), _FDS_PER_PACKET):
+            socket.send_fds(sock, [b"look"], fds[start : start + _FDS_PER_PACKET])
+    except OSError:
+        pass
+    finally:
+        os.close(description)
+
+
+@contextmanager
+def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[Look, list[int], list[int]]]:
+    """What the agent with process number `agent` says at the socket `name`: the look, the stacks' descriptors in the
+    order of `ranks`, the control memories' in the order of `groups`. They are closed on exit.
+
+    Raises:
+        LaunchError: it is gone, is another user's, or does not answer.
+    """
+    fds: list[int] = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(timeout_s)
+            try:
+                sock.connect(f"\0{name}")
+                peer = peer_of(sock)
+                if peer.uid != os.getuid() or peer.pid != agent:
+                    raise LaunchError(
+                        f"phalanx stacks: job {agent}: another process answers in its name; not asked. "
+                        "If it runs in a container with process numbers of its own, ask inside."
+                    )
+                sock.send(b'{"kind": "look"}')
+                look = _receive(sock, fds)
+            except TimeoutError:
+                raise LaunchError(
+                    f"phalanx stacks: job {agent}: `phalanx run` does not answer within {timeout_s:g} s. "
+                    "If it was stopped (Ctrl-Z), its ranks are stopped, too: `fg` or `kill -CONT` lets it go on."
+                ) from None
+            except OSError as error:
+                raise LaunchError(
+                    f"phalanx stacks: job {agent}: cannot be reached: {error.strerror or error}. It may have ended."
+                ) from None
+        count = len(look.ranks)
+        yield look, fds[1 : 1 + count], fds[1 + count :]
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _receive(sock: socket.socket, fds: list[int]) -> Look:
+    """Collect the answer; descriptors go to `fds` as they come, so that they are closed whatever happens."""
+    look, expected = None, 1
+    while len(fds) < expected:
+        data, received, _, _ = socket.recv_fds(sock, 16, _FDS_PER_PACKET)
+        fds += received
+        if not data or not received:
+            raise OSError("it closed the connection")
+        if look is None:
+            look = Look.from_bytes(os.pread(fds[0], _MAX_DESCRIPTION_BYTES, 0))
+            expected = 1 + len(look.ranks) + len(look.groups)
+    assert look is not None
+    return look

@@ -1,0 +1,57 @@
+"""The thread that listens while its rank computes, waits or hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from phalanx.diagnostics.failure_store import Bulletin, Position, Story
+
+_EVERY_S = 0.2
+_JOIN_S = 2.0  # it may hang in a store whose host was cut off
+
+
+class Attendant:
+    """Looks at the bulletin five times a second: answers a roll call, and says when the group is over elsewhere.
+
+    `where` tells this rank's position. `is_over` looks at this host; `over` is called when the group is over here, and
+    (again) with the story when it is told, and wakes whoever still waits. When the store goes, listening ends: the job
+    is ending.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bulletin: Bulletin,
+        where: Callable[[], Position],
+        is_over: Callable[[], bool],
+        over: Callable[[Story | None], None],
+    ) -> None:
+        self._bulletin = bulletin
+        self._where = where
+        self._is_over = is_over
+        self._over = over
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name=f"phalanx-{name}-attendant", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        woken = False
+        while not self._stop.wait(_EVERY_S):
+            try:
+                self._bulletin.answer_roll(self._where())
+            except RuntimeError:  # the store has gone
+                return
+            story = self._bulletin.story()
+            if story is not None:
+                self._over(story)
+                return
+            if not woken and self._is_over():  # the story is yet to come, and perhaps a roll call before it
+                woken = True
+                self._over(None)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)

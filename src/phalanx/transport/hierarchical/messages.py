@@ -1,0 +1,95 @@
+"""Point to point, over the engine whether or not the peer is on this host: a receive from anybody looks in one place.
+
+A message is two of the engine's: a header (bytes, dtype), then the elements. The engine would take a wrong size for a
+broken connection; the header tells it apart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.deadline import Deadline
+from phalanx.diagnostics import failures
+from phalanx.diagnostics.failure_store import Story
+from phalanx.dtypes import dtype_name, dtype_of
+from phalanx.transport.call import Call
+from phalanx.transport.hierarchical.rails import Message, talking_to
+from phalanx.transport.hierarchical.session import Session
+from phalanx.transport.shared_memory import Span, dense, nbytes, write_back
+
+
+class Messages(Session):
+    """send and recv. Messages between two ranks keep their order per tag."""
+
+    def send(self, tensor: Tensor, dst: int, tag: int, span: Span) -> None:
+        """Return when the bytes of `tensor` have left it; waits for the receive."""
+        self._check_open(tag)
+        data = dense(tensor.detach())
+        header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
+        deadline = Deadline.after(span.timeout_s)
+        here = self._here(f"send to rank {dst}")
+        with self._recorded(self._message("send", data, span), span, peer=dst), self._told(here, span, deadline, dst):
+            messages = []
+            with talking_to(dst):
+                messages.append(Message(self._engine.send(dst, header, tag), dst, deadline))
+                if nbytes(data):
+                    messages.append(Message(self._engine.send(dst, data, tag), dst, deadline))
+            for message in messages:
+                message.wait()
+
+    def recv(self, tensor: Tensor, src: int, tag: int, span: Span) -> int:
+        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
+        self._check_open(tag)
+        data = dense(tensor.detach())
+        header = torch.empty(2, dtype=torch.int64)
+        deadline = Deadline.after(span.timeout_s)
+        here = self._here(f"recv from rank {src}" if src >= 0 else "recv from any rank")
+        recorded = self._recorded(self._message("recv", data, span), span, peer=src)
+        with recorded, self._told(here, span, deadline, src), torch.no_grad():
+            with talking_to(src):
+                if src >= 0:
+                    Message(self._engine.recv(src, header, tag), src, deadline).wait()
+                    source = src
+                else:
+                    pending = self._engine.recv_any(header, tag)
+                    Message(pending, src, deadline).wait()
+                    source = pending._source_rank()
+            sent_bytes, sent_dtype = header.tolist()
+            code = dtype_of(data.dtype).code
+            if (sent_bytes, sent_dtype) != (nbytes(data), code):
+                self._refuse(here, source, (sent_bytes, sent_dtype), (nbytes(data), code))
+            if sent_bytes:
+                with talking_to(source):
+                    Message(self._engine.recv(source, data, tag), source, deadline).wait()
+            if data.data_ptr() != tensor.data_ptr():
+                write_back(tensor.detach(), data)
+        return source
+
+    def _message(self, name: str, data: Tensor, span: Span) -> Call:
+        code = dtype_of(data.dtype).code
+        return Call(name, code, count=data.numel(), shape=tuple(data.shape), place=self._place(span))
+
+    def _check_open(self, tag: int) -> None:
+        if self.closed:
+            raise failures.closed(self.group)
+        if not 0 <= tag < (num_tags := self._engine.num_tags):
+            raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1} in a group across hosts, got {tag}")
+        if self._story is not None:
+            raise self._story.error(self._here())
+
+    def _refuse(self, here: str, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
+        calls = {
+            source: f"send of {sent[0]} bytes of {dtype_name(sent[1])} to rank {self.rank}",
+            self.rank: f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}",
+        }
+        lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
+        story = Story(
+            "mismatch",
+            f"the message does not fit; the tensor was not changed.\n{lines}\n"
+            "Make the receiver's tensor as large as the sender's, with the same dtype.",
+            calls=calls,
+        )
+        self._story = self._bulletin.post(story)
+        self._end()
+        raise self._story.error(here)

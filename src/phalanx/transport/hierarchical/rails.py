@@ -1,0 +1,213 @@
+"""Step 2 of a collective: one slice, all-reduced (gathered, ...) between the ranks that hold it on each host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx import _core
+from phalanx.collectives import Link, Links, Schedule, Topology, build, choose, play
+from phalanx.collectives.algorithms import find, offering
+from phalanx.collectives.schedule import Operation
+from phalanx.deadline import Deadline
+from phalanx.dtypes import dtype_of
+from phalanx.engines.engine import DATA, Engine, Pending
+from phalanx.transport.hierarchical.compression import Widening, Wire
+
+# Tags: below DATA those of the user's messages; from it those of collectives' data; last of all the fingerprints'.
+FINGERPRINT = 0x7FFFFFFE
+_NUMBERS = 4000  # of messages that are told apart within one collective
+_LONGEST_WAIT_S = 1e8  # three years: what a timeout of "for ever" becomes in milliseconds
+
+
+class ConnectionBroken(Exception):
+    """The engine could not finish a message with `peer`: it is gone or late, or the engine was closed."""
+
+    def __init__(self, peer: int, said: str) -> None:
+        super().__init__(said)
+        self.peer = peer
+
+
+@contextlib.contextmanager
+def talking_to(peer: int) -> Iterator[None]:
+    """What the engine raises inside is about `peer`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionBroken(peer, str(error)) from error
+
+
+def span_of(deadline: Deadline) -> timedelta:
+    """What is left, for an engine's wait."""
+    return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_WAIT_S))
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message under way with `peer`."""
+
+    pending: Pending | Widening
+    peer: int
+    deadline: Deadline
+
+    def wait(self) -> None:
+        """Return when it is done; raise ConnectionBroken if it can't be."""
+        with talking_to(self.peer):
+            self.pending.wait(span_of(self.deadline))
+
+
+def data_tag(call: int, number: int) -> int:
+    """The tag of a collective's `number`th stream of messages; `call` is a digest of what must agree.
+
+    Ranks that called different things use different tags, so that nothing is taken for what it is not.
+    """
+    return DATA | (call & 0x3FFFF) << 12 | number % _NUMBERS
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    operation: Operation, num_hosts: int, log_bytes: int, root: int, algorithm: str | None, link: Link | None
+) -> Schedule:
+    """The schedule between hosts for slices of about 2**log_bytes bytes. The same on every rank.
+
+    `algorithm` is used for the operations that it offers; `link` is what the choice takes the network for.
+    """
+    topology = Topology.flat(num_hosts)
+    offered = algorithm is not None and find(algorithm) in offering(operation)
+    if operation == "all_reduce" and num_hosts == 2 and not offered:
+        # The ring's bytes in one step, and what is sent does not wait for what arrives. It costs twice the additions,
+        # which the model counts and a pipeline hides behind the wire.
+        return build("doubling", operation, topology)
+    links = Links() if link is None else Links(inter=link)
+    chosen = choose(operation, 1 << log_bytes, topology, links, algorithm if offered else None).algorithm
+    return build("ring" if chosen == "hierarchical" else chosen, operation, topology, root)
+
+
+class Rail:
+    """The ranks of one rail, by host. `run` is a collective of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Sequence[int],
+        host: int,
+        algorithm: str | None,
+        wire: Wire,
+        link: Link | None = None,
+    ) -> None:
+        self._engine = engine
+        self._ranks = tuple(ranks)
+        self._host = host
+        self._algorithm = algorithm
+        self._wire = wire
+        self._link = link
+
+    def exchange(self, mine: Tensor, theirs: Sequence[Tensor | None], deadline: Deadline) -> list[Message]:
+        """theirs[h] becomes what host h's rank of this rail sends all others; this host's own is None.
+
+        Returns what to wait for; until then the tensors must not be touched.
+        """
+        messages = []
+        for host, rank in enumerate(self._ranks):
+            into = theirs[host]
+            if into is not None:
+                with talking_to(rank):
+                    messages.append(Message(self._engine.recv(rank, into, FINGERPRINT), rank, deadline))
+                    messages.append(Message(self._engine.send(rank, mine, FINGERPRINT), rank, deadline))
+        return messages
+
+    def run(
+        self,
+        operation: Operation,
+        buffer: Tensor,
+        deadline: Deadline,
+        *,
+        tag: int,
+        redop: int = -1,
+        root: int = 0,
+        bounds: Sequence[int] | None = None,
+        key: int = 0,
+    ) -> None:
+        """Play this host's part of `operation` on `buffer`, in place. `key` names the tensor, for error feedback.
+
+        Numerics: as the schedule's `order` says; bitwise equal on all ranks of the rail.
+
+        Raises:
+            ConnectionBroken: a peer is gone or late; `buffer` holds undefined values.
+        """
+        schedule = plan(operation, len(self._ranks), buffer.nbytes.bit_length(), root, self._algorithm, self._link)
+        for _ in self.play(schedule, buffer, deadline, tag=tag, redop=redop, bounds=bounds, key=key):
+            pass
+
+    def play(
+        self,
+        schedule: Schedule,
+        buffer: Tensor,
+        deadline: Deadline,
+        *,
+        tag: int,
+        redop: int = -1,
+        bounds: Sequence[int] | None = None,
+        key: int = 0,
+    ) -> Iterator[None]:
+        """As `run` by `schedule`, step by step: see `phalanx.collectives.play`. Plays under way have tags of their own.
+
+        `buffer` is scratch: it may be written before the ranks of the rail have agreed.
+        """
+        reduces = schedule.operation in ("all_reduce", "reduce", "reduce_scatter")
+        shorter = reduces and self._wire.rounds(buffer.dtype)
+        lost: Tensor | None = None
+        code = dtype_of(buffer.dtype).code
+
+        def send(dst: int, view: Tensor) -> Message:
+            rank = self._ranks[dst]
+            if shorter:
+                at = (view.data_ptr() - buffer.data_ptr()) // view.element_size()
+                view = self._wire.shorten(view, None if lost is None else lost[at : at + view.numel()])
+            with talking_to(rank):
+                return Message(_Held(self._engine.send(rank, view, tag), view), rank, deadline)
+
+        def recv(src: int, view: Tensor) -> Message:
+            rank = self._ranks[src]
+            with talking_to(rank):
+                if shorter:
+                    short = self._wire.staging(view)
+                    return Message(Widening(self._engine.recv(rank, short, tag), short, view), rank, deadline)
+                return Message(self._engine.recv(rank, view, tag), rank, deadline)
+
+        def combine(into: Tensor, first: Tensor, second: Tensor) -> None:
+            _core.reduce(into.data_ptr(), (first.data_ptr(), second.data_ptr()), into.numel(), code, redop)
+
+        steps = play(
+            schedule,
+            self._host,
+            buffer,
+            send=send,
+            recv=recv,
+            combine=combine,
+            scratch=lambda n: torch.empty(n, dtype=buffer.dtype),
+            bounds=bounds,
+        )
+        next(steps)
+        yield
+        if shorter:  # only now the buffer holds what this host brings
+            lost = self._wire.begin(buffer, key=key)
+        yield from steps
+
+
+class _Held:
+    """A send, and the tensor that it reads: the engine does not keep it."""
+
+    def __init__(self, pending: Any, tensor: Tensor) -> None:
+        self._pending = pending
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta) -> None:
+        self._pending.wait(timeout)

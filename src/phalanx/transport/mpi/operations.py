@@ -1,0 +1,281 @@
+"""The operations of a group over MPI: what `SharedMemory` is for the ranks of one host. Tensors are on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.deadline import Deadline
+from phalanx.dtypes import REDUCTIONS, dtype_name, dtype_of
+from phalanx.engines.mpi import Underway
+from phalanx.transport.call import Call
+from phalanx.transport.mpi.datatypes import datatype_of, element_of, operation_of, summand
+from phalanx.transport.mpi.session import Disagreement, Session
+from phalanx.transport.shared_memory import Span, dense, nbytes, scaled, write_back
+
+_SUM, _AVG = (REDUCTIONS[torch.distributed.ReduceOp.SUM], REDUCTIONS[torch.distributed.ReduceOp.AVG])
+
+
+class OverMpi(Session):
+    """Every collective is one of MPI's, started without waiting and asked for until it is over.
+
+    Numerics: MPI adds up, in an order of its own: the same for the same job, perhaps another for another number of
+    ranks. Half types add up in float32 and are rounded once; AVG divides the sum once.
+    Cost: one gather of 256 bytes per rank, in which the ranks agree, then MPI's own. Tensors whose elements lie in
+    order in memory are not copied, except into and out of the lists of all_gather, gather, scatter, all_to_all and
+    reduce_scatter, and half types.
+    """
+
+    # -- reductions ----------------------------------------------------------------------------------------------
+
+    def barrier(self, span: Span) -> None:
+        """Return when every rank has come: the agreement is a barrier already."""
+        with self._collective(Call("barrier", place=self._place(span)), span):
+            pass
+
+    def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
+        """As `all_reduce` with SUM."""
+        self.all_reduce(tensor, _SUM, Span(timeout_s, self.site(place)))
+
+    def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: Any = None) -> None:
+        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
+        tensor = tensor.detach()
+        call = self._call("all_reduce" if root < 0 else "reduce", tensor, span, redop=redop, root=root)
+        with self._collective(call, span) as deadline:
+            work = summand(dense(scaled(tensor, factor)))
+            operation = operation_of(self._mpi, redop, tensor.dtype)
+            data, in_place = self._reducible(work), self._mpi.IN_PLACE
+            if root < 0:
+                self._run(lambda comm: comm.Iallreduce(in_place, data, operation), work, deadline)
+            elif root == self.rank:
+                self._run(lambda comm: comm.Ireduce(in_place, data, operation, root), work, deadline)
+            else:
+                self._run(lambda comm: comm.Ireduce(data, None, operation, root), work, deadline)
+            if root in (-1, self.rank):
+                self._give(tensor, work, redop)
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+        output = output.detach()
+        counts = [t.numel() for t in inputs]
+        call = self._call("reduce_scatter", output, span, redop=redop, count=sum(counts), sizes=tuple(counts))
+        with self._collective(call, span) as deadline:
+            whole = summand(torch.cat([dense(scaled(t.detach(), factor)).view(-1) for t in inputs]))
+            part = torch.empty(counts[self.rank], dtype=whole.dtype)
+            operation = operation_of(self._mpi, redop, output.dtype)
+            sent, received = self._reducible(whole), self._reducible(part)
+            self._run(
+                lambda comm: comm.Ireduce_scatter(sent, received, counts, operation), (whole, part, counts), deadline
+            )
+            self._give(output, part.view(output.shape), redop)
+
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, redop: int, span: Span, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        output, tensor = output.detach(), tensor.detach()
+        count = output.numel()
+        sizes = (count,) * self.world_size
+        call = self._call("reduce_scatter", output, span, redop=redop, count=tensor.numel(), sizes=sizes)
+        with self._collective(call, span) as deadline:
+            whole = summand(dense(scaled(tensor, factor)))
+            part = summand(dense(output))
+            operation = operation_of(self._mpi, redop, output.dtype)
+            sent, received = self._reducible(whole), self._reducible(part)
+            counts = list(sizes)
+            self._run(
+                lambda comm: comm.Ireduce_scatter(sent, received, counts, operation), (whole, part, counts), deadline
+            )
+            self._give(output, part, redop)
+
+    def _reducible(self, tensor: Tensor) -> list[Any]:
+        return [self._engine.memory(tensor), tensor.numel(), datatype_of(self._mpi, tensor.dtype)]
+
+    def _give(self, tensor: Tensor, work: Tensor, redop: int) -> None:
+        """Write what MPI has reduced into `work`, which may be the memory of `tensor`, to `tensor`."""
+        if redop == _AVG:
+            exact = work.is_floating_point() or work.is_complex()
+            work.div_(self.world_size, rounding_mode=None if exact else "trunc")
+        if work.data_ptr() != tensor.data_ptr():
+            write_back(tensor, work if tensor.dtype != torch.bool else work.view(torch.bool))
+
+    # -- moves ---------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor, root: int, span: Span) -> None:
+        """`tensor` becomes root's."""
+        tensor = tensor.detach()
+        data = dense(tensor)
+        with self._collective(self._call("broadcast", data, span, root=root), span) as deadline:
+            self._run(lambda comm: comm.Ibcast(self._elements(data), root), data, deadline)
+            if data is not tensor and root != self.rank:
+                write_back(tensor, data)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, span: Span, *, root: int = -1) -> None:
+        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+        tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
+        data = dense(tensor)
+        counts = [t.numel() for t in outputs]
+        all_sizes = tuple(counts) if root < 0 else ()
+        count = sum(counts) if root < 0 else data.numel()
+        name = "all_gather" if root < 0 else "gather"
+        with self._collective(self._call(name, data, span, root=root, count=count, sizes=all_sizes), span) as deadline:
+            whole = torch.empty(sum(counts), dtype=tensor.dtype)
+            sent, received = self._elements(data), self._pieces(whole, counts)
+            memory = (data, whole)
+            if root < 0:
+                self._run(lambda comm: comm.Iallgatherv(sent, received), memory, deadline)
+            else:
+                into = received if root == self.rank else None
+                self._run(lambda comm: comm.Igatherv(sent, into, root), memory, deadline)
+            self._hand_out(outputs, whole, counts)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        output, data = output.detach(), dense(tensor.detach())
+        whole = dense(output)
+        with self._collective(self._call("all_gather", data, span), span) as deadline:
+            sent = self._elements(data)
+            received = [self._engine.memory(whole), data.numel(), element_of(self._mpi, data.dtype)]
+            self._run(lambda comm: comm.Iallgather(sent, received), (data, whole), deadline)
+            if whole is not output:
+                write_back(output, whole)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, span: Span) -> None:
+        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        output = output.detach()
+        data = dense(output)
+        with self._collective(self._call("scatter", data, span, root=root), span) as deadline:
+            whole = torch.cat([dense(t.detach()).view(-1) for t in inputs]) if inputs else data[:0]
+            counts = [t.numel() for t in inputs]
+            sent = self._pieces(whole, counts) if root == self.rank else None
+            received = self._elements(data)
+            self._run(lambda comm: comm.Iscatterv(sent, received, root), (whole, data), deadline)
+            if data is not output:
+                write_back(output, data)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], span: Span, *, splits: bool) -> None:
+        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ."""
+        outputs = [t.detach() for t in outputs]
+        sent_counts, received_counts = [t.numel() for t in inputs], [t.numel() for t in outputs]
+        with self._collective(self._call_of_all_to_all(inputs[0], span), span) as deadline:
+            self._compare(sent_counts, received_counts, inputs[0].element_size(), deadline)
+            whole = torch.cat([dense(t.detach()).view(-1) for t in inputs])
+            got = torch.empty(sum(received_counts), dtype=whole.dtype)
+            sent, received = self._pieces(whole, sent_counts), self._pieces(got, received_counts)
+            self._run(lambda comm: comm.Ialltoallv(sent, received), (whole, got), deadline)
+            self._hand_out(outputs, got, received_counts)
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+        """As `all_to_all` with the equal parts of two contiguous tensors, which are not copied."""
+        tensor, output = tensor.detach(), output.detach()
+        counts = [tensor.numel() // self.world_size] * self.world_size
+        with self._collective(self._call_of_all_to_all(tensor, span), span) as deadline:
+            self._compare(counts, counts, tensor.element_size(), deadline)
+            sent, received = self._pieces(tensor, counts), self._pieces(output, counts)
+            self._run(lambda comm: comm.Ialltoallv(sent, received), (tensor, output), deadline)
+
+    def _call_of_all_to_all(self, tensor: Tensor, span: Span) -> Call:
+        # The sizes differ from rank to rank, and are compared in a round of their own.
+        code = dtype_of(tensor.dtype).code
+        return Call("all_to_all", code, shape=tuple(tensor.shape), place=self._place(span))
+
+    def _compare(self, sent: list[int], awaited: list[int], size: int, deadline: Deadline) -> None:
+        """Every rank learns what all send and await, so that all find the same pairs that do not fit."""
+        mine = torch.tensor([sent, awaited])
+        tables = torch.empty((self.world_size, 2, self.world_size), dtype=torch.int64)
+        ours = self._elements(mine)
+        theirs = [self._engine.memory(tables), mine.numel(), element_of(self._mpi, mine.dtype)]
+        self._run(lambda comm: comm.Iallgather(ours, theirs), (mine, tables), deadline)
+        sizes = (tables * size).tolist()
+        calls: dict[int, str] = {}
+        for r in range(self.world_size):
+            for peer in range(self.world_size):
+                if sizes[r][0][peer] != sizes[peer][1][r]:
+                    calls.setdefault(r, f"all_to_all that sends {sizes[r][0][peer]} bytes to rank {peer}")
+                    calls.setdefault(peer, f"all_to_all that awaits {sizes[peer][1][r]} bytes from rank {r}")
+        if calls:
+            raise Disagreement(calls)
+
+    def _elements(self, tensor: Tensor) -> list[Any]:
+        return [self._engine.memory(tensor), tensor.numel(), element_of(self._mpi, tensor.dtype)]
+
+    def _pieces(self, tensor: Tensor, counts: Sequence[int]) -> list[Any]:
+        """A contiguous tensor as pieces of so many elements, one after the other."""
+        begins = [0, *accumulate(counts)][: len(counts)]
+        return [self._engine.memory(tensor), list(counts), begins, element_of(self._mpi, tensor.dtype)]
+
+    @staticmethod
+    def _hand_out(outputs: Sequence[Tensor], whole: Tensor, counts: Sequence[int]) -> None:
+        for output, piece in zip(outputs, torch.split(whole, list(counts)), strict=False):
+            write_back(output, piece.view(output.shape))
+
+    def _call(
+        self,
+        name: str,
+        tensor: Tensor,
+        span: Span,
+        *,
+        redop: int = -1,
+        root: int = -1,
+        count: int | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> Call:
+        count = tensor.numel() if count is None else count
+        code = dtype_of(tensor.dtype).code
+        return Call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(span))
+
+    # -- point to point ------------------------------------------------------------------------------------------
+
+    def begin_send(self, data: Tensor, dst: int, tag: int) -> Underway:
+        """Start to send a dense tensor."""
+        self._check_tag(tag)
+        return self._engine.send(dst, data, tag)
+
+    def begin_recv(self, data: Tensor, src: int, tag: int) -> Underway:
+        """Start to receive into a dense tensor, from anybody where `src` is below zero."""
+        self._check_tag(tag)
+        return self._engine.recv(src, data, tag) if src >= 0 else self._engine.recv_any(data, tag)
+
+    def end_send(self, message: Underway, dst: int, deadline: Deadline) -> None:
+        """Return when the bytes have left the tensor."""
+        with self._told(self._here(f"send to rank {dst}"), deadline, dst):
+            message.finish(deadline.left_s, message.watch().look)
+
+    def end_recv(self, message: Underway, data: Tensor, src: int, deadline: Deadline) -> int:
+        """Return when `data` holds the message; who sent it.
+
+        Raises:
+            MismatchError: the message is not as long as the tensor.
+        """
+        here = self._here(f"recv from rank {src}" if src >= 0 else "recv from any rank")
+        with self._told(here, deadline, src):
+            try:
+                message.finish(deadline.left_s, message.watch().look)
+            except self._mpi.Exception as error:
+                if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
+                    raise
+                self._refuse("more than ", nbytes(data), data, message._source_rank())
+            source, got = message._source_rank(), message.status.Get_count(self._mpi.BYTE)
+            if got != nbytes(data):
+                self._refuse("", got, data, source)
+            return source
+
+    def _refuse(self, more: str, sent: int, data: Tensor, source: int) -> None:
+        wanted = f"{nbytes(data)} bytes of {dtype_name(dtype_of(data.dtype).code)}"
+        raise Disagreement(
+            {
+                source: f"send of {more}{sent} bytes to rank {self.rank}",
+                self.rank: f"recv of {wanted} from rank {source}",
+            }
+        )
+
+    def _check_tag(self, tag: int) -> None:
+        self._check_open("send and recv")
+        if not 0 <= tag < self._engine.num_tags:
+            raise ValueError(f"send and recv: tag must be in 0..{self._engine.num_tags - 1}, got {tag}")

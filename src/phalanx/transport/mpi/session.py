@@ -1,0 +1,230 @@
+"""Around every collective over MPI: agree before data moves, and end with one story when something goes wrong.
+
+MPI compares nothing, waits for ever and does not say for whom. So the ranks first gather each other's fingerprints, and
+say where they are when one of them runs out of time:
+
+    every rank   gather all fingerprints     they differ: every rank knows every rank's call
+    who is late  calls the roll              whoever waits, or computes, answers where it is; then it says goodbye, with
+                                             the story, and all who hear it tell the same
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from phalanx.coordination.bootstrap import ranks
+from phalanx.deadline import Deadline
+from phalanx.diagnostics import failures
+from phalanx.diagnostics.call_sites import short
+from phalanx.diagnostics.failure_store import Position, Story
+from phalanx.engines.mpi import EngineClosed, MpiEngine, PeerLeft, TimedOut, Underway
+from phalanx.engines.mpi.polling import wait_until
+from phalanx.transport.call import BLOCK_BYTES, Call, disagreement, split_blocks
+from phalanx.transport.shared_memory import Span
+
+_ROLL_CALL_S = 0.5
+_ADVICE = "Read the log of the missing rank first; if it is only slow, raise `timeout`."
+
+
+class Disagreement(Exception):
+    """The ranks called different things."""
+
+    def __init__(self, calls: dict[int, str]) -> None:
+        super().__init__(calls)
+        self.calls = calls
+
+
+class Session:
+    """One rank's side of a group over MPI. `names` is how people call each rank's process: 'pid 17 on node3'.
+
+    One collective at a time: `lock` is held while it runs.
+    """
+
+    def __init__(self, group: str, engine: MpiEngine, names: Sequence[str]) -> None:
+        self.group = group
+        self.rank = engine.rank
+        self.world_size = engine.world_size
+        self.lock = threading.Lock()
+        self.seq = 0
+        self._engine = engine
+        self._mpi = engine.runtime.mpi
+        self._names = tuple(names)
+        self._sites: list[str] = [""]
+        self._position = Position(0, False, "has called nothing yet")
+        self._answers: dict[int, Position] = {}
+        self._story: Story | None = None
+        self._note = "it left the group (destroy_process_group)"
+        engine.on_word = self._hear
+
+    # -- what the process group asks -----------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has left."""
+        return (self._engine.is_closed and self._story is None) or self._engine.runtime.is_over
+
+    def site(self, place: tuple[str, int]) -> int:
+        """A number for a (file, line)."""
+        text = f"{short(place[0])}:{place[1]}" if place[0] else ""
+        if text not in self._sites:
+            self._sites.append(text)
+        return self._sites.index(text)
+
+    def leave_note(self, note: str) -> None:
+        """How this process ends, for those who will miss it."""
+        self._note = note
+
+    def leave_in_flight(self) -> None:
+        """Operations are still running here: wake them."""
+        self._note = "it left the group while its operations were in flight (destroy_process_group)"
+        self.close()
+
+    def close(self) -> None:
+        """Leave. Whoever waits for this rank hears it at once."""
+        self._engine.close(seq=self.seq, note=self._note)
+
+    # -- around a collective -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _collective(self, call: Call, span: Span) -> Iterator[Deadline]:
+        """Agree on `call` with all ranks; what fails inside becomes the error that all ranks tell.
+
+        Raises:
+            MismatchError: some rank called something else; no tensor was changed.
+            PeerLostError, DeadlineError: a rank left or is late.
+        """
+        with self.lock, torch.no_grad():
+            self._check_open(call.name)
+            self.seq += 1
+            label = f"{call.name} #{self.seq}"
+            place = f" ({call.place})" if call.place else ""
+            self._position = Position(self.seq, True, f"is in {label}{place}")
+            deadline = Deadline.after(span.timeout_s)
+            with self._told(self._here(label), deadline):
+                self._agree(call, deadline)
+                yield deadline
+            self._position = Position(self.seq, False, f"last finished {label}{place}")
+
+    def _check_open(self, operation: str) -> None:
+        if self.closed:
+            raise failures.closed(self.group)
+        if self._story is not None:
+            raise self._story.error(self._here(operation))
+
+    def _here(self, label: str) -> str:
+        return f"{label} in group {self.group!r} on rank {self.rank}"
+
+    @contextlib.contextmanager
+    def _told(self, here: str, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+        """Turn what fails inside into the group's story. `peer`: only that rank is waited for, below zero any."""
+        try:
+            yield
+        except Disagreement as error:
+            self._story = _mismatch(error.calls)
+        except TimedOut:
+            self._story = self._story or self._late(deadline.timeout_s, peer)
+        except PeerLeft as error:
+            self._story = self._left(error.peer, error.words)
+        except EngineClosed:
+            if self._story is None:
+                raise failures.closed(self.group) from None
+        except self._mpi.Exception as error:
+            self._story = Story("broken", f"MPI failed: {error}.")
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+        else:
+            return
+        self._engine.close(seq=self.seq, story=self._story.to_json())
+        raise self._story.error(here) from None
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
+        who = f"rank {self.rank} ({self._names[self.rank]})"
+        what = f"{who} was interrupted ({type(error).__name__}) while the group waited; it {self._position.text}."
+        self._story = Story("lost", what, ranks=(self.rank,))
+        self._engine.close(seq=self.seq, story=self._story.to_json())
+
+    def _agree(self, call: Call, deadline: Deadline) -> None:
+        mine = bytearray(call.block(self.seq))
+        blocks = bytearray(BLOCK_BYTES * self.world_size)
+        byte = self._mpi.BYTE
+        self._run(lambda comm: comm.Iallgather([mine, byte], [blocks, byte]), (mine, blocks), deadline)
+        if calls := disagreement(split_blocks(bytes(blocks), range(self.world_size))):
+            raise Disagreement(calls)
+
+    def _run(self, start: Callable[[Any], Any], memory: Any, deadline: Deadline) -> None:
+        """Carry out one of MPI's collectives, which uses `memory`."""
+        self._finish(self._engine.begin(lambda: start(self._engine.comm), memory), deadline)
+
+    def _finish(self, operation: Underway, deadline: Deadline) -> None:
+        operation.finish(deadline.left_s, self._look)
+
+    def _look(self) -> None:
+        """Raise if a rank has left that did not come this far."""
+        for peer, words in list(self._engine.departed.items()):
+            if words["seq"] < self.seq or "story" in words:
+                raise PeerLeft(peer, words)
+
+    # -- stories -------------------------------------------------------------------------------------------------
+
+    def _hear(self, src: int, words: dict[str, Any]) -> None:
+        """Called by the thread that listens."""
+        if words["kind"] == "roll":
+            with contextlib.suppress(RuntimeError):
+                self._engine.tell({"kind": "here", **asdict(self._position)}, [src])
+        elif words["kind"] == "here":
+            self._answers[src] = Position(words["seq"], words["inside"], words["text"])
+
+    def _left(self, peer: int, words: dict[str, Any]) -> Story:
+        if "story" in words:
+            return Story.from_json(words["story"])
+        return Story(
+            "lost",
+            f"rank {peer} ({self._names[peer]}) is gone: {words.get('note')}.\nRead its log first.",
+            ranks=(peer,),
+        )
+
+    def _late(self, timeout_s: float, peer: int | None) -> Story:
+        others = [r for r in range(self.world_size) if r != self.rank]
+        with contextlib.suppress(RuntimeError):
+            self._engine.tell({"kind": "roll"})
+            wait_until(lambda: len(self._answers) == len(others), lambda: None, _ROLL_CALL_S)
+        for r, words in list(self._engine.departed.items()):  # somebody was faster
+            if "story" in words:
+                return self._left(r, words)
+        if peer is None:
+            missing = [r for r in others if r not in self._answers or self._answers[r].seq < self.seq]
+        else:
+            missing = [peer] if peer >= 0 else others
+        if not missing:
+            return Story(
+                "late",
+                f"time ran out after {timeout_s:.1f} s; by now every rank has come.\n"
+                "A rank or the network is too slow: raise `timeout`.",
+            )
+        lines = [f"Rank {r} ({self._names[r]}) {self._whereabouts(r)}." for r in missing]
+        text = "\n".join((f"no answer from {ranks(missing)} within {timeout_s:.1f} s.", *lines, _ADVICE))
+        return Story("late", text, ranks=tuple(missing))
+
+    def _whereabouts(self, rank: int) -> str:
+        answer = self._answers.get(rank)
+        return answer.text if answer is not None else "does not answer: it hangs, is stopped, or is cut off"
+
+    def _place(self, span: Span) -> str:
+        return self._sites[span.site]
+
+
+def _mismatch(calls: dict[int, str]) -> Story:
+    lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
+    text = (
+        f"the ranks called different things; no tensor was changed.\n{lines}\n"
+        "Make every rank call the same operation with the same dtype, size and options, in the same order."
+    )
+    return Story("mismatch", text, calls=calls)

@@ -1,0 +1,135 @@
+"""Training steps that go on without the ranks that have run out of data: who is out, and what happens on their return.
+
+A rank that waits at a collective which is not part of a step, or has left in order, is out of the steps that the others
+make meanwhile. The protocol and its proof are in csrc/attendance.h; here is what Python has to do with it: say which
+calls are part of a step, and bring everybody up to date before the collective at which all meet again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.transport.shares_memory import shares_memory
+
+WAITS, STEP, BACKGROUND = 0, 2, 4  # roles of a call: PLX_FLAG_* in csrc/layout.h
+
+
+class Reunion:
+    """Collectives for those who meet again, in the middle of the collective at which they do.
+
+    They go straight to the memory: the group's queue may be busy with that very collective.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def _span(self) -> Any:
+        from phalanx.transport.shared_memory import Span  # needs the C core, which a group that shares memory has
+
+        return Span(self._group._timeout_s, self._group._memory.site(("", 0)))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """`tensor` becomes that of rank `src`."""
+        self._group._memory.broadcast(tensor, src, self._span())
+
+    def gather(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row of whole numbers, all of one length."""
+        mine = torch.tensor(list(row), dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in range(self._group.size())]
+        self._group._memory.gather(rows, mine, self._span())
+        return [one.tolist() for one in rows]
+
+
+class Participant(Protocol):
+    """What makes training steps over a group."""
+
+    @property
+    def in_round(self) -> bool:
+        """Whether this rank has given some gradients of a step, and not yet got all of the mean."""
+
+    def rejoin(self, reunion: Reunion) -> None:
+        """All ranks are here, some of them were out of steps: bring these up to date. Collective."""
+
+
+class Attendance:
+    """Of one group that shares memory: its participants, and whether this rank is making a call of a step."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.ref(group)
+        self._participants: list[weakref.ref[Participant]] = []  # in the order of construction, as on all ranks
+        self.role = WAITS
+        self.apart = False
+        """Whether some rank was out of a step of this rank's since all met, and nobody has been brought up to date."""
+
+    def add(self, participant: Participant) -> None:
+        """All ranks add theirs, in the same order."""
+        self._participants.append(weakref.ref(participant))
+
+    def rejoin(self) -> None:
+        """Bring all participants up to date that every rank still has. Collective."""
+        alive = [participant() for participant in self._participants]
+        if alive:
+            self._rejoin(alive)
+        self.apart = False
+
+    def _rejoin(self, alive: Sequence[Participant | None]) -> None:
+        group = self._group()
+        assert group is not None  # it is in a collective
+        reunion = Reunion(group)
+        kept = reunion.gather([one is not None for one in alive])
+        for number, participant in enumerate(alive):
+            if participant is not None and all(row[number] for row in kept):
+                participant.rejoin(reunion)
+
+    def leave(self) -> None:
+        """This rank is about to leave: if it has finished what it began, and fails at nothing, others may train on."""
+        participants = (participant() for participant in self._participants)
+        in_round = any(one is not None and one.in_round for one in participants)
+        group = self._group()
+        if group is not None and sys.exc_info()[0] is None and not in_round:
+            group._memory.core.leave_in_order()
+
+
+def take_part(group: Any, participant: Participant) -> bool:
+    """Let steps over `group` do without ranks that wait elsewhere, where that is possible; whether it is.
+
+    Collective, in the sense that all ranks do it for the same participants in the same order.
+    """
+    if not shares_memory(group) or group.size() == 1:
+        return False
+    if group._attendance is None:
+        group._attendance = group._memory.attendance = Attendance(group)
+        group._memory.core.allow_uneven()
+    group._attendance.add(participant)
+    return True
+
+
+@contextlib.contextmanager
+def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Collectives of `group` inside are part of a training step: whoever is out of it takes part with zeros.
+
+    They must be such that zeros are neutral: a sum, a maximum of what is not negative, an all_gather whose receivers
+    know empty rows, a broadcast that any rank's tensor serves. On groups without a participant nothing changes.
+    """
+    attendance: Attendance | None = getattr(group, "_attendance", None)
+    if attendance is None:
+        yield
+        return
+    before, attendance.role = attendance.role, STEP
+    try:
+        yield
+    finally:
+        attendance.role = before
+
+
+def absent_ranks(group: Any) -> list[int]:
+    """The ranks that were out of the latest step of `group`."""
+    return list(group._memory.core.absent) if getattr(group, "_attendance", None) is not None else []

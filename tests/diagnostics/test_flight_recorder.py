@@ -1,0 +1,41 @@
+"""The names that people read are those of torch, and the clauses say where a rank is."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx import dtypes
+from phalanx.diagnostics import flight_recorder
+from phalanx.diagnostics.flight_recorder import Record, tell
+
+CALL = Record(7, 3, 12, 0, -1, -1, 6, (2, 3), 1_000_000_000, 0, 0, "train.py:88")
+
+
+def test_every_name_is_the_one_that_torch_uses():
+    assert tuple(dtypes.dtype_name(code) for code in range(len(dtypes.DTYPES) + 1)) == flight_recorder.DTYPES
+    assert tuple(dtypes.reduction_name(code) for code in range(len(dtypes.REDUCTIONS))) == flight_recorder.REDUCTIONS
+
+
+def test_a_call_is_told_as_it_was_made():
+    assert CALL.call() == "all_reduce(SUM) of float32 (2, 3) at train.py:88"
+    assert replace(CALL, kind=2, root=1, site="").call() == "broadcast(src=1) of float32 (2, 3)"
+    assert replace(CALL, kind=1).call() == "barrier at train.py:88"
+
+
+@pytest.mark.parametrize(
+    ("records", "clause"),
+    [
+        ([], "has called nothing yet"),
+        ([CALL], "is in all_reduce #7 (train.py:88) for 2.5 s"),
+        ([replace(CALL, leave_ns=1_100_000_000)], "last finished all_reduce #7 (train.py:88)"),
+        ([replace(CALL, kind=10, peer=3, site="")], "is in send to rank 3 for 2.5 s"),
+        ([replace(CALL, kind=11, peer=-1, leave_ns=2)], "last finished recv from any rank (train.py:88)"),
+    ],
+)
+def test_a_clause_says_where_a_rank_is(records, clause):
+    assert tell(records, 3_500_000_000) == clause
+
+
+def test_numbers_from_a_newer_core_are_shown_as_numbers():
+    record = replace(CALL, kind=99, dtype=77, status=55, leave_ns=2)
+    assert (record.name, record.dtype_name, record.status_name) == ("operation 99", "dtype 77", "status 55")

@@ -1,0 +1,107 @@
+"""A group's memory can be read from outside, whatever its ranks do, and reading leaves no trace."""
+
+import os
+import socket
+
+import pytest
+
+from phalanx.deadline import Deadline
+from phalanx.diagnostics import observer
+from phalanx.diagnostics.observer import Card, Observer, show
+from phalanx.symmetric_memory.fd_server import Counter, new_token
+from phalanx.symmetric_memory.memfd import memory
+from phalanx.symmetric_memory.memory import Member, open_as_leader
+from phalanx.symmetric_memory.watch import ProcessId
+
+HOUR_NS = 3_600_000_000_000
+
+
+@pytest.fixture
+def seen():
+    """A group of one rank, and the descriptor that its creation showed."""
+    fds = []
+    members = [Member(ProcessId.of_self(), frozenset({0}))]
+    with Counter(new_token()) as counter:
+        arena = open_as_leader(
+            counter,
+            members,
+            Deadline.after(10),
+            lambda missing: None,
+            lambda waited_s: None,
+            show=lambda fd: fds.append(os.dup(fd)),
+        )
+    card = Card("dp", 1, (3,), (os.getpid(),))
+    looker = Observer(card, fds[0])
+    yield arena, looker
+    arena.close()
+    looker.close()
+
+
+def test_what_a_rank_did_is_read_from_outside_also_after_it_left(seen):
+    arena, looker = seen
+    assert looker.read().ranks[0].records == ()
+    site = arena.core.add_site("train.py:88")
+    assert arena.core.barrier(HOUR_NS, site, ()) == 0  # number 0, where all meet; it is not shown
+    assert arena.core.barrier(HOUR_NS, site, ()) == 0
+    rank = looker.read().ranks[0]
+    assert (rank.rank, rank.came, rank.left) == (3, True, False)
+    assert rank.records[-1].place == "barrier #1 (train.py:88)"
+    assert not looker.is_over()
+    arena.core.set_note("done")
+    arena.close()
+    after = looker.read()
+    assert looker.is_over()
+    assert (after.ranks[0].note, after.ranks[0].records) == ("done", rank.records)
+
+
+def test_reading_writes_nothing(seen):
+    _, looker = seen
+    size = os.fstat(looker.control).st_size
+    before = os.pread(looker.control, size, 0)
+    looker.read()
+    assert os.pread(looker.control, size, 0) == before
+
+
+def test_peers_are_told_by_their_numbers_in_the_job(seen):
+    arena, looker = seen
+    assert arena.core.barrier(HOUR_NS, 0, ()) == 0
+    assert arena.core.broadcast(0, 0, 0, 0, HOUR_NS, 0, (0,)) == 0
+    assert looker.read().ranks[0].records[-1].root == 3
+
+
+def test_memory_that_is_something_else_is_refused():
+    with memory("other", 1 << 16) as fd, pytest.raises(ValueError, match="not written by this version"):
+        Observer(Card("dp", 1, (0,), (1,)), fd)
+    with memory("empty", 0) as fd, pytest.raises((ValueError, OSError)):
+        Observer(Card("dp", 1, (0,), (1,)), fd)
+
+
+@pytest.mark.parametrize("offset", [12, 16, 24, 32, 40, 48, 56, 64])
+def test_a_description_that_a_rank_has_written_over_is_refused(seen, offset):
+    _, looker = seen
+    before = os.pread(looker.control, 8, offset)
+    os.pwrite(looker.control, b"\xff\x7f\xff\x7f", offset)
+    with pytest.raises(ValueError, match="not written by this version"):
+        looker.read()
+    os.pwrite(looker.control, before, offset)
+    assert looker.read().ranks[0].came
+
+
+def test_showing_hands_over_the_descriptor_and_the_card():
+    name = f"phalanx-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, memory("control", 4096) as fd:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        os.pwrite(fd, b"hello", 0)
+        assert show(f"{name}:secret", Card("dp", 2, (0, 1), (7, 8)), fd)
+        with listener.accept()[0] as visitor:
+            data, fds, _, _ = socket.recv_fds(visitor, 4096, 2)
+        assert b'"token": "secret"' in data
+        assert os.pread(fds[0], 5, 0) == b"hello"
+        os.close(fds[0])
+
+
+@pytest.mark.parametrize("agent", ["phalanx-nobody:secret", "x", "y" * 300 + ":z"])
+def test_an_agent_that_is_not_there_costs_nothing(agent):
+    with memory("control", 4096) as fd:
+        assert not observer.show(agent, Card("dp", 1, (0,), (1,)), fd)

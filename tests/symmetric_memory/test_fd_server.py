@@ -1,0 +1,315 @@
+"""File descriptors change hands between processes that know one token; whoever does not gets nothing."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import struct
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from phalanx.deadline import Deadline
+from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.symmetric_memory import fd_server, private
+from phalanx.symmetric_memory.fd_server import Counter, Door, fetch, new_token
+from phalanx.symmetric_memory.memfd import memory
+
+
+class Leader:
+    """A counter that serves in a thread: `with Leader(...) as token`."""
+
+    def __init__(self, ranks, fds, timeout=10.0):
+        self.token, self.missing, self.notices = new_token(), None, []
+        self._ranks, self._fds, self._timeout = ranks, fds, timeout
+
+    def __enter__(self):
+        self._counter = Counter(self.token)
+        self.door = self._counter.door
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        return self
+
+    def _serve(self):
+        try:
+            self._counter.serve(self._ranks, self._fds, Deadline.after(self._timeout), self.notices.append)
+        except DeadlineError as error:
+            self.missing = error.missing
+
+    def __exit__(self, *_):
+        self._thread.join()
+        self._counter.__exit__(None, None, None)
+
+
+def connect(door):
+    s = socket.socket(socket.AF_UNIX)
+    s.connect(door.address)
+    return s
+
+
+def test_each_rank_gets_the_same_memory_under_numbers_of_its_own():
+    with memory("test", 4096) as fd, memory("other", 100) as other, Leader([1, 2], [fd, other]) as leader:
+        os.pwrite(fd, b"hello", 0)
+        got = [fetch(leader.door, rank, 2, Deadline.after(10)) for rank in (2, 1)]
+        for mine, second in got:
+            assert mine != fd
+            assert os.pread(mine, 5, 0) == b"hello"
+            assert os.fstat(second).st_size == 100
+            assert not os.get_inheritable(mine)
+            os.close(mine)
+            os.close(second)
+    assert leader.missing is None
+
+
+def test_a_rank_also_gets_what_is_its_own():
+    with memory("test", 1) as fd, memory("first", 10) as first, memory("second", 20) as second:
+        counter = Counter(new_token())
+        with counter:
+            own = {1: first, 2: second}
+            thread = threading.Thread(
+                target=lambda: counter.serve([1, 2], [fd], Deadline.after(10), lambda missing: None, own=own)
+            )
+            thread.start()
+            for rank, size in ((2, 20), (1, 10)):
+                fds = fetch(counter.door, rank, 2, Deadline.after(10))
+                assert [os.fstat(f).st_size for f in fds] == [1, size]
+                for f in fds:
+                    os.close(f)
+            thread.join()
+
+
+def test_a_process_that_may_open_no_more_files_says_so():
+    # The kernel drops descriptors that have no place, and "0 of 2 came" sent people looking for a leader that was well.
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with memory("test", 4096) as fd, Leader([1], [fd, fd, fd]) as leader:
+        kept = set(os.listdir("/proc/self/fd"))
+        lowest = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, before[1]))
+        try:
+            with pytest.raises(
+                PhalanxError, match=rf"may have {lowest + 2} open files, and 3 more are needed .*ulimit"
+            ):
+                fetch(leader.door, 1, 3, Deadline.after(10))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        leader._thread.join()
+        assert set(os.listdir("/proc/self/fd")) <= kept
+
+
+def test_a_stranger_without_the_token_gets_nothing_and_holds_nobody_up():
+    with memory("test", 4096) as fd, Leader([1], [fd]) as leader:
+        with connect(leader.door) as stranger:
+            stranger.sendall(struct.pack("16sI", bytes(16), 1))
+            assert stranger.recv(10) == b""
+        with connect(leader.door) as hasty:
+            hasty.sendall(b"short")
+        with connect(leader.door) as unknown:  # knows the token, but is not expected
+            unknown.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 7))
+            assert unknown.recv(10) == b""
+        (mine,) = fetch(leader.door, 1, 1, Deadline.after(10))
+        os.close(mine)
+    assert leader.missing is None
+
+
+def test_a_visitor_that_says_nothing_costs_its_patience_and_no_more(monkeypatch):
+    monkeypatch.setattr(fd_server, "_PATIENCE_S", 0.1)
+    with memory("test", 4096) as fd, Leader([1], [fd]) as leader, connect(leader.door):
+        (mine,) = fetch(leader.door, 1, 1, Deadline.after(10))
+        os.close(mine)
+    assert leader.missing is None
+
+
+def test_a_silent_visitor_does_not_hold_the_leader_beyond_its_deadline():
+    with memory("test", 4096) as fd, Leader([1, 3], [fd], timeout=0.2) as leader, connect(leader.door):
+        pass
+    assert leader.missing == (1, 3)
+    with memory("test", 4096) as fd, Leader([1], [fd], timeout=0.2) as leader:
+        silent = connect(leader.door)
+        leader._thread.join(4.0)
+        assert leader.missing == (1,)
+        silent.close()
+
+
+def test_a_rank_that_asks_and_dies_counts_as_missing():
+    with memory("test", 4096) as fd, Leader([1], [fd], timeout=0.3) as leader:
+        visitor = connect(leader.door)
+        visitor.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 1))
+        visitor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        visitor.close()
+    assert leader.missing in (None, (1,))  # the descriptors may have been on their way already
+
+
+def test_a_wrong_number_of_descriptors_is_refused_and_none_is_kept():
+    with memory("test", 4096) as fd, Leader([1], [fd]) as leader:
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(PhalanxError, match="closed the door: 1 of 2 descriptors came"):
+            fetch(leader.door, 1, 2, Deadline.after(10))
+        leader._thread.join()
+        assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_leader_that_is_gone_is_an_error_at_once():
+    with Counter(new_token()) as counter:
+        door = counter.door
+        assert Door.parse(str(door)) == door
+    with pytest.raises(PhalanxError, match="the leader of this host cannot be reached: "):
+        fetch(door, 1, 1, Deadline.after(10))
+
+
+def test_a_leader_that_does_not_answer_is_late():
+    with Counter(new_token()) as counter, pytest.raises(DeadlineError, match="did not hand over the shared memory in"):
+        fetch(counter.door, 1, 1, Deadline.after(0.1))
+    with pytest.raises(DeadlineError, match="in time"):
+        fetch(Door(new_token()), 1, 1, Deadline.after(0.1))
+
+
+def test_whoever_may_wait_for_the_leader_knocks_until_its_door_opens():
+    token, got, path = new_token(), [], str(private.folder() / new_token())
+    door = Door(token, path)
+    visitor = threading.Thread(target=lambda: got.extend(fetch(door, 1, 1, Deadline.after(20), wait_for_leader=True)))
+    visitor.start()
+    with memory("test", 4096) as fd, Counter(token, at=path) as counter:
+        assert counter.door == door
+        counter.serve([1], [fd], Deadline.after(20), lambda missing: None)
+        visitor.join()
+    os.close(*got)
+    assert not os.path.lexists(path)
+
+
+def test_a_door_that_a_killed_leader_has_left_makes_room_for_the_next():
+    path = str(private.folder() / new_token())
+    leader = os.fork()
+    if leader == 0:
+        Counter(new_token(), at=path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(leader, 0)
+    assert os.path.lexists(path)
+    with memory("test", 1) as fd, Counter(new_token(), at=path) as counter:
+        thread = threading.Thread(target=lambda: counter.serve([1], [fd], Deadline.after(20), lambda missing: None))
+        thread.start()
+        os.close(*fetch(counter.door, 1, 1, Deadline.after(20)))
+        with pytest.raises(OSError, match="in use"):  # of another job that took itself for this one
+            Counter(new_token(), at=path)
+        thread.join()
+
+
+def test_the_socket_has_no_file_and_no_name_that_others_could_connect_to(tmp_path, monkeypatch):
+    long = tmp_path / ("long" * 30)  # a socket's path may have 107 bytes
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with Counter(new_token()) as counter:
+        assert counter.token not in Path("/proc/net/unix").read_text()
+        assert os.listdir(long) == []
+        assert oct(os.stat(f"/proc/{os.getpid()}/fd").st_mode & 0o077) == "0o0"
+
+
+def test_a_folder_that_is_not_ours_alone_is_not_used(tmp_path, monkeypatch):
+    taken, loose, free = (tmp_path / name for name in ("taken", "loose", "free"))
+    for place in (taken, loose, free):
+        place.mkdir()
+    (taken / f"phalanx-{os.getuid()}").symlink_to(tmp_path)  # anybody may write to /tmp, and knows the name
+    (loose / f"phalanx-{os.getuid()}").mkdir(mode=0o777)
+    (loose / f"phalanx-{os.getuid()}").chmod(0o777)
+    monkeypatch.setattr(private, "_PLACES", (str(taken), str(loose), str(free)))
+    assert private.folder() == private.folder() == free / f"phalanx-{os.getuid()}"
+    monkeypatch.setattr(private, "_PLACES", (str(taken), str(loose), str(tmp_path / "nowhere")))
+    with pytest.raises(PhalanxError, match=r"it is not a folder of ours alone; .*No such file(.|\n)*MASTER_ADDR"):
+        private.folder()
+
+
+class Flood:
+    """Processes of another user (where the tests may become one) that connect to a name, over and over."""
+
+    def __init__(self, address, num_processes=4):
+        self._address = address
+        context = multiprocessing.get_context("fork")
+        self._processes = [context.Process(target=self._attack, daemon=True) for _ in range(num_processes)]
+
+    def __enter__(self):
+        for process in self._processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_):
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+
+    def _attack(self):
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        held = []
+        while True:
+            s = socket.socket(socket.AF_UNIX)
+            s.settimeout(0.2)
+            try:
+                s.connect(self._address)
+                held.append(s)
+                if len(held) > 300:
+                    held.pop(0).close()
+            except OSError:
+                s.close()
+
+
+def test_another_user_who_fills_the_queue_keeps_nobody_out():
+    """A full queue answered "try again", which was taken for the leader's end: 3 starts of 12 failed. Also strangers
+    who connect and say nothing stood before the others for five seconds each.
+    """
+    with memory("test", 4096) as fd, Counter(new_token()) as counter:
+        counter.open_to_containers()
+        everybodys = Door(counter.token)
+        with Flood(everybodys.address):
+            while not _is_crowded(everybodys.address):
+                pass
+            ranks = range(1, 9)
+            leader = threading.Thread(
+                target=lambda: counter.serve(ranks, [fd], Deadline.after(60), lambda missing: None)
+            )
+            got = []
+            members = [
+                threading.Thread(
+                    target=lambda rank=rank, door=door: got.append(fetch(door, rank, 1, Deadline.after(60)))
+                )
+                for rank, door in zip(ranks, [everybodys, counter.door] * 4, strict=True)
+            ]
+            for thread in (leader, *members):
+                thread.start()
+            for thread in (leader, *members):
+                thread.join()
+        assert len(got) == 8
+        for (mine,) in got:
+            os.close(mine)
+
+
+def _is_crowded(address):
+    with socket.socket(socket.AF_UNIX) as s:
+        s.setblocking(False)
+        try:
+            s.connect(address)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_a_leader_says_who_is_missing_while_it_waits(monkeypatch):
+    monkeypatch.setattr(fd_server, "_SLICE_S", 0.05)
+    with memory("test", 4096) as fd, Leader([1, 2], [fd], timeout=0.2) as leader:
+        pass
+    assert leader.missing == (1, 2)
+    assert leader.notices[0] == {1, 2}
+
+
+def test_two_leaders_cannot_have_one_token():
+    token = new_token()
+    assert len(bytes.fromhex(token)) == 16
+    with Counter(token) as first, Counter(token) as second:
+        first.open_to_containers()
+        with pytest.raises(OSError, match="in use"):
+            second.open_to_containers()

@@ -1,0 +1,54 @@
+"""Fingerprints: a block of fixed size that holds what must agree, and the call in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.transport.call import (
+    BLOCK_BYTES,
+    PAYLOAD_BYTES,
+    Call,
+    disagreement,
+    payload_of,
+    split_blocks,
+)
+
+CALL = Call("all_reduce", dtype=12, redop=0, count=12, shape=(3, 4), place="train.py:88")
+
+
+def test_the_words_are_the_call_as_its_rank_made_it():
+    assert CALL.words() == "all_reduce(SUM) of float32 (3, 4) at train.py:88"
+    assert Call("broadcast", dtype=12, root=2, shape=(5,)).words() == "broadcast(src=2) of float32 (5,)"
+    assert Call("barrier").words() == "barrier"
+
+
+def test_calls_that_differ_only_in_place_and_shape_agree():
+    other = replace(CALL, shape=(12,), place="elsewhere.py:1")
+    assert disagreement({0: CALL.block(1), 1: other.block(1)}) == {}
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "reduce"}, {"dtype": 13}, {"redop": 1}, {"root": 1}, {"count": 11}, {"sizes": (1, 2)}], ids=str
+)
+def test_any_other_difference_is_told_in_every_ranks_words(change):
+    other = replace(CALL, **change)
+    assert disagreement({0: CALL.block(1), 1: other.block(1)}) == {0: CALL.words(), 1: other.words()}
+
+
+def test_another_number_in_the_sequence_is_a_difference():
+    assert disagreement({0: CALL.block(1), 1: CALL.block(2)})
+
+
+def test_what_a_rank_brings_travels_behind_its_words_and_need_not_agree():
+    payload = bytes(range(256))[:PAYLOAD_BYTES]
+    block = replace(CALL, place="x" * 1000).block(1, payload)
+    assert len(block) == BLOCK_BYTES
+    assert payload_of(block) == payload
+    assert payload_of(CALL.block(1)) == bytes(PAYLOAD_BYTES)
+    assert disagreement({0: CALL.block(1, b"one"), 1: CALL.block(1, b"other")}) == {}
+
+
+def test_a_block_has_one_size_however_long_the_words_are():
+    long = replace(CALL, place="x" * 1000)
+    assert len(long.block(1)) == len(CALL.block(1)) == BLOCK_BYTES
+    assert split_blocks(CALL.block(1) + long.block(1), [4, 2]) == {4: CALL.block(1), 2: long.block(1)}
