@@ -54,14 +54,14 @@ def test_the_others_have_finished(end, async_op):
     first, second, third, fourth = message.split("\n", 3)
     assert first.startswith("all_reduce #n in group '0' on rank 0: rank ")
     assert first.endswith("is gone: it left the group (destroy_process_group).")
-    assert second == "It last finished barrier #n (test_unreached.py). Read its log first."
+    assert second == "It last finished barrier #n (test_divergence.py). Read its log first."
     assert third in (
-        "Rank 0 is in all_reduce #n (test_unreached.py), which ranks 1, 2 can never reach.",
+        "Rank 0 is in all_reduce #n (test_divergence.py), which ranks 1, 2 can never reach.",
         # one of them may not have left yet
-        "Rank 0 is in all_reduce #n (test_unreached.py), which rank 1 can never reach; rank 2 last finished barrier #n"
-        " (test_unreached.py).",
-        "Rank 0 is in all_reduce #n (test_unreached.py), which rank 2 can never reach; rank 1 last finished barrier #n"
-        " (test_unreached.py).",
+        "Rank 0 is in all_reduce #n (test_divergence.py), which rank 1 can never reach; rank 2 last finished barrier #n"
+        " (test_divergence.py).",
+        "Rank 0 is in all_reduce #n (test_divergence.py), which rank 2 can never reach; rank 1 last finished barrier #n"
+        " (test_divergence.py).",
     )
     assert fourth == f"{ADVICE} The group can no longer be used."
 
@@ -81,8 +81,8 @@ def test_the_others_wait_in_a_barrier(world_size):
     }[world_size]
     for message in run_ranks(check, world_size):
         assert (
-            f"\nRank 0 is in all_reduce #n (test_unreached.py), which {who} not reached: "
-            f"{they_are} in barrier #n (test_unreached.py).\nMake every rank call the same operation"
+            f"\nRank 0 is in all_reduce #n (test_divergence.py), which {who} not reached: "
+            f"{they_are} in barrier #n (test_divergence.py).\nMake every rank call the same operation"
         ) in message
         assert message.endswith(f"\n{ADVICE} The group can no longer be used.")
 
@@ -107,7 +107,7 @@ def test_the_others_stand_in_the_next_step_of_training(wrapper):
 
     for message in run_ranks(check, 3):
         assert (
-            "Rank 0 is in all_reduce #n (test_unreached.py), which ranks 1, 2 have not reached: they are in " in message
+            "Rank 0 is in all_reduce #n (test_divergence.py), which ranks 1, 2 have not reached: they are in " in message
         )
         assert ADVICE in message
         assert "of bytes" not in message
@@ -123,7 +123,7 @@ def test_in_a_sub_group_its_own_numbers_count():
         return plain(str(caught.value))
 
     for message in run_ranks(check, 4)[1:]:
-        assert "Rank 1 is in all_reduce #n (test_unreached.py), which ranks 0, 2 have not reached: they are" in message
+        assert "Rank 1 is in all_reduce #n (test_divergence.py), which ranks 0, 2 have not reached: they are" in message
 
 
 def stands_in_barrier(rank):
@@ -148,7 +148,7 @@ def test_the_others_wait_in_another_group():
     message = run_ranks(check, 3)[0]
     for rank in (1, 2):
         assert (
-            f"\nRank {rank} has called nothing yet; it is in barrier #n (test_unreached.py) of group '0'.\n" in message
+            f"\nRank {rank} has called nothing yet; it is in barrier #n (test_divergence.py) of group '0'.\n" in message
         )
     assert message.endswith(f"\n{ADVICE} The group can no longer be used.")
 
