@@ -36,7 +36,7 @@ struct plx_group {
   int quiet; /* collectives here are steps of operations that the caller records itself */
   struct plx_record unseen; /* what they write instead */
   int *pidfds;             /* world entries; -1 where the process cannot be watched */
-  unsigned char **heaps;   /* world entries: where each rank's heap is mapped here; NULL without an arena */
+  unsigned char **heaps;   /* world entries: where each rank's heap is mapped here; NULL without symmetric memory */
   uint64_t heap_bytes;     /* of each heap */
   struct plx_mail *mail;
   struct plx_stopwatch stopwatch;

@@ -736,7 +736,7 @@ static PyObject *group_leave_in_order(Group *self, PyObject *unused) {
 }
 
 /* close(let_go): leave. Peers that wait for us hear it at once, and so do our own threads. The mapping itself belongs to
- * the arena, which is called back as soon as none of them is inside: now, or when the last of them comes out.
+ * the symmetric memory, which is called back as soon as none of them is inside: now, or when the last of them comes out.
  * close(None): the process ends. The mapping stays, and our threads where they are. */
 static PyObject *group_close(Group *self, PyObject *callable) {
   if (self->closed) Py_RETURN_NONE;

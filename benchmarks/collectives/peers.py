@@ -103,7 +103,7 @@ PHALANX = "phalanx"
 PEERS = (
     Peer("gloo", "torch_distributed"),
     Peer("phalanx", "torch_distributed"),
-    Peer("phalanx-arena", "torch_distributed"),
+    Peer("phalanx-symmetric", "torch_distributed"),
     Peer("phalanx-direct", "torch_distributed"),
     Peer(
         "openmpi",

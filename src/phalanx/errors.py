@@ -27,7 +27,7 @@ class PhalanxError(RuntimeError):
 
 
 class ClosedError(PhalanxError):
-    """The group, arena or job was closed before the call, by this process."""
+    """The group, its memory or the job was closed before the call, by this process."""
 
 
 class DeadlineError(PhalanxError, TimeoutError):

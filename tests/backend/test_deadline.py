@@ -111,7 +111,7 @@ def test_monitored_barrier_has_a_timeout_of_its_own():
             with pytest.raises(DeadlineError, match=r"no answer from rank 1 within 0\.2 s"):
                 dist.group.WORLD.monitored_barrier(timedelta(seconds=0.2))
         else:
-            while dist.group.WORLD.arena.core.poison()[0] == 0:
+            while dist.group.WORLD.symm_mem.core.poison()[0] == 0:
                 pass
 
     run_ranks(check, 2)

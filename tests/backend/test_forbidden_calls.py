@@ -35,7 +35,7 @@ def join(rank, world_size, path):
 
 
 def train(rank, world_size):
-    """Every way in which memory is used: messages, collectives, tensors in the arena, a second group."""
+    """Every way in which memory is used: messages, collectives, tensors in symmetric memory, a second group."""
     total = torch.full((5,), float(rank + 1))
     dist.all_reduce(total)
     shared = phalanx.shared_empty(1000).fill_(rank + 1.0)

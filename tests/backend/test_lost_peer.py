@@ -147,7 +147,7 @@ def test_ctrl_c_in_a_collective_is_heard_at_once_and_the_others_learn_why():
                 dist.all_reduce(torch.ones(3))
             return str(caught.value)
         dist.barrier()
-        while dist.group.WORLD.arena.core.poison()[0] == 0:  # rank 0 comes only when it is over
+        while dist.group.WORLD.symm_mem.core.poison()[0] == 0:  # rank 0 comes only when it is over
             os.sched_yield()
         with pytest.raises(PeerLostError) as caught:
             dist.all_reduce(torch.ones(3))
@@ -195,7 +195,7 @@ def test_each_of_two_operations_that_fail_together_is_called_by_its_own_name():
 
 
 def _await_death_of(rank):
-    while dist.group.WORLD.arena.core.alive(rank):
+    while dist.group.WORLD.symm_mem.core.alive(rank):
         os.sched_yield()
 
 

@@ -12,7 +12,7 @@ from phalanx.testing import run_ranks
 def test_times_are_those_of_the_clock_before_and_after_the_core_sets_its_own_by_it():
     # The core reads the processor's counter, which it sets by the clock every few milliseconds, from the first on.
     def check(rank, world_size):
-        tensor, core = torch.ones(1), dist.group.WORLD.arena.core
+        tensor, core = torch.ones(1), dist.group.WORLD.symm_mem.core
         begun = last = time.monotonic_ns()
         worst = 0
         while last < begun + 100_000_000:
@@ -30,7 +30,7 @@ def test_times_are_those_of_the_clock_before_and_after_the_core_sets_its_own_by_
 
 def test_a_line_of_the_recorder_shows_nothing_of_the_operation_that_it_held_before():
     def check(rank, world_size):
-        core = dist.group.WORLD.arena.core
+        core = dist.group.WORLD.symm_mem.core
         for _ in range(130):  # more than there are lines
             dist.all_reduce(torch.ones(2, 3, 4))
         shapes = [(), (5,), (0,), (6, 1), (1, 1, 1, 1, 2)]

@@ -223,7 +223,7 @@ def test_a_plan_takes_one_block_of_the_heap_however_many_buckets_it_has():
             ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers))))
             for step in range(2):
                 _step(ddp, rank, step)
-            placement = dist.group.WORLD._memory.arena._placement  # of the rank that places
+            placement = dist.group.WORLD._memory.symm_mem._placement  # of the rank that places
             blocks.append(0 if placement is None else len(placement.live))
             del ddp
             gc.collect()

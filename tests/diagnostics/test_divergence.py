@@ -107,7 +107,8 @@ def test_the_others_stand_in_the_next_step_of_training(wrapper):
 
     for message in run_ranks(check, 3):
         assert (
-            "Rank 0 is in all_reduce #n (test_divergence.py), which ranks 1, 2 have not reached: they are in " in message
+            "Rank 0 is in all_reduce #n (test_divergence.py), which ranks 1, 2 have not reached: they are in "
+            in message
         )
         assert ADVICE in message
         assert "of bytes" not in message
@@ -127,7 +128,7 @@ def test_in_a_sub_group_its_own_numbers_count():
 
 
 def stands_in_barrier(rank):
-    records = read(dist.group.WORLD.arena.core, rank)
+    records = read(dist.group.WORLD.symm_mem.core, rank)
     return bool(records) and records[-1].name == "barrier" and not records[-1].leave_ns
 
 

@@ -22,7 +22,7 @@ def seen():
     fds = []
     members = [Member(ProcessId.of_self(), frozenset({0}))]
     with Counter(new_token()) as counter:
-        arena = open_as_leader(
+        symm_mem = open_as_leader(
             counter,
             members,
             Deadline.after(10),
@@ -32,23 +32,23 @@ def seen():
         )
     card = Card("dp", 1, (3,), (os.getpid(),))
     looker = Observer(card, fds[0])
-    yield arena, looker
-    arena.close()
+    yield symm_mem, looker
+    symm_mem.close()
     looker.close()
 
 
 def test_what_a_rank_did_is_read_from_outside_also_after_it_left(seen):
-    arena, looker = seen
+    symm_mem, looker = seen
     assert looker.read().ranks[0].records == ()
-    site = arena.core.add_site("train.py:88")
-    assert arena.core.barrier(HOUR_NS, site, ()) == 0  # number 0, where all meet; it is not shown
-    assert arena.core.barrier(HOUR_NS, site, ()) == 0
+    site = symm_mem.core.add_site("train.py:88")
+    assert symm_mem.core.barrier(HOUR_NS, site, ()) == 0  # number 0, where all meet; it is not shown
+    assert symm_mem.core.barrier(HOUR_NS, site, ()) == 0
     rank = looker.read().ranks[0]
     assert (rank.rank, rank.came, rank.left) == (3, True, False)
     assert rank.records[-1].place == "barrier #1 (train.py:88)"
     assert not looker.is_over()
-    arena.core.set_note("done")
-    arena.close()
+    symm_mem.core.set_note("done")
+    symm_mem.close()
     after = looker.read()
     assert looker.is_over()
     assert (after.ranks[0].note, after.ranks[0].records) == ("done", rank.records)
@@ -63,9 +63,9 @@ def test_reading_writes_nothing(seen):
 
 
 def test_peers_are_told_by_their_numbers_in_the_job(seen):
-    arena, looker = seen
-    assert arena.core.barrier(HOUR_NS, 0, ()) == 0
-    assert arena.core.broadcast(0, 0, 0, 0, HOUR_NS, 0, (0,)) == 0
+    symm_mem, looker = seen
+    assert symm_mem.core.barrier(HOUR_NS, 0, ()) == 0
+    assert symm_mem.core.broadcast(0, 0, 0, 0, HOUR_NS, 0, (0,)) == 0
     assert looker.read().ranks[0].records[-1].root == 3
 
 

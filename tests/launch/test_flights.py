@@ -8,11 +8,11 @@ from phalanx.deadline import Deadline
 from phalanx.launch.agent.flights import MAX_OBSERVED, Flights
 from phalanx.symmetric_memory.fd_server import Counter, new_token
 from phalanx.symmetric_memory.memfd import memory
-from phalanx.symmetric_memory.memory import Arena, Member, open_as_leader
+from phalanx.symmetric_memory.memory import Member, SymmetricMemory, open_as_leader
 from phalanx.symmetric_memory.watch import ProcessId
 
 
-def make_group(flights: Flights, name: str) -> Arena:
+def make_group(flights: Flights, name: str) -> SymmetricMemory:
     message = {"name": name, "world_size": 1, "ranks": [0], "pids": [os.getpid()]}
     with Counter(new_token()) as counter:
         return open_as_leader(
@@ -46,8 +46,8 @@ def test_of_too_many_open_groups_the_newest_are_held(flights: Flights) -> None:
     assert len(flights.observed) == MAX_OBSERVED
     assert flights.observed[0].card.name == "3"
     assert [log.name for log in flights.logs()] == [str(number) for number in range(MAX_OBSERVED + 3)]
-    for arena in arenas:
-        arena.close()
+    for symm_mem in arenas:
+        symm_mem.close()
 
 
 @pytest.mark.parametrize(

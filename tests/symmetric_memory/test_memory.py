@@ -1,4 +1,4 @@
-"""What the size of a group decides, and an arena of one rank in this process."""
+"""What the size of a group decides, and the symmetric memory of one rank in this process."""
 
 import ctypes
 import os
@@ -59,31 +59,33 @@ def test_a_heap_stays_within_the_limits_of_the_process() -> None:
 
 
 @pytest.fixture
-def arena():
+def symm_mem():
     token = new_token()
     with Counter(token) as counter:
-        arena = open_as_leader(counter, members({0}), Deadline.after(10), lambda missing: None, lambda waited_s: None)
-    yield arena
-    arena.close()
+        symm_mem = open_as_leader(
+            counter, members({0}), Deadline.after(10), lambda missing: None, lambda waited_s: None
+        )
+    yield symm_mem
+    symm_mem.close()
 
 
-def test_the_core_refuses_memory_of_another_kind_and_sizes_without_sense(arena):
+def test_the_core_refuses_memory_of_another_kind_and_sizes_without_sense(symm_mem):
     with pytest.raises(ValueError, match="not written by this version of Phalanx"):
-        _core.Group(arena._control, 100, 0, 0, 0, (-1,), None)
+        _core.Group(symm_mem._control, 100, 0, 0, 0, (-1,), None)
     with pytest.raises(ValueError, match="not for this group"):
-        _core.Group(arena._control, arena._control_bytes, 1, 0, 0, (-1,), None)
+        _core.Group(symm_mem._control, symm_mem._control_bytes, 1, 0, 0, (-1,), None)
     assert _core.group_bytes(0, 131072, 4096) == 0
     assert _core.group_bytes(2, 131072, 5000) == 0
     with pytest.raises(ValueError, match="1 to 1024 ranks"):
-        _core.format(arena._control, 2000, 131072, 4096, 0)
+        _core.format(symm_mem._control, 2000, 131072, 4096, 0)
 
 
-def test_blocks_are_zeroed_let_go_with_their_buffer_and_used_anew(arena):
+def test_blocks_are_zeroed_let_go_with_their_buffer_and_used_anew(symm_mem):
     def check(status):
         assert status == 0
 
     def allocate(nbytes):
-        return arena.allocate(nbytes, Deadline.after(10), 0, check)
+        return symm_mem.allocate(nbytes, Deadline.after(10), 0, check)
 
     first, second = allocate(5000), allocate(1)
     assert (len(first), ctypes.addressof(second) - ctypes.addressof(first)) == (5000, 8192)
@@ -95,17 +97,17 @@ def test_blocks_are_zeroed_let_go_with_their_buffer_and_used_anew(arena):
     assert buffer[:3] == b"\0\0\0"
     with pytest.raises(PhalanxError, match="has no room"):
         allocate(1 << 60)
-    arena.close()
+    symm_mem.close()
     buffer[:3] = b"abc"  # still ours
-    assert arena.closed
+    assert symm_mem.closed
     with pytest.raises(ClosedError):
         allocate(1)
 
 
-def test_a_closed_core_refuses_calls_instead_of_touching_memory_that_is_gone(arena):
-    core = arena.core
-    arena.close()
-    arena.close()  # again: nothing happens
+def test_a_closed_core_refuses_calls_instead_of_touching_memory_that_is_gone(symm_mem):
+    core = symm_mem.core
+    symm_mem.close()
+    symm_mem.close()  # again: nothing happens
     assert core.barrier(1, 0, ()) == CLOSED
     with pytest.raises(ClosedError, match="destroyed"):
         core.state(0)
@@ -113,9 +115,9 @@ def test_a_closed_core_refuses_calls_instead_of_touching_memory_that_is_gone(are
         core.records(0)
 
 
-def test_everything_a_closed_core_can_be_asked_is_refused(arena):
-    core = arena.core
-    arena.close()
+def test_everything_a_closed_core_can_be_asked_is_refused(symm_mem):
+    core = symm_mem.core
+    symm_mem.close()
     for ask in (lambda: core.poison(), lambda: core.set_poison(2, 0), lambda: core.set_note("x")):
         with pytest.raises(ClosedError, match="destroyed"):
             ask()

@@ -1,6 +1,6 @@
-"""`torch.distributed` over a backend by name, and Phalanx's two shorter ways: arena tensors and direct calls.
+"""`torch.distributed` over a backend by name, and Phalanx's two shorter ways: symmetric tensors and direct calls.
 
-Varieties: `gloo`; `phalanx` (ordinary tensors); `phalanx-arena` (tensors of `phalanx.shared_empty`); `phalanx-direct`
+Varieties: `gloo`; `phalanx` (ordinary tensors); `phalanx-symmetric` (those of `phalanx.shared_empty`); `phalanx-direct`
 (ordinary tensors, the C core called with addresses and sizes, as mpi4py calls an MPI).
 """
 
@@ -57,7 +57,7 @@ class DirectContestant(TorchContestant):
     def _call(self, op: str, target: Tensor, source: Tensor) -> Callable[[], object]:
         from phalanx.dtypes import dtype_of
 
-        core = dist.group.WORLD.arena.core
+        core = dist.group.WORLD.symm_mem.core
         world_size, code = dist.get_world_size(), dtype_of(target.dtype).code
         end = (_TIMEOUT_NS, 0, (target.numel(),))  # of every call: how long, and what the flight recorder keeps
 
@@ -80,7 +80,7 @@ class DirectContestant(TorchContestant):
         return partial(core.all_to_all, inputs, sizes, outputs, sizes, code, 0, *end)
 
     def close(self) -> None:
-        code, rank = dist.group.WORLD.arena.core.poison()  # the calls' statuses were not looked at one by one
+        code, rank = dist.group.WORLD.symm_mem.core.poison()  # the calls' statuses were not looked at one by one
         if code:
             raise RuntimeError(f"the core ended the group with status {code} on rank {rank}")
         super().close()
@@ -103,7 +103,7 @@ def connect(rank: int, world_size: int, max_count: int, options: Options) -> Con
 
 
 def _memory(variety: str, count: int) -> Tensor:
-    if variety != "phalanx-arena":
+    if variety != "phalanx-symmetric":
         return torch.zeros(count)
     import phalanx
 

@@ -156,14 +156,14 @@ def _share(counter: Counter, meeting: Meeting, options: Any, deadline: Deadline)
 
     rank, name, seats = options.group_rank, options.group_id, meeting.seats
     memory = SharedMemory(name)
-    arena = _open_arena(counter, seats, range(len(seats)), options, deadline, memory.idle)
-    memory.attach(arena)
+    symm_mem = _open_symmetric_memory(counter, seats, range(len(seats)), options, deadline, memory.idle)
+    memory.attach(symm_mem)
     try:
         if rank == 0:
             meeting.forget()
         memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
-        arena.close()
+        symm_mem.close()
         raise
     return _group_class()(
         options.store, memory, rank, options.group_size, options.timeout, name, options.global_ranks_in_group
@@ -181,7 +181,7 @@ def _group_class() -> Any:
     return PhalanxProcessGroup
 
 
-def _open_arena(
+def _open_symmetric_memory(
     counter: Counter,
     seats: Sequence[Seat],
     local_ranks: Sequence[int],
@@ -294,11 +294,11 @@ def _connect(counter: Counter, meeting: Meeting, options: Any, settings: Options
     word = seats[0].token
     people = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in seats]
     memory = AcrossHosts(name, layout, settings, people, options.global_ranks_in_group)
-    arena = _open_arena(counter, seats, layout.local_ranks, options, deadline, memory.idle)
+    symm_mem = _open_symmetric_memory(counter, seats, layout.local_ranks, options, deadline, memory.idle)
     try:
         engine = build_engine(options.store, word, seats, layout, settings, name, deadline)
     except BaseException:
-        arena.close()
+        symm_mem.close()
         raise
     store = base_of(options.store)
     bulletin = Bulletin(
@@ -309,7 +309,7 @@ def _connect(counter: Counter, meeting: Meeting, options: Any, settings: Options
         keeper=next((r for r, seat in enumerate(seats) if seat.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
     )
-    memory.attach(arena, engine, bulletin)
+    memory.attach(symm_mem, engine, bulletin)
     try:
         if rank == 0:
             meeting.forget()

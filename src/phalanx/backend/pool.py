@@ -36,7 +36,7 @@ class SharedPool:
         nbytes = sum(math.ceil(size / _core.PAGE) * _core.PAGE * most for size, most in classes)
         self._sizes = frozenset(expected)
         self._memory = shared_empty(nbytes + _core.PAGE, dtype=torch.uint8, group=group)  # untouched pages cost nothing
-        self._arena = group._memory.arena  # type: ignore[attr-defined]  # groups of backend "phalanx" have one
+        self._symm_mem = group._memory.symm_mem  # type: ignore[attr-defined]  # groups of backend "phalanx" have one
         begin = -(-self._memory.data_ptr() // _core.PAGE) * _core.PAGE
         self._range = range(begin, begin + nbytes)
         self._pool: _core.Pool | None = None
@@ -60,7 +60,7 @@ class SharedPool:
 
     def _enter(self) -> bool:
         """As `enter`; whether this thread was inside already."""
-        if self._pool is not None and self._gives and not self._arena.closed:
+        if self._pool is not None and self._gives and not self._symm_mem.closed:
             try:
                 return self._pool.enter()
             except OSError as error:

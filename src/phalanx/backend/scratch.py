@@ -24,8 +24,8 @@ class Scratch:
     """
 
     def __init__(self, group: Any) -> None:
-        arena = group.arena
-        self._nbytes = min(_LARGEST_BYTES, arena.heap_bytes // 4)
+        symm_mem = group.symm_mem
+        self._nbytes = min(_LARGEST_BYTES, symm_mem.heap_bytes // 4)
         try:
             self._memory = shared_empty(self._nbytes, dtype=torch.uint8, group=group)
         except PhalanxError:  # memory that lies in a file system is reserved, and there is not as much; on all ranks

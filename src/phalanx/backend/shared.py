@@ -17,7 +17,7 @@ from phalanx.transport.shares_memory import shares_memory
 def shared_empty(
     *size: Any, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None, owner: int | None = None
 ) -> Tensor:
-    """An uninitialised tensor in the group's arena, at the same place of every rank's heap.
+    """An uninitialised tensor in the group's symmetric memory, at the same place of every rank's heap.
 
     With `owner`, a rank of the group, it is one memory for all: every rank's tensor lies in the owner's piece of the
     heap, and what one rank writes all others see. Order the writes with barriers; collectives are for the other kind.
@@ -67,7 +67,7 @@ def _allocate(
             memory.barrier(span)  # where all meet again, if some were out of training steps
         deadline = Deadline.after(group._timeout_s)
         with memory.turn(group._timeout_s):
-            buffer = memory.arena.allocate(
+            buffer = memory.symm_mem.allocate(
                 nbytes, deadline, span.site, lambda status: memory.check(status, span), owner=owner
             )
         return torch.frombuffer(buffer, dtype=dtype).view(shape)

@@ -43,14 +43,14 @@ class SharedBoard:
 
     def _offset(self, tensor: Tensor) -> int:
         """Where in the heap the tensor lies; it is the same on every rank."""
-        return int(self._memory.arena.heap_offset(tensor.data_ptr()))
+        return int(self._memory.symm_mem.heap_offset(tensor.data_ptr()))
 
     def _span(self, role: int = STEP) -> Span:
         return Span(self._group._timeout_s, self._memory.site(calling_site(3)), role)
 
     def begin(self) -> None:
         """Open a round; the last one has finished."""
-        if self._memory.arena.closed:
+        if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         if self._memory.attendance is not None and self._memory.attendance.apart:
             self._group.drain()  # the collective at which all meet again may still be under way, with old round numbers
@@ -64,7 +64,7 @@ class SharedBoard:
 
         Also reduces, without waiting, every tensor that all ranks have.
         """
-        if self._memory.arena.closed:
+        if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         offset = self._offset(self._tensors[number] if instead is None else instead)
         try:
@@ -77,7 +77,7 @@ class SharedBoard:
 
         Others are out of it (see `attendance`): then the reduction is over those that are in.
         """
-        if self._memory.arena.closed:
+        if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         span = self._span()
         status = self._board.finish(span.timeout_ns, span.site, ())

@@ -1,6 +1,6 @@
 """One bucket's memory, and the views in it that serve as gradients.
 
-room      |<- grad of w4 ->|gap|<- grad of b4 ->|gap|       one storage; on backend `phalanx` in the arena
+room      |<- grad of w4 ->|gap|<- grad of b4 ->|gap|       one storage; on backend `phalanx` in symmetric memory
 views      parameter.grad       parameter.grad              same memory, the parameter's shape and strides
 
 A view is lent to `.grad` until the next backward, and the user may keep it, as `g = p.grad; zero_grad()` does, or some

@@ -52,7 +52,7 @@ class UnevenInputs:
         if are_shared(self._parameters, self._group):
             from phalanx.diagnostics.failures import MISMATCH  # needs the C core, which a group that shares memory has
 
-            self._group.arena.core.set_poison(MISMATCH, self._group.rank())
+            self._group.symm_mem.core.set_poison(MISMATCH, self._group.rank())
             raise MismatchError(
                 f"DistributedDataParallel on rank {self._group.rank()}: {ranks(absent)} ran out of data after "
                 f"{_steps(num_steps)}, and with ZeroRedundancyOptimizer every rank updates a part of the parameters, "
@@ -66,13 +66,13 @@ class UnevenInputs:
             _logger.warning("%s", describe(absent, present, num_steps, self._stories(absent)))
 
     def _stories(self, absent: Sequence[int]) -> list[str]:
-        core = self._group.arena.core
+        core = self._group.symm_mem.core
         return ["has left" if core.state(rank)[0] == _LEFT else story(core, rank) for rank in absent]
 
 
 def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
     """Whether ranks have one memory for some parameter, of which each updates a part: ZeroRedundancyOptimizer's."""
-    return shares_memory(group) and any(group.arena.holds(parameter.data_ptr()) for parameter in parameters)
+    return shares_memory(group) and any(group.symm_mem.holds(parameter.data_ptr()) for parameter in parameters)
 
 
 def describe(absent: Sequence[int], present: Sequence[int], num_steps: int, stories: Sequence[str]) -> str:

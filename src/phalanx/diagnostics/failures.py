@@ -11,7 +11,7 @@ from phalanx.diagnostics.divergence import ADVICE, tell_earlier_parting, tell_le
 from phalanx.diagnostics.flight_recorder import Record, read, story
 from phalanx.diagnostics.whereabouts import whereabouts
 from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
-from phalanx.symmetric_memory.memory import Arena
+from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.symmetric_memory.watch import wait_status
 
 # enum plx_status
@@ -24,23 +24,25 @@ QUIET_END = "it ended without destroy_process_group"
 """The last words of a process that ended by itself, well or with an exit code of its own choice."""
 
 
-def failure(status: int, arena: Arena, group: str, timeout_s: float, *, kind: int = 0, peer: int = -1) -> PhalanxError:
+def failure(
+    status: int, symm_mem: SymmetricMemory, group: str, timeout_s: float, *, kind: int = 0, peer: int = -1
+) -> PhalanxError:
     """The error for `status`, told from what the shared memory says of every rank.
 
     The operation is this rank's latest collective, or with `kind` its latest message of that kind with `peer`: other
     threads may have begun something else meanwhile.
     """
-    core = arena.core
+    core = symm_mem.core
     if status == CLOSED:
         return closed(group)
-    mine = _own(read(core, arena.rank), kind, peer)
-    here = f"{mine.label if mine else _forgotten(kind, peer)} in group {group!r} on rank {arena.rank}"
+    mine = _own(read(core, symm_mem.rank), kind, peer)
+    here = f"{mine.label if mine else _forgotten(kind, peer)} in group {group!r} on rank {symm_mem.rank}"
     if status == MISMATCH:
-        return _mismatch(arena, here, mine)
+        return _mismatch(symm_mem, here, mine)
     if status == PEER_LOST:
-        return _peer_lost(arena, here, core.poison()[1], mine)
+        return _peer_lost(symm_mem, here, core.poison()[1], mine)
     if status == DEADLINE:
-        return _deadline(arena, here, timeout_s, core.poison()[1], mine)
+        return _deadline(symm_mem, here, timeout_s, core.poison()[1], mine)
     if status == INTERRUPTED:
         who = core.poison()[1]
         return PeerLostError(
@@ -80,10 +82,10 @@ def _same_turn(records: list[Record], mine: Record) -> Record | None:
     return next(stopped, collectives[0] if collectives else None)
 
 
-def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
-    records = [read(arena.core, r) for r in range(arena.world_size)]
+def _mismatch(symm_mem: SymmetricMemory, here: str, mine: Record | None) -> MismatchError:
+    records = [read(symm_mem.core, r) for r in range(symm_mem.world_size)]
     # A call on a group that is over repeats what ended it.
-    mine = next((r for r in records[arena.rank] if r.status == MISMATCH), mine)
+    mine = next((r for r in records[symm_mem.rank] if r.status == MISMATCH), mine)
     calls: dict[int, str] = {}
     parting = ""
     if mine is None:
@@ -96,15 +98,15 @@ def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
             parting = f"{parting}\n{earlier}"
     else:
         peer = records[mine.peer] if mine.peer >= 0 else []
-        sent = next((r for r in reversed(peer) if r.kind == SEND and r.peer == arena.rank), None)
-        calls[arena.rank] = mine.call()
+        sent = next((r for r in reversed(peer) if r.kind == SEND and r.peer == symm_mem.rank), None)
+        calls[symm_mem.rank] = mine.call()
         if sent is not None:
             calls[mine.peer] = sent.call()
     lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
     # A round of gradients has no gate at its beginning: buckets that all ranks had are averaged already.
     in_round = any(call.startswith("gradients") for call in calls.values())
     changed = "some gradients may be averaged already" if in_round else "no tensor was changed"
-    absence = tell_absence(arena.core.absent, arena.core.missed)
+    absence = tell_absence(symm_mem.core.absent, symm_mem.core.missed)
     short_of_data = f"If a rank has run out of data: {JOIN_ADVICE}" if in_round and not absence else ""
     advice = "Make every rank call the same operation with the same dtype, size and options, in the same order."
     told = [f"{here}: the ranks called different things; {changed}.", lines, absence, short_of_data, parting, advice]
@@ -113,44 +115,45 @@ def _mismatch(arena: Arena, here: str, mine: Record | None) -> MismatchError:
     return MismatchError("\n".join(filter(None, told)) + f" {_OVER}", calls=calls)
 
 
-def _peer_lost(arena: Arena, here: str, who: int, mine: Record | None) -> PeerLostError:
-    core = arena.core
+def _peer_lost(symm_mem: SymmetricMemory, here: str, who: int, mine: Record | None) -> PeerLostError:
+    core = symm_mem.core
     alone = ""
-    if mine is not None and mine.is_collective and _ended_well(arena, who):
-        missing = late(core, arena.rank, arena.world_size)
+    if mine is not None and mine.is_collective and _ended_well(symm_mem, who):
+        missing = late(core, symm_mem.rank, symm_mem.world_size)
         if who in missing:  # else it came to this operation, and left in the middle of it
-            gone = [r for r in missing if _ended_well(arena, r)]
-            behind = {r: whereabouts(arena, r) for r in missing if r not in gone}
-            came = [r for r in range(arena.world_size) if r not in missing]
+            gone = [r for r in missing if _ended_well(symm_mem, r)]
+            behind = {r: whereabouts(symm_mem, r) for r in missing if r not in gone}
+            came = [r for r in range(symm_mem.world_size) if r not in missing]
             alone = f"\n{tell_left_alone(mine, came, gone, behind)}\n{ADVICE}"
     return PeerLostError(
-        f"{here}: rank {who} ({_process(arena, who)}) is gone: {how_it_ended(arena, who)}.\nIt {story(core, who)}. "
+        f"{here}: rank {who} ({_process(symm_mem, who)}) is gone: {how_it_ended(symm_mem, who)}.\n"
+        f"It {story(core, who)}. "
         f"Read its log first.{alone} {_OVER}",
         ranks=(who,),
     )
 
 
-def _ended_well(arena: Arena, rank: int) -> bool:
+def _ended_well(symm_mem: SymmetricMemory, rank: int) -> bool:
     """Whether a rank has left, or its process has ended, because its program was over."""
-    life, _, _, _, _, note = arena.core.state(rank)
+    life, _, _, _, _, note = symm_mem.core.state(rank)
     if note or life == _LEFT:
         return note in ("", QUIET_END)
-    return not arena.core.alive(rank) and wait_status(arena.process_of(rank)) == 0
+    return not symm_mem.core.alive(rank) and wait_status(symm_mem.process_of(rank)) == 0
 
 
-def _process(arena: Arena, who: int) -> str:
-    theirs, ours = arena.process_of(who), arena.process_of(arena.rank)
+def _process(symm_mem: SymmetricMemory, who: int) -> str:
+    theirs, ours = symm_mem.process_of(who), symm_mem.process_of(symm_mem.rank)
     return f"pid {theirs.pid}" + (" in another pid namespace" if theirs.namespace != ours.namespace else "")
 
 
-def how_it_ended(arena: Arena, who: int) -> str:
+def how_it_ended(symm_mem: SymmetricMemory, who: int) -> str:
     """How a rank's process ended, from the best witness that there is."""
-    life, _, _, _, _, note = arena.core.state(who)
+    life, _, _, _, _, note = symm_mem.core.state(who)
     if note:
         return note
     if life == _LEFT:
         return "it left the group (destroy_process_group)"
-    status = wait_status(arena.process_of(who))
+    status = wait_status(symm_mem.process_of(who))
     if status is None:
         return "it ended without a word (killed, or crashed)"
     if status & 0x7F:
@@ -160,17 +163,17 @@ def how_it_ended(arena: Arena, who: int) -> str:
     return f"it exited with code {status >> 8}"
 
 
-def _deadline(arena: Arena, here: str, timeout_s: float, who: int, mine: Record | None) -> DeadlineError:
-    core = arena.core
+def _deadline(symm_mem: SymmetricMemory, here: str, timeout_s: float, who: int, mine: Record | None) -> DeadlineError:
+    core = symm_mem.core
     if mine and mine.name == "gradients":
-        missing = [core.culprit] if who == arena.rank else []
+        missing = [core.culprit] if who == symm_mem.rank else []
     elif mine and not mine.is_collective:
         missing = [mine.peer] if mine.peer >= 0 else []
     else:
-        missing = late(core, arena.rank, arena.world_size)
-    span = f" within {timeout_s:.1f} s" if who == arena.rank else f"; rank {who} gave up waiting"
+        missing = late(core, symm_mem.rank, symm_mem.world_size)
+    span = f" within {timeout_s:.1f} s" if who == symm_mem.rank else f"; rank {who} gave up waiting"
     said = f"no answer from {ranks(missing)}{span}" if missing else f"time ran out{span}"
-    lines = "\n".join(f"Rank {r} {whereabouts(arena, r)}." for r in missing)
+    lines = "\n".join(f"Rank {r} {whereabouts(symm_mem, r)}." for r in missing)
     advice = "Read the log of the missing rank first; if it is only slow, raise the timeout of the group."
     unreached = ADVICE if missing and mine and mine.is_collective else ""
     told = (f"{here}: {said}.", lines, advice, unreached)

@@ -7,14 +7,14 @@ import weakref
 from typing import Protocol
 
 from phalanx.diagnostics.flight_recorder import read, story
-from phalanx.symmetric_memory.memory import Arena
+from phalanx.symmetric_memory.memory import SymmetricMemory
 
 
 class Seen(Protocol):
     """A group of this process whose memory can be read."""
 
     group: str
-    arena: Arena
+    symm_mem: SymmetricMemory
 
 
 _groups: weakref.WeakSet[Seen] = weakref.WeakSet()
@@ -25,20 +25,20 @@ def remember(group: Seen) -> None:
     _groups.add(group)
 
 
-def whereabouts(arena: Arena, rank: int) -> str:
+def whereabouts(symm_mem: SymmetricMemory, rank: int) -> str:
     """One clause: what `rank` did last in this group, and in which other group it is waiting now, if it is in one."""
-    here = story(arena.core, rank)
-    there = _waits_in_another(arena, rank)
+    here = story(symm_mem.core, rank)
+    there = _waits_in_another(symm_mem, rank)
     return f"{here}; {there}" if there else here
 
 
-def _waits_in_another(arena: Arena, rank: int) -> str:
-    process = arena.process_of(rank)
+def _waits_in_another(symm_mem: SymmetricMemory, rank: int) -> str:
+    process = symm_mem.process_of(rank)
     for group in list(_groups):
-        if group.arena is arena or group.arena.closed:
+        if group.symm_mem is symm_mem or group.symm_mem.closed:
             continue
-        number = group.arena.rank_of(process)
-        records = read(group.arena.core, number) if number is not None else []
+        number = group.symm_mem.rank_of(process)
+        records = read(group.symm_mem.core, number) if number is not None else []
         if records and records[-1].leave_ns == 0:
             last = records[-1]
             seconds = (time.monotonic_ns() - last.enter_ns) / 1e9

@@ -14,7 +14,7 @@ from phalanx.transport.shares_memory import shares_memory
 class Flat:
     """Room for a copy of each of `tensors`: one block per dtype and device.
 
-    blocks   the memory; with a group whose ranks share memory, in the arena, where it is reduced without another copy
+    blocks   the memory; with a group whose ranks share memory, in symmetric memory: reduced without another copy
     views    for each tensor, its copy, with the tensor's shape
 
     Collective with such a group. `device` is where the copies lie, if not with the tensors.

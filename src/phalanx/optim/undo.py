@@ -103,7 +103,7 @@ class Undo:
             PhalanxError: a rank died, left or is late; all parameters are those of one step, the old or the new.
             ClosedError: this process left the group, or is a fork of a rank.
         """
-        if self._group.arena.closed:  # a fork must not write into its parent's word
+        if self._group.symm_mem.closed:  # a fork must not write into its parent's word
             raise ClosedError(
                 f"ZeroRedundancyOptimizer.step: group {self._group.group_name!r} was destroyed, or this process is a "
                 "fork of a rank. Build the optimizer anew in a group of its own."
@@ -193,7 +193,7 @@ class Undo:
                 rank != self._rank
                 and rank not in late
                 and self._word(rank) < 4 * self._number + _DONE
-                and self._group.arena.core.alive(rank)
+                and self._group.symm_mem.core.alive(rank)
                 and not deadline.passed
             ):
                 time.sleep(_LOOK_S)

@@ -102,7 +102,7 @@ def _address_space_used() -> int:
         return 0
 
 
-class Arena:
+class SymmetricMemory:
     """One rank's side of the memory that it shares with the other ranks of its host.
 
     `core` runs the collectives. `allocate` is collective, too: all ranks call it with the same size.
@@ -146,7 +146,7 @@ class Arena:
         )
         me = members[rank].process
         self.core.join(me.pid, me.start_ticks)
-        _arenas.add(self)
+        _all.add(self)
 
     @property
     def heap_bytes(self) -> int:
@@ -183,7 +183,7 @@ class Arena:
         with self._lock:
             if self._closed:
                 raise ClosedError("shared_empty: the group was destroyed")
-            self._blocks_in_use += 1  # from here on another thread that closes the arena leaves the heap to us
+            self._blocks_in_use += 1  # from here on another thread that closes the memory leaves the heap to us
         try:
             return self._allocate(nbytes, deadline, site, check, owner)
         except BaseException:
@@ -308,7 +308,7 @@ class Arena:
             if self._closed:
                 return
             self._closed = True
-        _arenas.discard(self)
+        _all.discard(self)
         self.core.close(self._let_go_of_memory)
 
     def close_for_good(self) -> None:
@@ -340,7 +340,7 @@ class Arena:
             self._witnesses.close()  # or the parent would live on in them after its end
 
 
-_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+_all: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
 
 
 def _processes(members: Sequence[Member]) -> list[ProcessId]:
@@ -353,8 +353,8 @@ def _witnesses(lifelines: Sequence[int], members: Sequence[Member], rank: int) -
 
 
 def _after_fork() -> None:
-    for arena in list(_arenas):
-        arena.abandon()
+    for symm_mem in list(_all):
+        symm_mem.abandon()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -391,7 +391,7 @@ def open_as_leader(
     idle: Callable[[float], None],
     *,
     show: Callable[[int], object] | None = None,
-) -> Arena:
+) -> SymmetricMemory:
     """Create the memory as rank 0 of the host, and hand it to the others.
 
     `show` is called with the control memory's descriptor before anybody waits, for whoever wants to look on.
@@ -405,21 +405,23 @@ def open_as_leader(
         new_pipes(world_size if needs_lifelines(_processes(members)) else 0) as pipes,
     ):
         reads, writes = pipes
-        arena = Arena([control, heap.fd, *reads, *writes[:1]], 0, members, idle, heap_folder=heap.in_folder)
+        symm_mem = SymmetricMemory(
+            [control, heap.fd, *reads, *writes[:1]], 0, members, idle, heap_folder=heap.in_folder
+        )
         if show is not None:
             show(control)
         try:
             own = dict(enumerate(writes))
             counter.serve(range(1, world_size), [control, heap.fd, *reads], deadline, notice, own=own)
         except BaseException:
-            arena.close()
+            symm_mem.close()
             raise
-        return arena
+        return symm_mem
 
 
 def open_as_member(
     door: Door, rank: int, members: Sequence[Member], deadline: Deadline, idle: Callable[[float], None]
-) -> Arena:
+) -> SymmetricMemory:
     """Fetch the memory from rank 0 of the host.
 
     Raises:
@@ -428,7 +430,7 @@ def open_as_member(
     """
     fds = fetch(door, rank, 2 + (len(members) + 1 if needs_lifelines(_processes(members)) else 0), deadline)
     try:
-        return Arena(fds, rank, members, idle)
+        return SymmetricMemory(fds, rank, members, idle)
     finally:
         for fd in fds:
             os.close(fd)

@@ -18,7 +18,7 @@ from phalanx.diagnostics.whereabouts import remember, whereabouts
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError, DeadlineError
 from phalanx.log import get_logger
-from phalanx.symmetric_memory.memory import Arena, timeout_ns
+from phalanx.symmetric_memory.memory import SymmetricMemory, timeout_ns
 from phalanx.transport.uneven import Attendance
 
 _logger = get_logger(__name__)
@@ -53,27 +53,27 @@ class SharedMemory:
         self.lock = threading.Lock()
         self._holder = 0  # the thread that has it; a signal handler runs in that very thread
         self.attendance: Attendance | None = None  # of those who train over the group
-        self.arena: Arena = None  # type: ignore[assignment]  # set by `attach`, once: the arena needs our `idle`
+        self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
         self._said_at = 0
         self._say_again_s = 0.0
 
-    def attach(self, arena: Arena) -> None:
+    def attach(self, symm_mem: SymmetricMemory) -> None:
         """Take the seat; before the first operation."""
-        self.arena = arena
-        self.core = arena.core
+        self.symm_mem = symm_mem
+        self.core = symm_mem.core
         remember(self)
 
     @property
     def closed(self) -> bool:
         """Whether this process has left."""
-        return self.arena.closed
+        return self.symm_mem.closed
 
     @property
     def world_size(self) -> int:
         """How many ranks the group has."""
-        return self.arena.world_size
+        return self.symm_mem.world_size
 
     @property
     def seq(self) -> int:
@@ -89,7 +89,7 @@ class SharedMemory:
     def leave_in_flight(self) -> None:
         """Operations are still running here: end the group, so that they wake up before its memory goes."""
         self.core.set_note("it left the group while its operations were in flight (destroy_process_group)")
-        self.core.set_poison(failures.PEER_LOST, self.arena.rank)
+        self.core.set_poison(failures.PEER_LOST, self.symm_mem.rank)
 
     def settle(self, patience_s: float) -> bool:
         """Whether no thread of this process is in an operation, after at most `patience_s`.
@@ -100,11 +100,11 @@ class SharedMemory:
 
     def close(self) -> None:
         """Leave. Whoever waits for this rank hears it at once, and so does whoever is in an operation here."""
-        self.arena.close()
+        self.symm_mem.close()
 
     def close_for_good(self) -> None:
         """As `close`, at the end of the process, while threads are in operations: nothing happens to them."""
-        self.arena.close_for_good()
+        self.symm_mem.close_for_good()
 
     # -- around an operation -------------------------------------------------------------------------------------
 
@@ -130,28 +130,28 @@ class SharedMemory:
 
     def idle(self, waited_s: float) -> None:
         """The core calls this while it waits: say who is missing, and again after as long again, who is then."""
-        if waited_s < NOTICE_S or self.arena is None or self.arena.closed:
+        if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
             return
         with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
             self._tell_wait(waited_s)
 
     def _tell_wait(self, waited_s: float) -> None:
-        records = read(self.core, self.arena.rank)
+        records = read(self.core, self.symm_mem.rank)
         if not records or (records[-1].enter_ns == self._said_at and waited_s < self._say_again_s):
             return
         last = records[-1]
         self._said_at, self._say_again_s = last.enter_ns, 2 * waited_s
-        missing = failures.late(self.core, self.arena.rank, self.arena.world_size) if last.is_collective else []
-        if last.is_collective and not missing and self.core.culprit not in (-1, self.arena.rank):
+        missing = failures.late(self.core, self.symm_mem.rank, self.symm_mem.world_size) if last.is_collective else []
+        if last.is_collective and not missing and self.core.culprit not in (-1, self.symm_mem.rank):
             missing = [self.core.culprit]  # in a round of gradients no rank has come further: the core looks at flags
         if not last.is_collective and last.peer >= 0:
             missing = [last.peer]
-        stories = "; ".join(f"rank {r} {whereabouts(self.arena, r)}" for r in missing[:8])
+        stories = "; ".join(f"rank {r} {whereabouts(self.symm_mem, r)}" for r in missing[:8])
         _logger.warning(
             "%s in group %r on rank %d: waiting for %s for %.0f s%s",
             last.label,
             self.group,
-            self.arena.rank,
+            self.symm_mem.rank,
             ranks(missing) if missing else "other ranks" if last.is_collective else "a message",
             waited_s,
             f" ({stories})" if stories else "",
@@ -161,7 +161,7 @@ class SharedMemory:
         """Raise the error that `status` stands for, if it is one; `kind` and `peer` if it was a message's."""
         if status:
             try:
-                error = failures.failure(status, self.arena, self.group, span.timeout_s, kind=kind, peer=peer)
+                error = failures.failure(status, self.symm_mem, self.group, span.timeout_s, kind=kind, peer=peer)
             except ClosedError:  # before the story could be read, by another thread
                 error = failures.closed(self.group)
             raise error
@@ -205,10 +205,10 @@ class SharedMemory:
 
     def _await_turn(self, timeout_s: float) -> None:
         if self.in_turn:
-            raise failures.nested("a collective", self.group, self.arena.rank)
+            raise failures.nested("a collective", self.group, self.symm_mem.rank)
         if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise DeadlineError(
-                f"group {self.group!r} on rank {self.arena.rank}: another thread's collective was still under way "
+                f"group {self.group!r} on rank {self.symm_mem.rank}: another thread's collective was still under way "
                 f"after {timeout_s:.1f} s, so this one could not begin.\n"
                 "Let one thread call the collectives of a group, or give each thread a group of its own."
             )
@@ -232,7 +232,7 @@ class SharedMemory:
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """As `all_reduce` with SUM, for a contiguous tensor of a real dtype: the shortest way to the core."""
-        if self.arena.one_memory:
+        if self.symm_mem.one_memory:
             self._refuse_one_memory(tensor)
         site = self._sites.get(place)
         at = tensor.data_ptr()
@@ -270,7 +270,7 @@ class SharedMemory:
         Raises:
             ValueError: the tensor is one memory for all ranks.
         """
-        if self.arena.one_memory:
+        if self.symm_mem.one_memory:
             self._refuse_one_memory(tensor)
         src = dense(scaled(tensor, factor))
         dst = src if factor is None or not is_plain(tensor) else tensor
@@ -288,14 +288,14 @@ class SharedMemory:
                 tensor.shape,
             ),
         )
-        if dst is not tensor and root in (-1, self.arena.rank):
+        if dst is not tensor and root in (-1, self.symm_mem.rank):
             write_back(tensor, dst)
 
     def _refuse_one_memory(self, tensor: Tensor) -> None:
         at = tensor.data_ptr()
-        if tensor.numel() and any(at in addresses for addresses in list(self.arena.one_memory.values())):
+        if tensor.numel() and any(at in addresses for addresses in list(self.symm_mem.one_memory.values())):
             raise ValueError(
-                f"all_reduce in group {self.group!r} on rank {self.arena.rank}: the tensor of shape "
+                f"all_reduce in group {self.group!r} on rank {self.symm_mem.rank}: the tensor of shape "
                 f"{tuple(tensor.shape)} lies in one memory for all ranks (a parameter of ZeroRedundancyOptimizer, or "
                 "shared_empty(owner=...)): each would read what others have already written.\nIt holds the same on "
                 "every rank; to reduce another value of each rank, reduce a clone."
@@ -310,13 +310,13 @@ class SharedMemory:
                 data.data_ptr(), nbytes(data), dtype_of(data.dtype).code, root, span.timeout_ns, span.site, tensor.shape
             ),
         )
-        if data is not tensor and root != self.arena.rank:
+        if data is not tensor and root != self.symm_mem.rank:
             write_back(tensor, data)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, span: Span, *, root: int = -1) -> None:
         """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
         src, dst = dense(tensor), [dense(t) for t in outputs]
-        sizes = tuple(nbytes(t) for t in dst) if dst else (nbytes(src),) * self.arena.world_size
+        sizes = tuple(nbytes(t) for t in dst) if dst else (nbytes(src),) * self.symm_mem.world_size
         self._collective(
             span,
             lambda: self.core.gather(
@@ -338,7 +338,7 @@ class SharedMemory:
         """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
         src, dst = dense(tensor), dense(output)
         size, at = nbytes(src), dst.data_ptr()
-        world = self.arena.world_size
+        world = self.symm_mem.world_size
         self._collective(
             span,
             lambda: self.core.gather(
@@ -390,7 +390,7 @@ class SharedMemory:
     ) -> None:
         """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
         src, dst = dense(scaled(tensor, factor)), dense(output)
-        at, size, world = src.data_ptr(), nbytes(dst), self.arena.world_size
+        at, size, world = src.data_ptr(), nbytes(dst), self.symm_mem.world_size
         addresses = tuple(at + r * size for r in range(world))
         self._reduce_scatter(addresses, (dst.numel(),) * world, dst, redop, span, output.shape)
         if dst is not output:
@@ -435,7 +435,7 @@ class SharedMemory:
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
         """As `all_to_all` with the equal parts of two contiguous tensors, without cutting them into views."""
-        world = self.arena.world_size
+        world = self.symm_mem.world_size
         size = nbytes(tensor) // world
         sizes = (size,) * world
         src, dst = tensor.data_ptr(), output.data_ptr()

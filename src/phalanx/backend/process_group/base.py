@@ -19,7 +19,7 @@ from phalanx.backend.work import Closable, DoneWork, Lane, PhalanxWork
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failures import closed, nested
-from phalanx.symmetric_memory.memory import Arena
+from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.hierarchical import AcrossHosts
 from phalanx.transport.mpi.operations import OverMpi
 from phalanx.transport.shared_memory import SharedMemory, Span
@@ -100,10 +100,10 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     getSize = size
 
     @property
-    def arena(self) -> Arena:
+    def symm_mem(self) -> SymmetricMemory:
         """The memory that the ranks of this host share."""
         assert not isinstance(self._memory, OverMpi), "there is no shared memory in a group over MPI"
-        return self._memory.arena
+        return self._memory.symm_mem
 
     @property
     def shares_memory(self) -> bool:

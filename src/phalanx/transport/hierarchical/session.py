@@ -27,7 +27,7 @@ from phalanx.diagnostics.flight_recorder import KINDS
 from phalanx.engines.engine import Engine
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
-from phalanx.symmetric_memory.memory import Arena, timeout_ns
+from phalanx.symmetric_memory.memory import SymmetricMemory, timeout_ns
 from phalanx.transport.call import BLOCK_BYTES, Call, digest_of, disagreement, payload_of, split_blocks
 from phalanx.transport.hierarchical.compression import Wire
 from phalanx.transport.hierarchical.health_monitor import Attendant
@@ -94,9 +94,9 @@ class Session:
         self._digest = 0  # of the call that is under way
         self._answers: list[Message] = []  # the other hosts' fingerprints, under way
 
-    def attach(self, arena: Arena, engine: Engine, bulletin: Bulletin) -> None:
+    def attach(self, symm_mem: SymmetricMemory, engine: Engine, bulletin: Bulletin) -> None:
         """Take the seat; before the first operation."""
-        self._memory.attach(arena)
+        self._memory.attach(symm_mem)
         self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self._engine = engine
         self._bulletin = bulletin
@@ -106,9 +106,9 @@ class Session:
         self._attendant = Attendant(self.group, bulletin, lambda: self._position, self._is_over, self._heard)
 
     @property
-    def arena(self) -> Arena:
+    def symm_mem(self) -> SymmetricMemory:
         """The memory of this host."""
-        return self._memory.arena
+        return self._memory.symm_mem
 
     @property
     def closed(self) -> bool:
@@ -376,7 +376,7 @@ class Session:
         if cause.status == failures.PEER_LOST:
             local = self._core.poison()[1]
             if local != self.layout.local_rank:  # our own number: the attendant ended the memory for another cause
-                return self._lost(self.layout.local_ranks[local], failures.how_it_ended(self.arena, local))
+                return self._lost(self.layout.local_ranks[local], failures.how_it_ended(self.symm_mem, local))
         return (
             self._told_by_others(_PATIENCE_S)
             or self._told_by_silence(span.timeout_s, deadline)
