@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from phalanx.backend import create
 from phalanx.coordination import bootstrap
-from phalanx.coordination.bootstrap import meet
-from phalanx.coordination.rank_info import Arrival, Seat, find_dead, find_problem, host_identity
+from phalanx.coordination.bootstrap import exchange
+from phalanx.coordination.rank_info import Arrival, RankInfo, find_dead, find_problem, host_identity
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.symmetric_memory.watch import ProcessId
@@ -137,7 +137,7 @@ def test_a_rank_that_ends_while_it_waits_for_the_others_is_named_at_once(victim,
         if rank == victim:
             threading.Thread(target=die, daemon=True).start()
         with pytest.raises(PeerLostError) as caught:
-            meet(store, rank, 4, _seat(), "dp", Deadline.after(60))
+            exchange(store, rank, 4, _seat(), "dp", Deadline.after(60))
         return str(caught.value), caught.value.ranks
 
     results = run_ranks(check, 4, init=False, lost=(victim,))
@@ -178,13 +178,13 @@ def test_a_start_is_not_confused_by_one_that_died_between_two_words(tmp_path) ->
             store.add("0/came", 1)
             store.set("row", "")
         store.wait(["row"], LONG)
-        return len(meet(store, rank, 2, _seat(), "dp", Deadline.after(60)).seats)
+        return len(exchange(store, rank, 2, _seat(), "dp", Deadline.after(60)).rank_infos)
 
     assert run_ranks(check, 2, init=False) == [2, 2]
 
 
 def _seat(process=None):
-    return Seat(host_identity(), "here", "", process or ProcessId.of_self(), frozenset(), 1)
+    return RankInfo(host_identity(), "here", "", process or ProcessId.of_self(), frozenset(), 1)
 
 
 def test_who_fits_and_who_does_not() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.coordination.bootstrap import ranks
-from phalanx.coordination.rank_info import Seat
+from phalanx.coordination.rank_info import RankInfo
 from phalanx.deadline import Deadline
 from phalanx.engines.engine import Engine
 from phalanx.engines.gloo import GlooEngine
@@ -21,20 +21,26 @@ _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gl
 
 
 def build_engine(
-    store: Any, meeting: str, seats: Sequence[Seat], layout: Layout, settings: Options, name: str, deadline: Deadline
+    store: Any,
+    bootstrap: str,
+    rank_infos: Sequence[RankInfo],
+    layout: Layout,
+    settings: Options,
+    name: str,
+    deadline: Deadline,
 ) -> Engine:
-    """Collective over the group's ranks, which have met. `meeting` is a word that only they know.
+    """Collective over the group's ranks, which have met. `bootstrap` is a word that only they know.
 
     Raises:
         PhalanxError: the ranks cannot reach each other in this way; the message says where they are.
     """
-    rank, size = layout.rank, len(seats)
+    rank, size = layout.rank, len(rank_infos)
     span = timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
     if settings.engine == "mpi":
         from phalanx.backend.mpi.start import start_together  # not at the top: it is for those who have mpi4py
         from phalanx.engines.mpi import MpiEngine
 
-        runtime, places = start_together(PrefixStore(f"mpi/{meeting}", store), rank, size, name, deadline)
+        runtime, places = start_together(PrefixStore(f"mpi/{bootstrap}", store), rank, size, name, deadline)
         try:
             return MpiEngine(runtime, places, rank, span)
         except RuntimeError as error:
@@ -44,21 +50,21 @@ def build_engine(
             ) from None
     try:
         return GlooEngine(
-            PrefixStore(f"gloo/{meeting}", store),
+            PrefixStore(f"gloo/{bootstrap}", store),
             rank,
             size,
             span,
-            address=seats[rank].address,
+            address=rank_infos[rank].address,
             interface=settings.interface or "",
         )
     except RuntimeError as error:
-        raise _unreachable(error, seats, layout, name) from None
+        raise _unreachable(error, rank_infos, layout, name) from None
 
 
-def _unreachable(error: RuntimeError, seats: Sequence[Seat], layout: Layout, name: str) -> PhalanxError:
+def _unreachable(error: RuntimeError, rank_infos: Sequence[RankInfo], layout: Layout, name: str) -> PhalanxError:
     """Gloo could not connect this rank with all others: who was to be reached where."""
     hosts = "\n".join(
-        f"  {ranks(list(host))}: {seats[host[0]].hostname} at {seats[host[0]].address or 'an unknown address'}"
+        f"  {ranks(list(host))}: {rank_infos[host[0]].hostname} at {rank_infos[host[0]].address or 'an unknown address'}"
         for host in layout.topology.hosts
     )
     return PhalanxError(

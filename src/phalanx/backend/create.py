@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from phalanx.backend import device_backends
 from phalanx.backend.rendezvous import agent_address
 from phalanx.backend.tcp_store import is_kept_here
-from phalanx.coordination.bootstrap import Meeting, base_of, meet, ranks
-from phalanx.coordination.rank_info import Seat, host_identity
+from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange, ranks
+from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo import local_address
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
@@ -72,24 +72,24 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         counter, obstacle = _open_counter() if _core is not None else (None, _NO_CORE)
         if counter is not None:
             stack.enter_context(counter)
-        meeting = meet(store, rank, size, _my_seat(counter, obstacle, store, settings), name, deadline)
-        seats = meeting.seats
-        if problem := _differing_options(seats):
-            meeting.part()
+        bootstrap = exchange(store, rank, size, _rank_info(counter, obstacle, store, settings), name, deadline)
+        rank_infos = bootstrap.rank_infos
+        if problem := _differing_options(rank_infos):
+            bootstrap.acknowledge_failure()
             raise ValueError(f"init_process_group of group {name!r}: {problem}")
-        reason = _cannot_share(seats)
+        reason = _cannot_share(rank_infos)
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
             gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
             if rank == 0:
-                meeting.forget()
+                bootstrap.forget()
             return gloo
         assert counter is not None
-        one_host = len({seat.host for seat in seats}) == 1
+        one_host = len({rank_info.host for rank_info in rank_infos}) == 1
         if one_host:
-            group = _share(counter, meeting, options, deadline)
+            group = _share(counter, bootstrap, options, deadline)
         else:
-            group = _connect(counter, meeting, options, settings, deadline)
+            group = _connect(counter, bootstrap, options, settings, deadline)
     leave_at_exit()
     return group
 
@@ -106,8 +106,8 @@ def _open_counter() -> tuple[Counter | None, str]:
         return None, f"Unix sockets cannot be had ({error.strerror})"
 
 
-def _my_seat(counter: Counter | None, obstacle: str, store: Any, settings: Options) -> Seat:
-    return Seat(
+def _rank_info(counter: Counter | None, obstacle: str, store: Any, settings: Options) -> RankInfo:
+    return RankInfo(
         host=host_identity(),
         hostname=os.uname().nodename,
         token=str(counter.door) if counter else "",
@@ -129,38 +129,38 @@ def _my_address(store: Any) -> str:
     return ""
 
 
-def _differing_options(seats: Sequence[Seat]) -> str:
-    if len({seat.agreed for seat in seats}) == 1:
+def _differing_options(rank_infos: Sequence[RankInfo]) -> str:
+    if len({rank_info.agreed for rank_info in rank_infos}) == 1:
         return ""
     return "the ranks were given different options.\n" + "\n".join(
-        f"  rank {r}: {seat.agreed}" for r, seat in enumerate(seats)
+        f"  rank {r}: {rank_info.agreed}" for r, rank_info in enumerate(rank_infos)
     )
 
 
-def _cannot_share(seats: Sequence[Seat]) -> str:
+def _cannot_share(rank_infos: Sequence[RankInfo]) -> str:
     """Why these ranks can't share memory, or nothing. The same answer on every rank."""
     hindered: dict[str, list[int]] = {}
-    for r, seat in enumerate(seats):
-        if seat.obstacle:
-            hindered.setdefault(seat.obstacle, []).append(r)
+    for r, rank_info in enumerate(rank_infos):
+        if rank_info.obstacle:
+            hindered.setdefault(rank_info.obstacle, []).append(r)
     if hindered:
         return "; ".join(f"on {ranks(which)} {obstacle}" for obstacle, which in hindered.items())
-    if len({seat.core for seat in seats}) > 1:
+    if len({rank_info.core for rank_info in rank_infos}) > 1:
         return "the ranks run different versions of Phalanx"
-    hosts = {seat.host for seat in seats}
-    return next(filter(None, (why_unwatched([s.process for s in seats if s.host == host]) for host in hosts)), "")
+    hosts = {rank_info.host for rank_info in rank_infos}
+    return next(filter(None, (why_unwatched([s.process for s in rank_infos if s.host == host]) for host in hosts)), "")
 
 
-def _share(counter: Counter, meeting: Meeting, options: Any, deadline: Deadline) -> Any:
+def _share(counter: Counter, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
     from phalanx.transport.shared_memory import SharedMemory, Span
 
-    rank, name, seats = options.group_rank, options.group_id, meeting.seats
+    rank, name, rank_infos = options.group_rank, options.group_id, bootstrap.rank_infos
     memory = SharedMemory(name)
-    symm_mem = _open_symmetric_memory(counter, seats, range(len(seats)), options, deadline, memory.idle)
+    symm_mem = _open_symmetric_memory(counter, rank_infos, range(len(rank_infos)), options, deadline, memory.idle)
     memory.attach(symm_mem)
     try:
         if rank == 0:
-            meeting.forget()
+            bootstrap.forget()
         memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
         symm_mem.close()
@@ -183,7 +183,7 @@ def _group_class() -> Any:
 
 def _open_symmetric_memory(
     counter: Counter,
-    seats: Sequence[Seat],
+    rank_infos: Sequence[RankInfo],
     local_ranks: Sequence[int],
     options: Any,
     deadline: Deadline,
@@ -193,24 +193,24 @@ def _open_symmetric_memory(
     from phalanx.symmetric_memory.memory import Member, open_as_leader, open_as_member
 
     rank, name = options.group_rank, options.group_id
-    members = [Member(seats[r].process, seats[r].cpus) for r in local_ranks]
+    members = [Member(rank_infos[r].process, rank_infos[r].cpus) for r in local_ranks]
     here = f"init_process_group of group {name!r} on rank {rank}"
 
     def look_after(which: Iterable[int]) -> None:
         """Of the ranks that have not come for the memory, one may never come."""
         for who in (local_ranks[i] for i in sorted(which)):
-            if seats[who].process.has_ended():
-                how = f"rank {who} ({seats[who]}) came, and ended before the group was formed"
+            if rank_infos[who].process.has_ended():
+                how = f"rank {who} ({rank_infos[who]}) came, and ended before the group was formed"
                 raise PeerLostError(f"{here}: {how}.\nRead its log first.", ranks=(who,))
 
     try:
         if rank == local_ranks[0]:
-            show = _showing(seats, local_ranks, options)
-            if not all(_sees_processes(seats[rank], seats[r]) for r in local_ranks):
+            show = _showing(rank_infos, local_ranks, options)
+            if not all(_sees_processes(rank_infos[rank], rank_infos[r]) for r in local_ranks):
                 counter.open_to_containers()
             return open_as_leader(counter, members, deadline, look_after, idle, show=show)
-        door = Door.parse(seats[local_ranks[0]].token)
-        if not _sees_processes(seats[local_ranks[0]], seats[rank]):
+        door = Door.parse(rank_infos[local_ranks[0]].token)
+        if not _sees_processes(rank_infos[local_ranks[0]], rank_infos[rank]):
             door = Door(door.token)
         return open_as_member(door, local_ranks.index(rank), members, deadline, idle)
     except DeadlineError as error:
@@ -226,7 +226,7 @@ def _open_symmetric_memory(
         raise PhalanxError(_no_memory(error, rank, local_ranks, name)) from None
 
 
-def _sees_processes(leader: Seat, member: Seat) -> bool:
+def _sees_processes(leader: RankInfo, member: RankInfo) -> bool:
     """Whether the leader's number leads `member` to its process."""
     return bool(leader.process.namespace) and leader.process.namespace == member.process.namespace
 
@@ -264,24 +264,26 @@ def _descriptors_told(here: str) -> Iterator[None]:
         raise PhalanxError(f"{here}: {error.strerror}.\n{_advice(error.errno)}") from None
 
 
-def _showing(seats: Sequence[Seat], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:
+def _showing(
+    rank_infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any
+) -> Callable[[int], object] | None:
     """What shows the group's memory to the agent of `phalanx run`, if there is one: it reads the flight recorder."""
     agent = agent_address()
     if not agent:
         return None
     from phalanx.diagnostics.observer import Card, show
 
-    numbers = list(options.global_ranks_in_group) or range(len(seats))
+    numbers = list(options.global_ranks_in_group) or range(len(rank_infos))
     card = Card(
         options.group_id,
-        len(seats),
+        len(rank_infos),
         tuple(numbers[r] for r in local_ranks),
-        tuple(seats[r].process.pid for r in local_ranks),
+        tuple(rank_infos[r].process.pid for r in local_ranks),
     )
     return lambda control: show(agent, card, control)
 
 
-def _connect(counter: Counter, meeting: Meeting, options: Any, settings: Options, deadline: Deadline) -> Any:
+def _connect(counter: Counter, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
     """Share memory on each host, and build the engine between all ranks."""
     from phalanx.backend.connect import build_engine
     from phalanx.diagnostics.failure_store import Bulletin
@@ -289,14 +291,14 @@ def _connect(counter: Counter, meeting: Meeting, options: Any, settings: Options
     from phalanx.transport.hierarchical.layout import Layout
     from phalanx.transport.shared_memory import Span
 
-    rank, size, name, seats = options.group_rank, options.group_size, options.group_id, meeting.seats
-    layout = Layout.of([seat.host for seat in seats], rank)
-    word = seats[0].token
-    people = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in seats]
+    rank, size, name, rank_infos = options.group_rank, options.group_size, options.group_id, bootstrap.rank_infos
+    layout = Layout.of([rank_info.host for rank_info in rank_infos], rank)
+    word = rank_infos[0].token
+    people = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in rank_infos]
     memory = AcrossHosts(name, layout, settings, people, options.global_ranks_in_group)
-    symm_mem = _open_symmetric_memory(counter, seats, layout.local_ranks, options, deadline, memory.idle)
+    symm_mem = _open_symmetric_memory(counter, rank_infos, layout.local_ranks, options, deadline, memory.idle)
     try:
-        engine = build_engine(options.store, word, seats, layout, settings, name, deadline)
+        engine = build_engine(options.store, word, rank_infos, layout, settings, name, deadline)
     except BaseException:
         symm_mem.close()
         raise
@@ -306,13 +308,13 @@ def _connect(counter: Counter, meeting: Meeting, options: Any, settings: Options
         word,
         rank,
         size,
-        keeper=next((r for r, seat in enumerate(seats) if seat.keeps_store), -1),
+        keeper=next((r for r, rank_info in enumerate(rank_infos) if rank_info.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
     )
     memory.attach(symm_mem, engine, bulletin)
     try:
         if rank == 0:
-            meeting.forget()
+            bootstrap.forget()
         memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
         memory.close()

@@ -39,8 +39,8 @@ from phalanx.symmetric_memory.fd_server import Counter, Door, fetch
 from phalanx.symmetric_memory.memfd import memory
 from phalanx.symmetric_memory.watch import start_ticks
 
-Meeting = tuple[Any, int, int]
-Handler = Callable[..., Iterator[Meeting]]
+StoreAddress = tuple[Any, int, int]
+Handler = Callable[..., Iterator[StoreAddress]]
 
 
 def launcher() -> Launcher | None:
@@ -54,7 +54,7 @@ def launcher() -> Launcher | None:
     return None
 
 
-def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
+def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
     """The handler of `env://` in a rank of `phalanx run`, whichever backend it asks for."""
     path = os.environ.get("PHALANX_STORE")
     if path and "RANK" in os.environ and "WORLD_SIZE" in os.environ and "?" not in url:
@@ -63,7 +63,7 @@ def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwarg
     yield from original(url, timeout=timeout, **kwargs)
 
 
-def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
+def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
     """The handler of `env://` for our backend."""
     if os.environ.get("PHALANX_STORE") and "RANK" in os.environ and "?" not in url:
         yield from launched_rendezvous(original, url, timeout, **kwargs)  # the agent keeps the store: no port is opened
@@ -83,7 +83,7 @@ def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: An
 _NOT_AGAIN = "env:// cannot rendezvous again; destroy the group and initialise anew"
 
 
-def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[Meeting]:
+def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
     """`tcp://`, or `env://` with an address: its errors say who waited where.
 
     torch's `original` has rank 0 wait until as many processes have come as it believes in, and so hear too late of
@@ -101,14 +101,14 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
         raise RuntimeError(_NOT_AGAIN)
     # torch says what is wrong with it. Not around a `yield`: whoever forgets the iterator ends it at the interpreter's
     # exit, when modules are empty.
-    meetings = original(url, timeout=timeout, **kwargs)
+    addresses = original(url, timeout=timeout, **kwargs)
     with launched(url), explained(place):
-        meeting = next(meetings)
-    yield meeting
-    yield from meetings
+        address = next(addresses)
+    yield address
+    yield from addresses
 
 
-def _place(url: str, timeout: timedelta) -> store_errors.Meeting:
+def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
     """What the URL says of the meeting, or else the environment; torch has yet to find out what is wrong with it."""
     parts = urlsplit(url)
     asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
@@ -120,7 +120,7 @@ def _place(url: str, timeout: timedelta) -> store_errors.Meeting:
     tcp = parts.scheme == "tcp"
     host = parts.hostname if tcp else os.environ.get("MASTER_ADDR")
     port = parts.netloc.rpartition(":")[2] if tcp else os.environ.get("MASTER_PORT", "")
-    return store_errors.Meeting(
+    return store_errors.StoreAddress(
         host or "",
         int(port) if port.isdigit() else 0,
         number("rank", "RANK"),
@@ -145,7 +145,7 @@ def _next_prefix() -> str:
     return f"init-{_generation}"
 
 
-def _from_agent(path: str) -> Meeting:
+def _from_agent(path: str) -> StoreAddress:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = FileStore(path if _is_nameless(path) else _store_of_agent(path), size)
@@ -174,13 +174,13 @@ def _store_of_agent(path: str) -> str:
     return f"/proc/self/fd/{fd}"
 
 
-def mpi_rendezvous(deadline: Deadline) -> Meeting | None:
+def mpi_rendezvous(deadline: Deadline) -> StoreAddress | None:
     """Where the ranks of an `mpiexec` meet; None in a process that none has started."""
     launch = mpi_launch(os.environ)
     return None if launch is None else join(launch, deadline)
 
 
-def join(launch: Launch, deadline: Deadline) -> Meeting:
+def join(launch: Launch, deadline: Deadline) -> StoreAddress:
     """Where the processes of this launch meet, without an address from the user.
 
     Raises:
@@ -196,7 +196,7 @@ def join(launch: Launch, deadline: Deadline) -> Meeting:
     return store, launch.rank, launch.world_size
 
 
-def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline) -> Meeting:
+def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline) -> StoreAddress:
     """Where the processes meet that one process has started with `multiprocessing`, which share its `secret`.
 
     Raises:
@@ -279,7 +279,7 @@ def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
             f"({error.strerror}).\nSet MASTER_ADDR to an address of that host, for all ranks (and MASTER_PORT, if port "
             f"{port} is not free there): srun --export=ALL,MASTER_ADDR=…"
         ) from None
-    place = store_errors.Meeting(
+    place = store_errors.StoreAddress(
         host, port, launch.rank, launch.world_size, timedelta(seconds=min(deadline.left_s + 1.0, 1e6))
     )
     return open_store(place, keep=launch.rank == 0)

@@ -17,7 +17,7 @@ _LOOK_S = 2.0
 
 
 @dataclass(frozen=True)
-class Meeting:
+class StoreAddress:
     """Where a rank goes to meet the others; -1 where its number, or theirs, is not known."""
 
     host: str
@@ -28,7 +28,7 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def explained(meeting: Meeting) -> Iterator[None]:
+def explained(address: StoreAddress) -> Iterator[None]:
     """Let torch's errors about the store say what is known of the meeting.
 
     Raises:
@@ -37,8 +37,8 @@ def explained(meeting: Meeting) -> Iterator[None]:
     try:
         yield
     except (DistNetworkError, DistStoreError) as error:
-        seen = "" if meeting.rank == 0 else look(meeting.host, meeting.port)
-        raise type(error)(explain(meeting, seen, str(error))) from error
+        seen = "" if address.rank == 0 else look(address.host, address.port)
+        raise type(error)(explain(address, seen, str(error))) from error
 
 
 def look(host: str, port: int) -> str:
@@ -56,13 +56,13 @@ def look(host: str, port: int) -> str:
         return f"it cannot be reached ({error.strerror or error})"
 
 
-def explain(meeting: Meeting, seen: str, said: str) -> str:
+def explain(address: StoreAddress, seen: str, said: str) -> str:
     """The message. `seen` is what `look` says, `said` what torch says."""
-    who = f" on rank {meeting.rank} of {meeting.world_size}" if meeting.rank >= 0 else ""
-    place = f"{meeting.host} port {meeting.port}"
-    span = f"within {meeting.timeout.total_seconds():.1f} s"
+    who = f" on rank {address.rank} of {address.world_size}" if address.rank >= 0 else ""
+    place = f"{address.host} port {address.port}"
+    span = f"within {address.timeout.total_seconds():.1f} s"
     said = said.splitlines()[0] if said else "nothing"
-    if meeting.rank == 0:
+    if address.rank == 0:
         return (
             f"init_process_group{who}: the job's store cannot be opened at {place}"
             f"{f': {seen}' if seen else ''}.\n"
@@ -78,11 +78,11 @@ def explain(meeting: Meeting, seen: str, said: str) -> str:
     )
 
 
-def explain_taken(meeting: Meeting, contested: str, said: str) -> str:
+def explain_taken(address: StoreAddress, contested: str, said: str) -> str:
     """The message of a rank 0 whose port another process has; `contested` is what ranks that wait there are told."""
     fact = f"\n{contested}" if contested else " It is no start of a group: another program's, or a job that goes on."
     return (
-        f"init_process_group on rank 0 of {meeting.world_size}: port {meeting.port} is in use by another process of "
+        f"init_process_group on rank 0 of {address.world_size}: port {address.port} is in use by another process of "
         f"this host, where rank 0 would keep the job's store.{fact}\n"
         f"torch said: {said.splitlines()[0] if said else 'nothing'}\n"
         "Choose another MASTER_PORT (the same on every rank), or end that process: `ss -ltnp` shows which it is."

@@ -17,7 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistNetworkError
 
-from phalanx.backend.store_errors import Meeting, explain, explain_taken, look
+from phalanx.backend.store_errors import StoreAddress, explain, explain_taken, look
 from phalanx.coordination.bootstrap import contest
 from phalanx.deadline import Deadline
 
@@ -26,7 +26,7 @@ _GRACE_S = 4.0  # beyond which torch hangs: before a process that takes connecti
 _PAUSE_S = 0.1
 
 
-def open_store(place: Meeting, *, keep: bool, libuv: bool = True) -> Any:
+def open_store(place: StoreAddress, *, keep: bool, libuv: bool = True) -> Any:
     """The store at `place`; with `keep` this process keeps it.
 
     Raises:
@@ -46,7 +46,7 @@ def open_store(place: Meeting, *, keep: bool, libuv: bool = True) -> Any:
         time.sleep(_PAUSE_S)
 
 
-def _connect(place: Meeting, libuv: bool, slice_s: float) -> tuple[Any, str]:
+def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str]:
     """A connection to the store, or what torch says. In a thread, for torch may never come back."""
     answers: list[Any] = []
     errors: list[str] = []
@@ -67,7 +67,7 @@ def _connect(place: Meeting, libuv: bool, slice_s: float) -> tuple[Any, str]:
     return (answers[0], "") if answers else (None, errors[0] if errors else "nothing")
 
 
-def _keep(place: Meeting, libuv: bool) -> Any:
+def _keep(place: StoreAddress, libuv: bool) -> Any:
     try:
         store = TCPStore(
             place.host,
@@ -109,7 +109,7 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-def _contest(place: Meeting, libuv: bool) -> str:
+def _contest(place: StoreAddress, libuv: bool) -> str:
     """If another rank 0 of this job keeps a store there, let it and all others hear it; what they hear, or nothing."""
     store, _ = _connect(place, libuv, 2.0)
     if store is None:

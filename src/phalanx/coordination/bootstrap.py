@@ -9,7 +9,7 @@ Places are given in the order of coming, not by rank: two processes that take th
 different sizes, meet and can be told so, where a key for each rank would have them overlook each other.
 
 `n` counts the starts at this store. A start that is over, or that ended processes have left behind in a file, is left
-alone: whoever comes then begins the next. The key `meeting` says which one it is, and how the last one ended.
+alone: whoever comes then begins the next. The key `bootstrap` says which one it is, and how the last one ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from phalanx.coordination.rank_info import Arrival, Failure, Seat, find_dead, find_problem, host_identity
+from phalanx.coordination.rank_info import Arrival, Failure, RankInfo, find_dead, find_problem, host_identity
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
 from phalanx.log import get_logger
@@ -68,10 +68,12 @@ class _Moved(Exception):
     """The start that this rank waits in is over, without it."""
 
 
-class Meeting:
+class Bootstrap:
     """One rank's part in one start of a group. `join` is collective over the group's ranks."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, mine: Seat, group: str, deadline: Deadline) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, mine: RankInfo, group: str, deadline: Deadline
+    ) -> None:
         self._store = store
         self._me = Arrival(rank, world_size, mine)
         self._group = group
@@ -81,9 +83,9 @@ class Meeting:
         self._before: dict[str, Any] = {}
         self._known: dict[int, Arrival] = {}
         self._in_file = _file_of(store)
-        self.seats: list[Seat] = []
+        self.rank_infos: list[RankInfo] = []
 
-    def join(self) -> list[Seat]:
+    def join(self) -> list[RankInfo]:
         """All seats of the group, by rank; the same list on every rank.
 
         Raises:
@@ -94,21 +96,21 @@ class Meeting:
         """
         said = None
         while said is None:
-            self._sit_down()
+            self._arrive()
             with contextlib.suppress(_Moved):
                 said = self._wait()
         if failure := said.get("failure"):
             # Those who are still to come fit no better; those who are missing will not come.
-            self.part(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
+            self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
             raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
-        self.seats = [Seat.from_json(seat) for seat in said["seats"]]
-        return self.seats
+        self.rank_infos = [RankInfo.from_json(rank_info) for rank_info in said["seats"]]
+        return self.rank_infos
 
     def contest(self) -> str:
         """What is said of the start that others wait in, or will, once this rank has come, too, as one kept out."""
         _, self._number, _ = self._current()
-        seats = self._key("seats")
-        if self._store.check([seats]) or (self._number and not self._arrived()):
+        rank_infos = self._key("seats")
+        if self._store.check([rank_infos]) or (self._number and not self._arrived()):
             return ""  # no start is going on
         self._index = self._store.add(self._key("came"), 1) - 1
         self._me = replace(self._me, is_contested=True)
@@ -117,14 +119,14 @@ class Meeting:
         def is_over() -> bool:
             if min(self._arrived()) == self._index:
                 self._judge()
-            return self._store.check([seats])
+            return self._store.check([rank_infos])
 
         if not self._await(is_over, self._deadline, _say_nothing):
             return ""
-        failure = json.loads(self._store.get(seats)).get("failure")
+        failure = json.loads(self._store.get(rank_infos)).get("failure")
         return str(failure["text"]) if failure else ""
 
-    def part(self, *, expected: int = 0) -> None:
+    def acknowledge_failure(self, *, expected: int = 0) -> None:
         """The meeting has failed and all ranks will say why: rank 0, whose process may be the store's, goes last.
 
         It waits for the others, a moment, and until so many as `expected` have come to hear it: without the store they
@@ -145,7 +147,7 @@ class Meeting:
 
         Before the first barrier: whoever has passed that may begin to meet anew.
         """
-        members = [[r, seat.to_json()] for r, seat in enumerate(self.seats)]
+        members = [[r, rank_info.to_json()] for r, rank_info in enumerate(self.rank_infos)]
         how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
         self._end(how, members if len(members) <= _MOST_REMEMBERED else [])
         for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", "seats"]:
@@ -158,7 +160,7 @@ class Meeting:
         return f"{self._number}/{name}"
 
     def _current(self) -> tuple[str, int, dict[str, Any]]:
-        """The key `meeting`: as it stands, the number of the start, and how the one before ended."""
+        """The key `bootstrap`: as it stands, the number of the start, and how the one before ended."""
         text = self._store.get("meeting").decode() if self._store.check(["meeting"]) else ""
         data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
         return text, data["number"], data["before"]
@@ -170,7 +172,7 @@ class Meeting:
             before = {"how": how, "members": list(members)}
             self._store.compare_set("meeting", text, json.dumps({"number": number + 1, "before": before}))
 
-    def _sit_down(self) -> None:
+    def _arrive(self) -> None:
         """Take a place in the row of the start that is going on, or of a new one."""
         while True:
             _, self._number, self._before = self._current()
@@ -186,19 +188,19 @@ class Meeting:
 
     def _is_left_behind(self) -> str:
         """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""
-        processes = [one.seat.process for one in self._arrived().values()]
+        processes = [one.rank_info.process for one in self._arrived().values()]
         if self._store.check([self._key("seats")]):
             failure = json.loads(self._store.get(self._key("seats"))).get("failure")
             # A late rank of that job should hear why it failed. Of a file nobody knows which job wrote it: as long as
             # one of its processes runs, it is that one. Who was told already means to try again.
-            is_told = self._me.seat.process in processes
+            is_told = self._me.rank_info.process in processes
             is_old = bool(self._in_file) and not any(process.is_running() for process in processes)
             if failure is None or not (is_told or is_old):
                 return ""
             return f"an earlier start ended at {failure['at']}: {failure['text'].splitlines()[0]}"
-        if self._in_file and (dead := find_dead(list(self._known.values()), self._me.seat)):
+        if self._in_file and (dead := find_dead(list(self._known.values()), self._me.rank_info)):
             # A file outlives its job: they ended in an earlier one, and nobody will ever answer for them.
-            who = ", ".join(f"rank {r} ({seat})" for r, seat in dead.ranks.items())
+            who = ", ".join(f"rank {r} ({rank_info})" for r, rank_info in dead.ranks.items())
             return f"an earlier start was left behind in {self._in_file}: {who} has ended"
         return ""
 
@@ -242,8 +244,8 @@ class Meeting:
         if failure := find_problem(arrivals):
             self._say(failure)
         elif len(arrivals) == self._me.world_size:
-            seats = [one.seat.to_json() for one in sorted(arrivals, key=lambda one: one.rank)]
-            self._store.compare_set(self._key("seats"), "", json.dumps({"seats": seats}))
+            rank_infos = [one.rank_info.to_json() for one in sorted(arrivals, key=lambda one: one.rank)]
+            self._store.compare_set(self._key("seats"), "", json.dumps({"seats": rank_infos}))
 
     def _look_around(self, is_first: bool) -> None:
         """Whether somebody who came has ended, or nobody will come any more."""
@@ -255,15 +257,19 @@ class Meeting:
             # Each looks at the first only, who looks at all: hundreds of ranks would read each other's words.
             self._known.setdefault(0, Arrival.from_json(json.loads(self._store.get(self._key("rank/0")))))
             arrived = {0: self._known[0]}
-        if failure := find_dead(list(arrived.values()), self._me.seat) or self._find_holder(len(arrived)):
+        if failure := find_dead(list(arrived.values()), self._me.rank_info) or self._find_holder(len(arrived)):
             self._say(failure)
 
     def _find_holder(self, num_arrived: int) -> Failure | None:
         """Alone for a while, at a store where a group was formed whose rank of this number still runs: a stranger."""
-        members = {r: Seat.from_json(seat) for r, seat in self._before.get("members", ())}
-        mine = self._me.seat
+        members = {r: RankInfo.from_json(rank_info) for r, rank_info in self._before.get("members", ())}
+        mine = self._me.rank_info
         waited_s = self._deadline.timeout_s - self._deadline.left_s
-        if num_arrived > 1 or waited_s < NOTICE_S or any(seat.process == mine.process for seat in members.values()):
+        if (
+            num_arrived > 1
+            or waited_s < NOTICE_S
+            or any(rank_info.process == mine.process for rank_info in members.values())
+        ):
             return None
         holder = members.get(self._me.rank)
         if holder is None or holder.host != mine.host or not holder.process.is_running():
@@ -296,10 +302,10 @@ class Meeting:
             return
         first = self._known[min(self._known)]
         text = (
-            f"all ranks came, and rank {first.rank} ({first.seat}), which was to say so, did not within "
+            f"all ranks came, and rank {first.rank} ({first.rank_info}), which was to say so, did not within "
             f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
         )
-        self._say(Failure("missing", text, {first.rank: str(first.seat)}))
+        self._say(Failure("missing", text, {first.rank: str(first.rank_info)}))
 
     def _missing(self) -> list[int]:
         came = {one.rank for one in self._arrived().values()}
@@ -353,16 +359,16 @@ class Meeting:
         )
 
 
-def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadline: Deadline) -> Meeting:
+def exchange(store: Store, rank: int, world_size: int, mine: RankInfo, group: str, deadline: Deadline) -> Bootstrap:
     """The meeting of all ranks of the group, with their seats.
 
     Raises:
-        ValueError, MismatchError, PeerLostError, DeadlineError: as `Meeting.join`.
+        ValueError, MismatchError, PeerLostError, DeadlineError: as `Bootstrap.join`.
         PeerLostError: the store is gone, with the process that kept it.
     """
-    meeting = Meeting(store, rank, world_size, mine, group, deadline)
+    bootstrap = Bootstrap(store, rank, world_size, mine, group, deadline)
     try:
-        meeting.join()
+        bootstrap.join()
     except PhalanxError:
         raise
     except RuntimeError as error:  # DistNetworkError: whoever keeps the store has ended
@@ -371,7 +377,7 @@ def meet(store: Store, rank: int, world_size: int, mine: Seat, group: str, deadl
             f"that kept it: rank 0, or the launcher.\ntorch said: {str(error).splitlines()[0]}\nRead its log first.",
             ranks=() if rank == 0 else (0,),
         ) from None
-    return meeting
+    return bootstrap
 
 
 def contest(store: Store, rank: int, world_size: int) -> str:
@@ -379,9 +385,9 @@ def contest(store: Store, rank: int, world_size: int) -> str:
 
     Returns what all of them are told; nothing if nobody waits there. Takes two seconds at most.
     """
-    seat = Seat(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
-    meeting = Meeting(store, rank, world_size, seat, "0", Deadline.after(_PATIENCE_S))
-    return meeting.contest()
+    rank_info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
+    bootstrap = Bootstrap(store, rank, world_size, rank_info, "0", Deadline.after(_PATIENCE_S))
+    return bootstrap.contest()
 
 
 def _say_nothing() -> None:

@@ -20,8 +20,8 @@ from phalanx.backend.create import leave_at_exit
 from phalanx.backend.mpi.process_group import MpiProcessGroup
 from phalanx.backend.mpi.start import start_together
 from phalanx.backend.rendezvous import launcher, mpi_rendezvous, store_through_mpi
-from phalanx.coordination.bootstrap import meet
-from phalanx.coordination.rank_info import Seat, host_identity
+from phalanx.coordination.bootstrap import exchange
+from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import MpiEngine, Runtime, start, why_not
 from phalanx.errors import PhalanxError
@@ -61,10 +61,10 @@ def new_process_group(
         return original(**asked)
     rank = list(ranks).index(runtime.rank)
     store = PrefixStore(f"{name}/mpi", asked["store"])
-    seats = meet(store, rank, len(ranks), _my_seat(), name, deadline).seats
+    rank_infos = exchange(store, rank, len(ranks), _rank_info(), name, deadline).rank_infos
 
     def create(_: Any) -> MpiProcessGroup:
-        names = [f"pid {seat.process.pid} on {seat.hostname}" for seat in seats]
+        names = [f"pid {rank_info.process.pid} on {rank_info.hostname}" for rank_info in rank_infos]
         engine = MpiEngine(runtime, ranks, rank, timedelta(seconds=max(deadline.left_s, 0.1)))
         memory = OverMpi(name, engine, names)
         return MpiProcessGroup(store, memory, rank, len(ranks), timeout, name, ranks)
@@ -78,9 +78,9 @@ def new_process_group(
 def _join(name: str, deadline: Deadline) -> tuple[Runtime, Any, Sequence[int]]:
     """Start MPI on all ranks; a store for them, and their numbers."""
     here = f"init_process_group of group {name!r}"
-    meeting = mpi_rendezvous(deadline)
-    if meeting is not None:
-        store, rank, size = meeting
+    bootstrap = mpi_rendezvous(deadline)
+    if bootstrap is not None:
+        store, rank, size = bootstrap
     else:  # no mpiexec says who we are: alone, or started by something that only MPI understands
         if problem := why_not(launcher()):
             raise PhalanxError(f"{here} in process {os.getpid()}: no MPI.\n{problem}")
@@ -96,5 +96,5 @@ def _join(name: str, deadline: Deadline) -> tuple[Runtime, Any, Sequence[int]]:
     return runtime, store, range(size)
 
 
-def _my_seat() -> Seat:
-    return Seat(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
+def _rank_info() -> RankInfo:
+    return RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
