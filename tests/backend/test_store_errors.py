@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from phalanx.backend import tcp_store
 from phalanx.backend.rendezvous import _place
-from phalanx.backend.store_errors import Bootstrap, explain, look
+from phalanx.backend.store_errors import StoreAddress, explain, look
 from phalanx.errors import DeadlineError
 from phalanx.testing import RankFailed, run_ranks
 
@@ -33,7 +33,7 @@ def test_a_look_tells_whether_anybody_listens(deaf_port) -> None:
 
 def test_the_message_of_each_side_says_who_waited_where() -> None:
     assert explain(
-        Bootstrap("node1", 29500, 3, 8, TEN_S), "nothing answers at that address", "timed out\nframe #0"
+        StoreAddress("node1", 29500, 3, 8, TEN_S), "nothing answers at that address", "timed out\nframe #0"
     ) == (
         "init_process_group on rank 3 of 8: rank 0 did not answer at node1 port 29500 within 10.0 s: "
         "nothing answers at that address.\n"
@@ -41,23 +41,25 @@ def test_the_message_of_each_side_says_who_waited_where() -> None:
         "Check that rank 0 was started and still runs (its log comes first), that MASTER_ADDR names its host as seen "
         "from here, that MASTER_PORT is the same on every rank, and that no firewall closes it."
     )
-    first = explain(Bootstrap("node1", 29500, 0, 8, TEN_S), "this host knows no such name (x)", "no address\nframe #0")
+    first = explain(
+        StoreAddress("node1", 29500, 0, 8, TEN_S), "this host knows no such name (x)", "no address\nframe #0"
+    )
     assert first.startswith(
         "init_process_group on rank 0 of 8: the job's store cannot be opened at node1 port 29500: th"
     )
     assert "torch said: no address\nCheck that MASTER_ADDR names this host" in first
     assert "something answers there, but it is no store" in explain(
-        Bootstrap("node1", 29500, -1, -1, TEN_S), "", "Ping failed"
+        StoreAddress("node1", 29500, -1, -1, TEN_S), "", "Ping failed"
     )
 
 
 def test_the_place_is_the_url_s_or_else_the_environment_s(monkeypatch) -> None:
     for name, value in {"MASTER_ADDR": "node1", "MASTER_PORT": "17", "RANK": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    assert _place("env://", TEN_S) == Bootstrap("node1", 17, 2, 4, TEN_S)
-    assert _place("env://?rank=1&world_size=3", TEN_S) == Bootstrap("node1", 17, 1, 3, TEN_S)
-    assert _place("tcp://[fe80::1]:99?rank=1&world_size=3", TEN_S) == Bootstrap("fe80::1", 99, 1, 3, TEN_S)
-    assert _place("tcp://host:x?rank=y", TEN_S) == Bootstrap("host", 0, -1, 4, TEN_S)
+    assert _place("env://", TEN_S) == StoreAddress("node1", 17, 2, 4, TEN_S)
+    assert _place("env://?rank=1&world_size=3", TEN_S) == StoreAddress("node1", 17, 1, 3, TEN_S)
+    assert _place("tcp://[fe80::1]:99?rank=1&world_size=3", TEN_S) == StoreAddress("fe80::1", 99, 1, 3, TEN_S)
+    assert _place("tcp://host:x?rank=y", TEN_S) == StoreAddress("host", 0, -1, 4, TEN_S)
 
 
 def _meet(rank, world_size, port, number):

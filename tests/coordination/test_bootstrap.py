@@ -178,7 +178,7 @@ def test_a_start_is_not_confused_by_one_that_died_between_two_words(tmp_path) ->
             store.add("0/came", 1)
             store.set("row", "")
         store.wait(["row"], LONG)
-        return len(exchange(store, rank, 2, _seat(), "dp", Deadline.after(60)).rank_infos)
+        return len(exchange(store, rank, 2, _seat(), "dp", Deadline.after(60)).infos)
 
     assert run_ranks(check, 2, init=False) == [2, 2]
 

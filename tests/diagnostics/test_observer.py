@@ -8,7 +8,7 @@ import pytest
 from phalanx.deadline import Deadline
 from phalanx.diagnostics import observer
 from phalanx.diagnostics.observer import Card, Observer, show
-from phalanx.symmetric_memory.fd_server import Counter, new_token
+from phalanx.symmetric_memory.fd_server import FdServer, new_token
 from phalanx.symmetric_memory.memfd import memory
 from phalanx.symmetric_memory.memory import Member, open_as_leader
 from phalanx.symmetric_memory.watch import ProcessId
@@ -21,9 +21,9 @@ def seen():
     """A group of one rank, and the descriptor that its creation showed."""
     fds = []
     members = [Member(ProcessId.of_self(), frozenset({0}))]
-    with Counter(new_token()) as counter:
+    with FdServer(new_token()) as server:
         symm_mem = open_as_leader(
-            counter,
+            server,
             members,
             Deadline.after(10),
             lambda missing: None,

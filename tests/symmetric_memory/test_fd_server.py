@@ -15,7 +15,7 @@ import pytest
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.symmetric_memory import fd_server, private
-from phalanx.symmetric_memory.fd_server import Counter, Door, fetch, new_token
+from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token, receive_fds
 from phalanx.symmetric_memory.memfd import memory
 
 
@@ -27,8 +27,8 @@ class Leader:
         self._ranks, self._fds, self._timeout = ranks, fds, timeout
 
     def __enter__(self):
-        self._counter = Counter(self.token)
-        self.door = self._counter.door
+        self._counter = FdServer(self.token)
+        self.address = self._counter.address
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
         return self
@@ -44,16 +44,16 @@ class Leader:
         self._counter.__exit__(None, None, None)
 
 
-def connect(door):
+def connect(address):
     s = socket.socket(socket.AF_UNIX)
-    s.connect(door.address)
+    s.connect(address.socket_address)
     return s
 
 
 def test_each_rank_gets_the_same_memory_under_numbers_of_its_own():
     with memory("test", 4096) as fd, memory("other", 100) as other, Leader([1, 2], [fd, other]) as leader:
         os.pwrite(fd, b"hello", 0)
-        got = [fetch(leader.door, rank, 2, Deadline.after(10)) for rank in (2, 1)]
+        got = [receive_fds(leader.address, rank, 2, Deadline.after(10)) for rank in (2, 1)]
         for mine, second in got:
             assert mine != fd
             assert os.pread(mine, 5, 0) == b"hello"
@@ -66,15 +66,15 @@ def test_each_rank_gets_the_same_memory_under_numbers_of_its_own():
 
 def test_a_rank_also_gets_what_is_its_own():
     with memory("test", 1) as fd, memory("first", 10) as first, memory("second", 20) as second:
-        counter = Counter(new_token())
-        with counter:
+        server = FdServer(new_token())
+        with server:
             own = {1: first, 2: second}
             thread = threading.Thread(
-                target=lambda: counter.serve([1, 2], [fd], Deadline.after(10), lambda missing: None, own=own)
+                target=lambda: server.serve([1, 2], [fd], Deadline.after(10), lambda missing: None, own=own)
             )
             thread.start()
             for rank, size in ((2, 20), (1, 10)):
-                fds = fetch(counter.door, rank, 2, Deadline.after(10))
+                fds = receive_fds(server.address, rank, 2, Deadline.after(10))
                 assert [os.fstat(f).st_size for f in fds] == [1, size]
                 for f in fds:
                     os.close(f)
@@ -93,7 +93,7 @@ def test_a_process_that_may_open_no_more_files_says_so():
             with pytest.raises(
                 PhalanxError, match=rf"may have {lowest + 2} open files, and 3 more are needed .*ulimit"
             ):
-                fetch(leader.door, 1, 3, Deadline.after(10))
+                receive_fds(leader.address, 1, 3, Deadline.after(10))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         leader._thread.join()
@@ -102,33 +102,33 @@ def test_a_process_that_may_open_no_more_files_says_so():
 
 def test_a_stranger_without_the_token_gets_nothing_and_holds_nobody_up():
     with memory("test", 4096) as fd, Leader([1], [fd]) as leader:
-        with connect(leader.door) as stranger:
+        with connect(leader.address) as stranger:
             stranger.sendall(struct.pack("16sI", bytes(16), 1))
             assert stranger.recv(10) == b""
-        with connect(leader.door) as hasty:
+        with connect(leader.address) as hasty:
             hasty.sendall(b"short")
-        with connect(leader.door) as unknown:  # knows the token, but is not expected
+        with connect(leader.address) as unknown:  # knows the token, but is not expected
             unknown.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 7))
             assert unknown.recv(10) == b""
-        (mine,) = fetch(leader.door, 1, 1, Deadline.after(10))
+        (mine,) = receive_fds(leader.address, 1, 1, Deadline.after(10))
         os.close(mine)
     assert leader.missing is None
 
 
 def test_a_visitor_that_says_nothing_costs_its_patience_and_no_more(monkeypatch):
     monkeypatch.setattr(fd_server, "_PATIENCE_S", 0.1)
-    with memory("test", 4096) as fd, Leader([1], [fd]) as leader, connect(leader.door):
-        (mine,) = fetch(leader.door, 1, 1, Deadline.after(10))
+    with memory("test", 4096) as fd, Leader([1], [fd]) as leader, connect(leader.address):
+        (mine,) = receive_fds(leader.address, 1, 1, Deadline.after(10))
         os.close(mine)
     assert leader.missing is None
 
 
 def test_a_silent_visitor_does_not_hold_the_leader_beyond_its_deadline():
-    with memory("test", 4096) as fd, Leader([1, 3], [fd], timeout=0.2) as leader, connect(leader.door):
+    with memory("test", 4096) as fd, Leader([1, 3], [fd], timeout=0.2) as leader, connect(leader.address):
         pass
     assert leader.missing == (1, 3)
     with memory("test", 4096) as fd, Leader([1], [fd], timeout=0.2) as leader:
-        silent = connect(leader.door)
+        silent = connect(leader.address)
         leader._thread.join(4.0)
         assert leader.missing == (1,)
         silent.close()
@@ -136,7 +136,7 @@ def test_a_silent_visitor_does_not_hold_the_leader_beyond_its_deadline():
 
 def test_a_rank_that_asks_and_dies_counts_as_missing():
     with memory("test", 4096) as fd, Leader([1], [fd], timeout=0.3) as leader:
-        visitor = connect(leader.door)
+        visitor = connect(leader.address)
         visitor.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 1))
         visitor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         visitor.close()
@@ -146,35 +146,37 @@ def test_a_rank_that_asks_and_dies_counts_as_missing():
 def test_a_wrong_number_of_descriptors_is_refused_and_none_is_kept():
     with memory("test", 4096) as fd, Leader([1], [fd]) as leader:
         before = set(os.listdir("/proc/self/fd"))
-        with pytest.raises(PhalanxError, match="closed the door: 1 of 2 descriptors came"):
-            fetch(leader.door, 1, 2, Deadline.after(10))
+        with pytest.raises(PhalanxError, match="ended the connection after 1 of 2 file descriptors"):
+            receive_fds(leader.address, 1, 2, Deadline.after(10))
         leader._thread.join()
         assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_leader_that_is_gone_is_an_error_at_once():
-    with Counter(new_token()) as counter:
-        door = counter.door
-        assert Door.parse(str(door)) == door
+    with FdServer(new_token()) as server:
+        address = server.address
+        assert FdAddress.parse(str(address)) == address
     with pytest.raises(PhalanxError, match="the leader of this host cannot be reached: "):
-        fetch(door, 1, 1, Deadline.after(10))
+        receive_fds(address, 1, 1, Deadline.after(10))
 
 
 def test_a_leader_that_does_not_answer_is_late():
-    with Counter(new_token()) as counter, pytest.raises(DeadlineError, match="did not hand over the shared memory in"):
-        fetch(counter.door, 1, 1, Deadline.after(0.1))
+    with FdServer(new_token()) as server, pytest.raises(DeadlineError, match="did not hand over the shared memory in"):
+        receive_fds(server.address, 1, 1, Deadline.after(0.1))
     with pytest.raises(DeadlineError, match="in time"):
-        fetch(Door(new_token()), 1, 1, Deadline.after(0.1))
+        receive_fds(FdAddress(new_token()), 1, 1, Deadline.after(0.1))
 
 
 def test_whoever_may_wait_for_the_leader_knocks_until_its_door_opens():
     token, got, path = new_token(), [], str(private.folder() / new_token())
-    door = Door(token, path)
-    visitor = threading.Thread(target=lambda: got.extend(fetch(door, 1, 1, Deadline.after(20), wait_for_leader=True)))
+    address = FdAddress(token, path)
+    visitor = threading.Thread(
+        target=lambda: got.extend(receive_fds(address, 1, 1, Deadline.after(20), wait_for_leader=True))
+    )
     visitor.start()
-    with memory("test", 4096) as fd, Counter(token, at=path) as counter:
-        assert counter.door == door
-        counter.serve([1], [fd], Deadline.after(20), lambda missing: None)
+    with memory("test", 4096) as fd, FdServer(token, at=path) as server:
+        assert server.address == address
+        server.serve([1], [fd], Deadline.after(20), lambda missing: None)
         visitor.join()
     os.close(*got)
     assert not os.path.lexists(path)
@@ -184,16 +186,16 @@ def test_a_door_that_a_killed_leader_has_left_makes_room_for_the_next():
     path = str(private.folder() / new_token())
     leader = os.fork()
     if leader == 0:
-        Counter(new_token(), at=path)
+        FdServer(new_token(), at=path)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(leader, 0)
     assert os.path.lexists(path)
-    with memory("test", 1) as fd, Counter(new_token(), at=path) as counter:
-        thread = threading.Thread(target=lambda: counter.serve([1], [fd], Deadline.after(20), lambda missing: None))
+    with memory("test", 1) as fd, FdServer(new_token(), at=path) as server:
+        thread = threading.Thread(target=lambda: server.serve([1], [fd], Deadline.after(20), lambda missing: None))
         thread.start()
-        os.close(*fetch(counter.door, 1, 1, Deadline.after(20)))
+        os.close(*receive_fds(server.address, 1, 1, Deadline.after(20)))
         with pytest.raises(OSError, match="in use"):  # of another job that took itself for this one
-            Counter(new_token(), at=path)
+            FdServer(new_token(), at=path)
         thread.join()
 
 
@@ -201,8 +203,8 @@ def test_the_socket_has_no_file_and_no_name_that_others_could_connect_to(tmp_pat
     long = tmp_path / ("long" * 30)  # a socket's path may have 107 bytes
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with Counter(new_token()) as counter:
-        assert counter.token not in Path("/proc/net/unix").read_text()
+    with FdServer(new_token()) as server:
+        assert server.token not in Path("/proc/net/unix").read_text()
         assert os.listdir(long) == []
         assert oct(os.stat(f"/proc/{os.getpid()}/fd").st_mode & 0o077) == "0o0"
 
@@ -262,22 +264,24 @@ def test_another_user_who_fills_the_queue_keeps_nobody_out():
     """A full queue answered "try again", which was taken for the leader's end: 3 starts of 12 failed. Also strangers
     who connect and say nothing stood before the others for five seconds each.
     """
-    with memory("test", 4096) as fd, Counter(new_token()) as counter:
-        counter.open_to_containers()
-        everybodys = Door(counter.token)
+    with memory("test", 4096) as fd, FdServer(new_token()) as server:
+        server.open_to_containers()
+        everybodys = FdAddress(server.token)
         with Flood(everybodys.address):
             while not _is_crowded(everybodys.address):
                 pass
             ranks = range(1, 9)
             leader = threading.Thread(
-                target=lambda: counter.serve(ranks, [fd], Deadline.after(60), lambda missing: None)
+                target=lambda: server.serve(ranks, [fd], Deadline.after(60), lambda missing: None)
             )
             got = []
             members = [
                 threading.Thread(
-                    target=lambda rank=rank, door=door: got.append(fetch(door, rank, 1, Deadline.after(60)))
+                    target=lambda rank=rank, address=address: got.append(
+                        receive_fds(address, rank, 1, Deadline.after(60))
+                    )
                 )
-                for rank, door in zip(ranks, [everybodys, counter.door] * 4, strict=True)
+                for rank, address in zip(ranks, [everybodys, server.address] * 4, strict=True)
             ]
             for thread in (leader, *members):
                 thread.start()
@@ -309,7 +313,7 @@ def test_a_leader_says_who_is_missing_while_it_waits(monkeypatch):
 def test_two_leaders_cannot_have_one_token():
     token = new_token()
     assert len(bytes.fromhex(token)) == 16
-    with Counter(token) as first, Counter(token) as second:
+    with FdServer(token) as first, FdServer(token) as second:
         first.open_to_containers()
         with pytest.raises(OSError, match="in use"):
             second.open_to_containers()

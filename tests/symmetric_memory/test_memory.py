@@ -10,7 +10,7 @@ from phalanx import _core
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.failures import CLOSED
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
-from phalanx.symmetric_memory.fd_server import Counter, Door, new_token
+from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.memory import (
     Member,
     channel_bytes,
@@ -61,10 +61,8 @@ def test_a_heap_stays_within_the_limits_of_the_process() -> None:
 @pytest.fixture
 def symm_mem():
     token = new_token()
-    with Counter(token) as counter:
-        symm_mem = open_as_leader(
-            counter, members({0}), Deadline.after(10), lambda missing: None, lambda waited_s: None
-        )
+    with FdServer(token) as server:
+        symm_mem = open_as_leader(server, members({0}), Deadline.after(10), lambda missing: None, lambda waited_s: None)
     yield symm_mem
     symm_mem.close()
 
@@ -127,12 +125,16 @@ def test_everything_a_closed_core_can_be_asked_is_refused(symm_mem):
 
 def test_members_that_never_fetch_the_memory_are_named_and_nothing_is_kept():
     before = len(os.listdir("/proc/self/fd"))
-    with Counter(new_token()) as counter, pytest.raises(DeadlineError) as caught:
-        open_as_leader(counter, members({0}, {1}), Deadline.after(0.1), lambda missing: None, lambda waited_s: None)
+    with FdServer(new_token()) as server, pytest.raises(DeadlineError) as caught:
+        open_as_leader(server, members({0}, {1}), Deadline.after(0.1), lambda missing: None, lambda waited_s: None)
     assert caught.value.missing == (1,)
     with pytest.raises(PhalanxError, match="cannot be reached"):
         open_as_member(
-            Door(new_token(), "/proc/self/fd/1000000"), 1, members({0}, {1}), Deadline.after(1), lambda waited_s: None
+            FdAddress(new_token(), "/proc/self/fd/1000000"),
+            1,
+            members({0}, {1}),
+            Deadline.after(1),
+            lambda waited_s: None,
         )
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -23,7 +23,7 @@ _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gl
 def build_engine(
     store: Any,
     bootstrap: str,
-    rank_infos: Sequence[RankInfo],
+    infos: Sequence[RankInfo],
     layout: Layout,
     settings: Options,
     name: str,
@@ -34,7 +34,7 @@ def build_engine(
     Raises:
         PhalanxError: the ranks cannot reach each other in this way; the message says where they are.
     """
-    rank, size = layout.rank, len(rank_infos)
+    rank, size = layout.rank, len(infos)
     span = timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
     if settings.engine == "mpi":
         from phalanx.backend.mpi.start import start_together  # not at the top: it is for those who have mpi4py
@@ -54,17 +54,17 @@ def build_engine(
             rank,
             size,
             span,
-            address=rank_infos[rank].address,
+            address=infos[rank].address,
             interface=settings.interface or "",
         )
     except RuntimeError as error:
-        raise _unreachable(error, rank_infos, layout, name) from None
+        raise _unreachable(error, infos, layout, name) from None
 
 
-def _unreachable(error: RuntimeError, rank_infos: Sequence[RankInfo], layout: Layout, name: str) -> PhalanxError:
+def _unreachable(error: RuntimeError, infos: Sequence[RankInfo], layout: Layout, name: str) -> PhalanxError:
     """Gloo could not connect this rank with all others: who was to be reached where."""
     hosts = "\n".join(
-        f"  {ranks(list(host))}: {rank_infos[host[0]].hostname} at {rank_infos[host[0]].address or 'an unknown address'}"
+        f"  {ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"
         for host in layout.topology.hosts
     )
     return PhalanxError(

@@ -26,7 +26,7 @@ from phalanx.engines.gloo import local_address
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.log import get_logger, warn_once
 from phalanx.symmetric_memory import memfd
-from phalanx.symmetric_memory.fd_server import Counter, Door, new_token
+from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.transport.options import Options
@@ -69,48 +69,48 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     name = options.group_id
     with contextlib.ExitStack() as stack:
         stack.enter_context(_descriptors_told(f"init_process_group of group {name!r} on rank {rank}"))
-        counter, obstacle = _open_counter() if _core is not None else (None, _NO_CORE)
-        if counter is not None:
-            stack.enter_context(counter)
-        bootstrap = exchange(store, rank, size, _rank_info(counter, obstacle, store, settings), name, deadline)
-        rank_infos = bootstrap.rank_infos
-        if problem := _differing_options(rank_infos):
+        server, obstacle = _open_fd_server() if _core is not None else (None, _NO_CORE)
+        if server is not None:
+            stack.enter_context(server)
+        bootstrap = exchange(store, rank, size, _rank_info(server, obstacle, store, settings), name, deadline)
+        infos = bootstrap.infos
+        if problem := _differing_options(infos):
             bootstrap.acknowledge_failure()
             raise ValueError(f"init_process_group of group {name!r}: {problem}")
-        reason = _cannot_share(rank_infos)
+        reason = _cannot_share(infos)
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
             gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
             if rank == 0:
                 bootstrap.forget()
             return gloo
-        assert counter is not None
-        one_host = len({rank_info.host for rank_info in rank_infos}) == 1
+        assert server is not None
+        one_host = len({info.host for info in infos}) == 1
         if one_host:
-            group = _share(counter, bootstrap, options, deadline)
+            group = _share(server, bootstrap, options, deadline)
         else:
-            group = _connect(counter, bootstrap, options, settings, deadline)
+            group = _connect(server, bootstrap, options, settings, deadline)
     leave_at_exit()
     return group
 
 
-def _open_counter() -> tuple[Counter | None, str]:
+def _open_fd_server() -> tuple[FdServer | None, str]:
     """Where the ranks of this host can fetch memory; or why this process can share none."""
     if reason := memfd.obstacle():
         return None, reason
     try:
-        return Counter(new_token()), ""
+        return FdServer(new_token()), ""
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         return None, f"Unix sockets cannot be had ({error.strerror})"
 
 
-def _rank_info(counter: Counter | None, obstacle: str, store: Any, settings: Options) -> RankInfo:
+def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Options) -> RankInfo:
     return RankInfo(
         host=host_identity(),
         hostname=os.uname().nodename,
-        token=str(counter.door) if counter else "",
+        token=str(server.address) if server else "",
         process=ProcessId.of_self(),
         cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
         core=_core.VERSION if _core is not None else 0,
@@ -129,34 +129,34 @@ def _my_address(store: Any) -> str:
     return ""
 
 
-def _differing_options(rank_infos: Sequence[RankInfo]) -> str:
-    if len({rank_info.agreed for rank_info in rank_infos}) == 1:
+def _differing_options(infos: Sequence[RankInfo]) -> str:
+    if len({info.agreed for info in infos}) == 1:
         return ""
     return "the ranks were given different options.\n" + "\n".join(
-        f"  rank {r}: {rank_info.agreed}" for r, rank_info in enumerate(rank_infos)
+        f"  rank {r}: {info.agreed}" for r, info in enumerate(infos)
     )
 
 
-def _cannot_share(rank_infos: Sequence[RankInfo]) -> str:
+def _cannot_share(infos: Sequence[RankInfo]) -> str:
     """Why these ranks can't share memory, or nothing. The same answer on every rank."""
     hindered: dict[str, list[int]] = {}
-    for r, rank_info in enumerate(rank_infos):
-        if rank_info.obstacle:
-            hindered.setdefault(rank_info.obstacle, []).append(r)
+    for r, info in enumerate(infos):
+        if info.obstacle:
+            hindered.setdefault(info.obstacle, []).append(r)
     if hindered:
         return "; ".join(f"on {ranks(which)} {obstacle}" for obstacle, which in hindered.items())
-    if len({rank_info.core for rank_info in rank_infos}) > 1:
+    if len({info.core for info in infos}) > 1:
         return "the ranks run different versions of Phalanx"
-    hosts = {rank_info.host for rank_info in rank_infos}
-    return next(filter(None, (why_unwatched([s.process for s in rank_infos if s.host == host]) for host in hosts)), "")
+    hosts = {info.host for info in infos}
+    return next(filter(None, (why_unwatched([s.process for s in infos if s.host == host]) for host in hosts)), "")
 
 
-def _share(counter: Counter, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
+def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
     from phalanx.transport.shared_memory import SharedMemory, Span
 
-    rank, name, rank_infos = options.group_rank, options.group_id, bootstrap.rank_infos
+    rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     memory = SharedMemory(name)
-    symm_mem = _open_symmetric_memory(counter, rank_infos, range(len(rank_infos)), options, deadline, memory.idle)
+    symm_mem = _open_symmetric_memory(server, infos, range(len(infos)), options, deadline, memory.idle)
     memory.attach(symm_mem)
     try:
         if rank == 0:
@@ -182,8 +182,8 @@ def _group_class() -> Any:
 
 
 def _open_symmetric_memory(
-    counter: Counter,
-    rank_infos: Sequence[RankInfo],
+    server: FdServer,
+    infos: Sequence[RankInfo],
     local_ranks: Sequence[int],
     options: Any,
     deadline: Deadline,
@@ -193,26 +193,26 @@ def _open_symmetric_memory(
     from phalanx.symmetric_memory.memory import Member, open_as_leader, open_as_member
 
     rank, name = options.group_rank, options.group_id
-    members = [Member(rank_infos[r].process, rank_infos[r].cpus) for r in local_ranks]
+    members = [Member(infos[r].process, infos[r].cpus) for r in local_ranks]
     here = f"init_process_group of group {name!r} on rank {rank}"
 
     def look_after(which: Iterable[int]) -> None:
         """Of the ranks that have not come for the memory, one may never come."""
         for who in (local_ranks[i] for i in sorted(which)):
-            if rank_infos[who].process.has_ended():
-                how = f"rank {who} ({rank_infos[who]}) came, and ended before the group was formed"
+            if infos[who].process.has_ended():
+                how = f"rank {who} ({infos[who]}) came, and ended before the group was formed"
                 raise PeerLostError(f"{here}: {how}.\nRead its log first.", ranks=(who,))
 
     try:
         if rank == local_ranks[0]:
-            show = _showing(rank_infos, local_ranks, options)
-            if not all(_sees_processes(rank_infos[rank], rank_infos[r]) for r in local_ranks):
-                counter.open_to_containers()
-            return open_as_leader(counter, members, deadline, look_after, idle, show=show)
-        door = Door.parse(rank_infos[local_ranks[0]].token)
-        if not _sees_processes(rank_infos[local_ranks[0]], rank_infos[rank]):
-            door = Door(door.token)
-        return open_as_member(door, local_ranks.index(rank), members, deadline, idle)
+            show = _showing(infos, local_ranks, options)
+            if not all(_sees_processes(infos[rank], infos[r]) for r in local_ranks):
+                server.open_to_containers()
+            return open_as_leader(server, members, deadline, look_after, idle, show=show)
+        address = FdAddress.parse(infos[local_ranks[0]].token)
+        if not _sees_processes(infos[local_ranks[0]], infos[rank]):
+            address = FdAddress(address.token)
+        return open_as_member(address, local_ranks.index(rank), members, deadline, idle)
     except DeadlineError as error:
         missing = tuple(local_ranks[r] for r in error.missing)
         raise DeadlineError(f"{here}: {error}.\nRead the log of the missing rank first.", missing=missing) from None
@@ -264,26 +264,24 @@ def _descriptors_told(here: str) -> Iterator[None]:
         raise PhalanxError(f"{here}: {error.strerror}.\n{_advice(error.errno)}") from None
 
 
-def _showing(
-    rank_infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any
-) -> Callable[[int], object] | None:
+def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:
     """What shows the group's memory to the agent of `phalanx run`, if there is one: it reads the flight recorder."""
     agent = agent_address()
     if not agent:
         return None
     from phalanx.diagnostics.observer import Card, show
 
-    numbers = list(options.global_ranks_in_group) or range(len(rank_infos))
+    numbers = list(options.global_ranks_in_group) or range(len(infos))
     card = Card(
         options.group_id,
-        len(rank_infos),
+        len(infos),
         tuple(numbers[r] for r in local_ranks),
-        tuple(rank_infos[r].process.pid for r in local_ranks),
+        tuple(infos[r].process.pid for r in local_ranks),
     )
     return lambda control: show(agent, card, control)
 
 
-def _connect(counter: Counter, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
+def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
     """Share memory on each host, and build the engine between all ranks."""
     from phalanx.backend.connect import build_engine
     from phalanx.diagnostics.failure_store import Bulletin
@@ -291,14 +289,14 @@ def _connect(counter: Counter, bootstrap: Bootstrap, options: Any, settings: Opt
     from phalanx.transport.hierarchical.layout import Layout
     from phalanx.transport.shared_memory import Span
 
-    rank, size, name, rank_infos = options.group_rank, options.group_size, options.group_id, bootstrap.rank_infos
-    layout = Layout.of([rank_info.host for rank_info in rank_infos], rank)
-    word = rank_infos[0].token
-    people = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in rank_infos]
+    rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
+    layout = Layout.of([info.host for info in infos], rank)
+    word = infos[0].token
+    people = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
     memory = AcrossHosts(name, layout, settings, people, options.global_ranks_in_group)
-    symm_mem = _open_symmetric_memory(counter, rank_infos, layout.local_ranks, options, deadline, memory.idle)
+    symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, memory.idle)
     try:
-        engine = build_engine(options.store, word, rank_infos, layout, settings, name, deadline)
+        engine = build_engine(options.store, word, infos, layout, settings, name, deadline)
     except BaseException:
         symm_mem.close()
         raise
@@ -308,7 +306,7 @@ def _connect(counter: Counter, bootstrap: Bootstrap, options: Any, settings: Opt
         word,
         rank,
         size,
-        keeper=next((r for r, rank_info in enumerate(rank_infos) if rank_info.keeps_store), -1),
+        keeper=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
     )
     memory.attach(symm_mem, engine, bulletin)

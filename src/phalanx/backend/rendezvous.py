@@ -35,7 +35,7 @@ from phalanx.diagnostics.observer import fetch_store
 from phalanx.engines.mpi import Launcher, start, why_not
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.symmetric_memory import private
-from phalanx.symmetric_memory.fd_server import Counter, Door, fetch
+from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, receive_fds
 from phalanx.symmetric_memory.memfd import memory
 from phalanx.symmetric_memory.watch import start_ticks
 
@@ -209,8 +209,8 @@ def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline)
     job = f"{prefix} {parent.pid if parent is not None else 0}"
     name, token = (hmac.new(secret, f"phalanx {word} {job}".encode(), "sha256").hexdigest() for word in "nt")
     launch = Launch("multiprocessing", rank, world_size, rank, world_size)
-    door = Door(token[:32], str(private.folder() / f"spawn-{name[:32]}"))
-    return PrefixStore(prefix, _around_rank_0(launch, door, deadline)), rank, world_size
+    address = FdAddress(token[:32], str(private.folder() / f"spawn-{name[:32]}"))
+    return PrefixStore(prefix, _around_rank_0(launch, address, deadline)), rank, world_size
 
 
 def _compare(launch: Launch, environ: Mapping[str, str]) -> None:
@@ -230,10 +230,10 @@ def _on_one_host(launch: Launch, prefix: str, deadline: Deadline) -> Any:
     parent = os.getppid()
     job = launch.job if launch.launcher == "Slurm" else f"{launch.job}/{parent}/{start_ticks(parent)}"
     digest = hashlib.sha256(f"{launch.launcher}/{job}/{prefix}".encode()).hexdigest()
-    return _around_rank_0(launch, Door(digest[:32], str(private.folder() / f"job-{digest[:32]}")), deadline)
+    return _around_rank_0(launch, FdAddress(digest[:32], str(private.folder() / f"job-{digest[:32]}")), deadline)
 
 
-def _around_rank_0(launch: Launch, door: Door, deadline: Deadline) -> Any:
+def _around_rank_0(launch: Launch, address: FdAddress, deadline: Deadline) -> Any:
     if not os.path.isdir("/proc/self/fd"):  # torch would look for the file for five minutes
         raise PhalanxError(
             f"init_process_group under {launch.launcher} on rank {launch.rank}: the job's store is in memory without a "
@@ -242,7 +242,7 @@ def _around_rank_0(launch: Launch, door: Door, deadline: Deadline) -> Any:
         )
     if launch.rank == 0:
         try:
-            counter = Counter(door.token, at=door.path)
+            server = FdServer(address.token, at=address.path)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -252,15 +252,15 @@ def _around_rank_0(launch: Launch, door: Door, deadline: Deadline) -> Any:
                 "Start one after the other has begun, or give each an address: MASTER_ADDR and MASTER_PORT, or "
                 "init_method='tcp://127.0.0.1:<a free port>'."
             ) from None
-        with memory("phalanx-store", 0) as fd, counter:
+        with memory("phalanx-store", 0) as fd, server:
             _kept.append(os.dup(fd))
             try:
-                counter.serve(range(1, launch.world_size), [fd], deadline, lambda missing: None)
+                server.serve(range(1, launch.world_size), [fd], deadline, lambda missing: None)
             except DeadlineError as error:
                 raise _missing(launch, error) from None
     else:
         try:
-            _kept.extend(fetch(door, launch.rank, 1, deadline, wait_for_leader=True))
+            _kept.extend(receive_fds(address, launch.rank, 1, deadline, wait_for_leader=True))
         except DeadlineError:
             raise _missing(launch, DeadlineError("rank 0 did not come", missing=(0,))) from None
     return FileStore(f"/proc/self/fd/{_kept[-1]}", launch.world_size)

@@ -83,7 +83,7 @@ class Bootstrap:
         self._before: dict[str, Any] = {}
         self._known: dict[int, Arrival] = {}
         self._in_file = _file_of(store)
-        self.rank_infos: list[RankInfo] = []
+        self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
         """All seats of the group, by rank; the same list on every rank.
@@ -103,14 +103,14 @@ class Bootstrap:
             # Those who are still to come fit no better; those who are missing will not come.
             self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
             raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
-        self.rank_infos = [RankInfo.from_json(rank_info) for rank_info in said["seats"]]
-        return self.rank_infos
+        self.infos = [RankInfo.from_json(info) for info in said["seats"]]
+        return self.infos
 
     def contest(self) -> str:
         """What is said of the start that others wait in, or will, once this rank has come, too, as one kept out."""
         _, self._number, _ = self._current()
-        rank_infos = self._key("seats")
-        if self._store.check([rank_infos]) or (self._number and not self._arrived()):
+        infos = self._key("seats")
+        if self._store.check([infos]) or (self._number and not self._arrived()):
             return ""  # no start is going on
         self._index = self._store.add(self._key("came"), 1) - 1
         self._me = replace(self._me, is_contested=True)
@@ -119,11 +119,11 @@ class Bootstrap:
         def is_over() -> bool:
             if min(self._arrived()) == self._index:
                 self._judge()
-            return self._store.check([rank_infos])
+            return self._store.check([infos])
 
         if not self._await(is_over, self._deadline, _say_nothing):
             return ""
-        failure = json.loads(self._store.get(rank_infos)).get("failure")
+        failure = json.loads(self._store.get(infos)).get("failure")
         return str(failure["text"]) if failure else ""
 
     def acknowledge_failure(self, *, expected: int = 0) -> None:
@@ -147,7 +147,7 @@ class Bootstrap:
 
         Before the first barrier: whoever has passed that may begin to meet anew.
         """
-        members = [[r, rank_info.to_json()] for r, rank_info in enumerate(self.rank_infos)]
+        members = [[r, info.to_json()] for r, info in enumerate(self.infos)]
         how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
         self._end(how, members if len(members) <= _MOST_REMEMBERED else [])
         for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", "seats"]:
@@ -188,19 +188,19 @@ class Bootstrap:
 
     def _is_left_behind(self) -> str:
         """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""
-        processes = [one.rank_info.process for one in self._arrived().values()]
+        processes = [one.info.process for one in self._arrived().values()]
         if self._store.check([self._key("seats")]):
             failure = json.loads(self._store.get(self._key("seats"))).get("failure")
             # A late rank of that job should hear why it failed. Of a file nobody knows which job wrote it: as long as
             # one of its processes runs, it is that one. Who was told already means to try again.
-            is_told = self._me.rank_info.process in processes
+            is_told = self._me.info.process in processes
             is_old = bool(self._in_file) and not any(process.is_running() for process in processes)
             if failure is None or not (is_told or is_old):
                 return ""
             return f"an earlier start ended at {failure['at']}: {failure['text'].splitlines()[0]}"
-        if self._in_file and (dead := find_dead(list(self._known.values()), self._me.rank_info)):
+        if self._in_file and (dead := find_dead(list(self._known.values()), self._me.info)):
             # A file outlives its job: they ended in an earlier one, and nobody will ever answer for them.
-            who = ", ".join(f"rank {r} ({rank_info})" for r, rank_info in dead.ranks.items())
+            who = ", ".join(f"rank {r} ({info})" for r, info in dead.ranks.items())
             return f"an earlier start was left behind in {self._in_file}: {who} has ended"
         return ""
 
@@ -244,8 +244,8 @@ class Bootstrap:
         if failure := find_problem(arrivals):
             self._say(failure)
         elif len(arrivals) == self._me.world_size:
-            rank_infos = [one.rank_info.to_json() for one in sorted(arrivals, key=lambda one: one.rank)]
-            self._store.compare_set(self._key("seats"), "", json.dumps({"seats": rank_infos}))
+            infos = [one.info.to_json() for one in sorted(arrivals, key=lambda one: one.rank)]
+            self._store.compare_set(self._key("seats"), "", json.dumps({"seats": infos}))
 
     def _look_around(self, is_first: bool) -> None:
         """Whether somebody who came has ended, or nobody will come any more."""
@@ -257,19 +257,15 @@ class Bootstrap:
             # Each looks at the first only, who looks at all: hundreds of ranks would read each other's words.
             self._known.setdefault(0, Arrival.from_json(json.loads(self._store.get(self._key("rank/0")))))
             arrived = {0: self._known[0]}
-        if failure := find_dead(list(arrived.values()), self._me.rank_info) or self._find_holder(len(arrived)):
+        if failure := find_dead(list(arrived.values()), self._me.info) or self._find_holder(len(arrived)):
             self._say(failure)
 
     def _find_holder(self, num_arrived: int) -> Failure | None:
         """Alone for a while, at a store where a group was formed whose rank of this number still runs: a stranger."""
-        members = {r: RankInfo.from_json(rank_info) for r, rank_info in self._before.get("members", ())}
-        mine = self._me.rank_info
+        members = {r: RankInfo.from_json(info) for r, info in self._before.get("members", ())}
+        mine = self._me.info
         waited_s = self._deadline.timeout_s - self._deadline.left_s
-        if (
-            num_arrived > 1
-            or waited_s < NOTICE_S
-            or any(rank_info.process == mine.process for rank_info in members.values())
-        ):
+        if num_arrived > 1 or waited_s < NOTICE_S or any(info.process == mine.process for info in members.values()):
             return None
         holder = members.get(self._me.rank)
         if holder is None or holder.host != mine.host or not holder.process.is_running():
@@ -302,10 +298,10 @@ class Bootstrap:
             return
         first = self._known[min(self._known)]
         text = (
-            f"all ranks came, and rank {first.rank} ({first.rank_info}), which was to say so, did not within "
+            f"all ranks came, and rank {first.rank} ({first.info}), which was to say so, did not within "
             f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
         )
-        self._say(Failure("missing", text, {first.rank: str(first.rank_info)}))
+        self._say(Failure("missing", text, {first.rank: str(first.info)}))
 
     def _missing(self) -> list[int]:
         came = {one.rank for one in self._arrived().values()}
@@ -385,8 +381,8 @@ def contest(store: Store, rank: int, world_size: int) -> str:
 
     Returns what all of them are told; nothing if nobody waits there. Takes two seconds at most.
     """
-    rank_info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
-    bootstrap = Bootstrap(store, rank, world_size, rank_info, "0", Deadline.after(_PATIENCE_S))
+    info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
+    bootstrap = Bootstrap(store, rank, world_size, info, "0", Deadline.after(_PATIENCE_S))
     return bootstrap.contest()
 
 

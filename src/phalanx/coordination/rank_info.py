@@ -82,7 +82,7 @@ class Arrival:
 
     rank: int
     world_size: int
-    rank_info: RankInfo
+    info: RankInfo
     at: float = field(default_factory=time.time)
     protocol: int = PROTOCOL
     is_contested: bool = False  # it is kept out: another process keeps the store that it, as rank 0, was to keep
@@ -90,16 +90,16 @@ class Arrival:
     def to_json(self) -> dict[str, Any]:
         """Plain data for the store."""
         fields = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol", "is_contested")}
-        return {**fields, "seat": self.rank_info.to_json()}
+        return {**fields, "seat": self.info.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Arrival:
         """The opposite of `to_json`."""
         fields = {name: data[name] for name in ("rank", "world_size", "at", "protocol", "is_contested")}
-        return cls(rank_info=RankInfo.from_json(data["seat"]), **fields)
+        return cls(info=RankInfo.from_json(data["seat"]), **fields)
 
     def __str__(self) -> str:
-        return f"{self.rank_info}, which came at {time.strftime('%H:%M:%S', time.localtime(self.at))}"
+        return f"{self.info}, which came at {time.strftime('%H:%M:%S', time.localtime(self.at))}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def find_problem(arrivals: Sequence[Arrival]) -> Failure | None:
         if not 0 <= one.rank < one.world_size:
             return Failure(
                 "mismatch",
-                f"{one.rank_info} is rank {one.rank} of {one.world_size}, whose ranks are 0 to {one.world_size - 1}.\n"
+                f"{one.info} is rank {one.rank} of {one.world_size}, whose ranks are 0 to {one.world_size - 1}.\n"
                 "Check RANK (rank=...) and WORLD_SIZE (world_size=...) of that process.",
                 {one.rank: f"rank {one.rank} of {one.world_size}"},
             )
@@ -155,11 +155,11 @@ def _twice(one: Arrival, other: str) -> Failure:
 def find_dead(arrivals: Sequence[Arrival], mine: RankInfo) -> Failure | None:
     """The first of those who came and whose process has ended since, as far as a process with seat `mine` sees it."""
     for one in arrivals:
-        if one.rank_info.has_ended(mine):
+        if one.info.has_ended(mine):
             return Failure(
                 "lost",
-                f"rank {one.rank} ({one.rank_info}) came, and ended before all ranks had come.\nRead its log first.",
-                {one.rank: str(one.rank_info)},
+                f"rank {one.rank} ({one.info}) came, and ended before all ranks had come.\nRead its log first.",
+                {one.rank: str(one.info)},
             )
     return None
 
@@ -172,7 +172,7 @@ def _disagreement(arrivals: Sequence[Arrival], fact: str, say: Callable[[Arrival
     lines = []
     for belief, who in beliefs.items():
         for one in who[:_MOST_NAMED]:
-            lines.append(f"  rank {one.rank} ({one.rank_info}): {belief}")
+            lines.append(f"  rank {one.rank} ({one.info}): {belief}")
         if len(who) > _MOST_NAMED:
             lines.append(f"  and {len(who) - _MOST_NAMED} more: {belief}")
     text = "\n".join(filter(None, [f"{fact}.", *lines, advice]))

@@ -3,7 +3,7 @@
 Its file is gone as soon as it listens; the other ranks reach it through the leader's /proc/<pid>/fd, which the kernel
 opens to the same user only. What they say first are 128 random bits that only the job's store knows, and the kernel
 vouches for the user on either side (`SO_PEERCRED`). Where ranks do not see each other's processes (containers) there is
-a door in Linux's abstract namespace as well, to which every user of the machine may come: whoever is not us is turned
+one in Linux's abstract namespace as well, to which every user of the machine may come: whoever is not us is turned
 away unheard, and nobody who dawdles holds up those behind.
 """
 
@@ -46,14 +46,14 @@ def new_token() -> str:
 
 
 @dataclass(frozen=True)
-class Door:
+class FdAddress:
     """Where a leader is found, and what to say there. Without a `path` it is in the abstract namespace."""
 
     token: str
     path: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Door:
+    def parse(cls, text: str) -> FdAddress:
         """The opposite of `str`."""
         token, _, path = text.partition("@")
         return cls(token, path)
@@ -62,12 +62,12 @@ class Door:
         return f"{self.token}@{self.path}"
 
     @property
-    def address(self) -> str:
+    def socket_address(self) -> str:
         """For `connect` and `bind`."""
         return self.path or f"\0phalanx-{self.token}"
 
 
-class Counter:
+class FdServer:
     """The leader's side: a listening socket from construction, so that nobody can come too early.
 
     `at`: a path in `private.folder()`, for those who can be told no other way where to come.
@@ -88,9 +88,9 @@ class Counter:
             self._open.callback(os.close, self._fd)
             path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self._listeners = [self._open.enter_context(listener)]
-        self.door = Door(token, path)
+        self.address = FdAddress(token, path)
 
-    def __enter__(self) -> Counter:
+    def __enter__(self) -> FdServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -100,7 +100,7 @@ class Counter:
         self._open.close()
 
     def open_to_containers(self) -> None:
-        """Open the door for ranks that do not see this process in their /proc.
+        """Open an address to ranks that do not see this process in their /proc.
 
         Raises:
             OSError: another process has the name.
@@ -109,7 +109,7 @@ class Counter:
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self._listeners.append(self._open.enter_context(listener))
-        listener.bind(Door(self.token).address)
+        listener.bind(FdAddress(self.token).address)
         listener.listen(_BACKLOG)
 
     def serve(
@@ -218,10 +218,12 @@ def _wait(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.soc
     return [by_fd[fd] for fd, _ in poll.poll(timeout_s * 1000)]
 
 
-def fetch(door: Door, rank: int, count: int, deadline: Deadline, *, wait_for_leader: bool = False) -> list[int]:
-    """The `count` file descriptors that the leader at `door` hands out. The caller owns them.
+def receive_fds(
+    address: FdAddress, rank: int, count: int, deadline: Deadline, *, wait_for_leader: bool = False
+) -> list[int]:
+    """The `count` file descriptors that the leader at `address` hands out. The caller owns them.
 
-    `wait_for_leader`: its door may not be open yet; knock until it is. So it always is with one in the abstract
+    `wait_for_leader`: it may not listen yet; try until it does. So it always is with one in the abstract
     namespace, which the leader opens when it knows that somebody needs it.
 
     Raises:
@@ -229,11 +231,11 @@ def fetch(door: Door, rank: int, count: int, deadline: Deadline, *, wait_for_lea
         DeadlineError: it did not answer in time.
     """
     try:
-        with contextlib.closing(_connect(door, deadline, wait_for_leader or not door.path)) as s:
+        with contextlib.closing(_connect(address, deadline, wait_for_leader or not address.path)) as s:
             s.settimeout(min(deadline.left_s, 3600.0) or 0.001)
             if peer_of(s).uid != os.getuid():
                 raise PhalanxError("the leader of this host runs as another user; nothing was exchanged")
-            s.sendall(_HELLO.pack(bytes.fromhex(door.token), rank))
+            s.sendall(_HELLO.pack(bytes.fromhex(address.token), rank))
             fds, cut_short = _receive(s, count)
     except TimeoutError:
         raise DeadlineError("the leader of this host did not hand over the shared memory in time") from None
@@ -248,7 +250,9 @@ def fetch(door: Door, rank: int, count: int, deadline: Deadline, *, wait_for_lea
                 f"this process may have {soft} open files, and {count} more are needed for the memory of this host "
                 "(ulimit -n)"
             )
-        raise PhalanxError(f"the leader of this host closed the door: {len(fds)} of {count} descriptors came")
+        raise PhalanxError(
+            f"the first rank of this host ended the connection after {len(fds)} of {count} file descriptors: read its log first"
+        )
     return fds
 
 
@@ -256,19 +260,19 @@ _NOT_YET = (errno.ECONNREFUSED, errno.ENOENT)
 _CROWDED = (errno.EAGAIN, errno.EINTR, errno.ENOTCONN)  # its queue is full; or a signal came
 
 
-def _connect(door: Door, deadline: Deadline, wait: bool) -> socket.socket:
+def _connect(address: FdAddress, deadline: Deadline, wait: bool) -> socket.socket:
     """A connection. Whoever waits in a full queue stands in line there: asking again and again would be pushing in."""
     while True:
         s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             slice_s = min(max(deadline.left_s, 0.01), _SLICE_S)
             s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(int(slice_s), int(slice_s % 1 * 1e6)))
-            s.connect(door.address)
+            s.connect(address.socket_address)
             return s
         except OSError as error:
             s.close()
-            if door.path and error.errno in (errno.EACCES, errno.EPERM):  # a leader that may not be looked into
-                door, wait = Door(door.token), True
+            if address.path and error.errno in (errno.EACCES, errno.EPERM):  # a leader that may not be looked into
+                address, wait = FdAddress(address.token), True
             elif error.errno not in _CROWDED and not (wait and error.errno in _NOT_YET):
                 raise
             if deadline.passed:

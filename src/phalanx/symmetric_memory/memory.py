@@ -16,7 +16,7 @@ from typing import TypeAlias
 from phalanx import _core
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, InternalError, PhalanxError
-from phalanx.symmetric_memory.fd_server import Counter, Door, Notice, fetch
+from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, Notice, receive_fds
 from phalanx.symmetric_memory.liveness_pipe import Lifelines, needs_lifelines, new_pipes
 from phalanx.symmetric_memory.memfd import Sparse, memory, sparse_memory
 from phalanx.symmetric_memory.symmetric_heap import Placement
@@ -384,7 +384,7 @@ def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, Sparse]]:
 
 
 def open_as_leader(
-    counter: Counter,
+    server: FdServer,
     members: Sequence[Member],
     deadline: Deadline,
     notice: Notice,
@@ -412,7 +412,7 @@ def open_as_leader(
             show(control)
         try:
             own = dict(enumerate(writes))
-            counter.serve(range(1, world_size), [control, heap.fd, *reads], deadline, notice, own=own)
+            server.serve(range(1, world_size), [control, heap.fd, *reads], deadline, notice, own=own)
         except BaseException:
             symm_mem.close()
             raise
@@ -420,7 +420,7 @@ def open_as_leader(
 
 
 def open_as_member(
-    door: Door, rank: int, members: Sequence[Member], deadline: Deadline, idle: Callable[[float], None]
+    address: FdAddress, rank: int, members: Sequence[Member], deadline: Deadline, idle: Callable[[float], None]
 ) -> SymmetricMemory:
     """Fetch the memory from rank 0 of the host.
 
@@ -428,7 +428,7 @@ def open_as_member(
         DeadlineError: it did not answer in time.
         PhalanxError: it is gone.
     """
-    fds = fetch(door, rank, 2 + (len(members) + 1 if needs_lifelines(_processes(members)) else 0), deadline)
+    fds = receive_fds(address, rank, 2 + (len(members) + 1 if needs_lifelines(_processes(members)) else 0), deadline)
     try:
         return SymmetricMemory(fds, rank, members, idle)
     finally:

@@ -61,10 +61,10 @@ def new_process_group(
         return original(**asked)
     rank = list(ranks).index(runtime.rank)
     store = PrefixStore(f"{name}/mpi", asked["store"])
-    rank_infos = exchange(store, rank, len(ranks), _rank_info(), name, deadline).rank_infos
+    infos = exchange(store, rank, len(ranks), _rank_info(), name, deadline).infos
 
     def create(_: Any) -> MpiProcessGroup:
-        names = [f"pid {rank_info.process.pid} on {rank_info.hostname}" for rank_info in rank_infos]
+        names = [f"pid {info.process.pid} on {info.hostname}" for info in infos]
         engine = MpiEngine(runtime, ranks, rank, timedelta(seconds=max(deadline.left_s, 0.1)))
         memory = OverMpi(name, engine, names)
         return MpiProcessGroup(store, memory, rank, len(ranks), timeout, name, ranks)
