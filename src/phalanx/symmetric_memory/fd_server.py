@@ -109,7 +109,7 @@ class FdServer:
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self._listeners.append(self._open.enter_context(listener))
-        listener.bind(FdAddress(self.token).address)
+        listener.bind(FdAddress(self.token).socket_address)
         listener.listen(_BACKLOG)
 
     def serve(
