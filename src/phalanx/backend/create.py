@@ -284,7 +284,7 @@ def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any
 def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
     """Share memory on each host, and build the engine between all ranks."""
     from phalanx.backend.connect import build_engine
-    from phalanx.diagnostics.failure_store import Bulletin
+    from phalanx.diagnostics.failure_store import FailureStore
     from phalanx.transport.hierarchical import AcrossHosts
     from phalanx.transport.hierarchical.layout import Layout
     from phalanx.transport.shared_memory import Span
@@ -301,7 +301,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
         symm_mem.close()
         raise
     store = base_of(options.store)
-    bulletin = Bulletin(
+    failure_store = FailureStore(
         options.store.clone(),
         word,
         rank,
@@ -309,7 +309,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
         keeper=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
     )
-    memory.attach(symm_mem, engine, bulletin)
+    memory.attach(symm_mem, engine, failure_store)
     try:
         if rank == 0:
             bootstrap.forget()

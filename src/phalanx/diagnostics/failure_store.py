@@ -1,9 +1,9 @@
 """What the ranks of a group tell each other through the job's store when something goes wrong.
 
-    failure/<meeting>         the story of the first failure; the first to post it wins, and all tell the same
+    failure/<meeting>         the report of the first failure; the first to post it wins, and all tell the same
     roll/<meeting>            some rank ran out of time and asks where everybody is
     here/<meeting>/<rank>     its answer
-    heard/<meeting>/<rank>    it knows the story: whoever keeps the store may go
+    heard/<meeting>/<rank>    it knows the report: whoever keeps the store may go
     note/<meeting>/<rank>     how a rank ended, left by itself on its way out
 
 All of it is best effort: a store that has gone, or does not answer (its host was cut off: torch's client would wait
@@ -36,7 +36,7 @@ _LINGER_S = 5.0
 
 
 @dataclass(frozen=True)
-class Story:
+class FailureReport:
     """Why the group is over: what a message says after naming the operation and the rank."""
 
     kind: Literal["mismatch", "lost", "late", "broken"]
@@ -60,7 +60,7 @@ class Story:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Story:
+    def from_json(cls, text: str) -> FailureReport:
         """The opposite of `to_json`."""
         data = json.loads(text)
         calls = {int(r): call for r, call in data["calls"].items()}
@@ -76,7 +76,7 @@ class Position:
     text: str
 
 
-class Bulletin:
+class FailureStore:
     """The board of one group. `meeting` is a word that only this group's ranks know.
 
     `keeper` is the rank whose process keeps the store, -1 where it is none of this group, and `address` where it does.
@@ -137,15 +137,15 @@ class Bulletin:
         with contextlib.suppress(RuntimeError):
             answers.append(ask())
 
-    # -- the story -----------------------------------------------------------------------------------------------
+    # -- the report -----------------------------------------------------------------------------------------------
 
-    def story(self) -> Story | None:
+    def report(self) -> FailureReport | None:
         """The story, if somebody has told one."""
         return self._try(self._read, None)
 
-    def _read(self) -> Story | None:
+    def _read(self) -> FailureReport | None:
         text = self._get(f"failure/{self._meeting}")
-        return Story.from_json(text) if text else None
+        return FailureReport.from_json(text) if text else None
 
     def _get(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -153,31 +153,31 @@ class Bulletin:
     def _here(self, rank: int) -> str:
         return f"here/{self._meeting}/{rank}"
 
-    def post(self, story: Story) -> Story:
-        """Tell `story` unless there is one; returns the one that stands."""
+    def post(self, report: FailureReport) -> FailureReport:
+        """Tell `report` unless there is one; returns the one that stands."""
         key = f"failure/{self._meeting}"
-        stands: bytes = self._try(lambda: self._store.compare_set(key, "", story.to_json()), b"")
-        return Story.from_json(stands.decode()) if stands else story
+        stands: bytes = self._try(lambda: self._store.compare_set(key, "", report.to_json()), b"")
+        return FailureReport.from_json(stands.decode()) if stands else report
 
-    def await_story(self, patience_s: float) -> Story | None:
+    def await_report(self, patience_s: float) -> FailureReport | None:
         """The story of somebody who knows more, if it comes soon."""
         deadline = Deadline.after(patience_s)
-        while (story := self.story()) is None and not deadline.passed:
+        while (report := self.report()) is None and not deadline.passed:
             time.sleep(_GLANCE_S)
-        return story
+        return report
 
     def mark_heard(self) -> None:
-        """Say that this rank knows the story."""
+        """Say that this rank knows the report."""
         self._try(lambda: self._store.set(self._heard(self._rank), ""), None)
 
-    def linger(self, story: Story) -> None:
+    def linger(self, report: FailureReport) -> None:
         """Before the process goes that keeps the store: let the others read there why, for five seconds at most.
 
         Without the store they could only say that this rank is gone.
         """
         if self._keeper != self._rank:
             return
-        heard = [self._heard(r) for r in range(self._world_size) if r != self._rank and r not in story.ranks]
+        heard = [self._heard(r) for r in range(self._world_size) if r != self._rank and r not in report.ranks]
         deadline = Deadline.after(_LINGER_S)
         while heard and not deadline.passed and not self._gone:
             if self._try(lambda: self._store.check(heard), False):
@@ -197,9 +197,9 @@ class Bulletin:
         """What `rank` said about its end, or nothing."""
         return self._try(lambda: self._get(f"note/{self._meeting}/{rank}"), "")
 
-    # -- the roll call -------------------------------------------------------------------------------------------
+    # -- the question where everybody is -------------------------------------------------------------------------------------------
 
-    def call_roll(self) -> dict[int, Position]:
+    def collect_positions(self) -> dict[int, Position]:
         """Ask all ranks where they are, and give them a moment; whoever does not answer is not in the result."""
         self._try(lambda: self._store.set(f"roll/{self._meeting}", str(self._rank)), None)
         others = [r for r in range(self._world_size) if r != self._rank]
@@ -212,11 +212,11 @@ class Bulletin:
                     answers[r] = Position(**json.loads(text))
         return answers
 
-    def roll_is_called(self) -> bool:
+    def wants_positions(self) -> bool:
         """Whether some rank ran out of time, and is about to tell."""
         return self._try(lambda: self._store.check([f"roll/{self._meeting}"]), False)
 
-    def answer_roll(self, position: Position) -> None:
+    def report_position(self, position: Position) -> None:
         """If somebody asks where we are and we have not yet said so, say it."""
         if not self._answered and self._store.check([f"roll/{self._meeting}"]):
             self._answered = True

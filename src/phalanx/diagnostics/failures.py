@@ -8,7 +8,7 @@ from phalanx import _core
 from phalanx.coordination.bootstrap import ranks
 from phalanx.diagnostics.absence import JOIN_ADVICE, tell_absence
 from phalanx.diagnostics.divergence import ADVICE, tell_earlier_parting, tell_left_alone, tell_parting
-from phalanx.diagnostics.flight_recorder import Record, read, story
+from phalanx.diagnostics.flight_recorder import Record, describe_position, read
 from phalanx.diagnostics.whereabouts import whereabouts
 from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
 from phalanx.symmetric_memory.memory import SymmetricMemory
@@ -47,7 +47,7 @@ def failure(
         who = core.poison()[1]
         return PeerLostError(
             f"{here}: rank {who} was interrupted ({core.state(who)[5] or 'a signal handler raised'}) while the group "
-            f"waited; it {story(core, who)}.\n{_OVER}",
+            f"waited; it {describe_position(core, who)}.\n{_OVER}",
             ranks=(who,),
         )
     if status == NO_MEMORY:
@@ -127,7 +127,7 @@ def _peer_lost(symm_mem: SymmetricMemory, here: str, who: int, mine: Record | No
             alone = f"\n{tell_left_alone(mine, came, gone, behind)}\n{ADVICE}"
     return PeerLostError(
         f"{here}: rank {who} ({_process(symm_mem, who)}) is gone: {how_it_ended(symm_mem, who)}.\n"
-        f"It {story(core, who)}. "
+        f"It {describe_position(core, who)}. "
         f"Read its log first.{alone} {_OVER}",
         ranks=(who,),
     )

@@ -121,13 +121,13 @@ def read(core: _core.Group, rank: int) -> list[Record]:
     return [Record(*record) for record in core.records(rank)]
 
 
-def story(core: _core.Group, rank: int) -> str:
+def describe_position(core: _core.Group, rank: int) -> str:
     """One clause on where `rank` is: 'is in all_reduce #42 (train.py:88) for 3.1 s'."""
     return tell(read(core, rank), time.monotonic_ns())
 
 
 def tell(records: Sequence[Record], now_ns: int) -> str:
-    """As `story`, for a rank whose operations are `records`."""
+    """As `describe_position`, for a rank whose operations are `records`."""
     if not records:
         return "has called nothing yet"
     last = records[-1]

@@ -6,7 +6,7 @@ import time
 import weakref
 from typing import Protocol
 
-from phalanx.diagnostics.flight_recorder import read, story
+from phalanx.diagnostics.flight_recorder import describe_position, read
 from phalanx.symmetric_memory.memory import SymmetricMemory
 
 
@@ -27,7 +27,7 @@ def remember(group: Seen) -> None:
 
 def whereabouts(symm_mem: SymmetricMemory, rank: int) -> str:
     """One clause: what `rank` did last in this group, and in which other group it is waiting now, if it is in one."""
-    here = story(symm_mem.core, rank)
+    here = describe_position(symm_mem.core, rank)
     there = _waits_in_another(symm_mem, rank)
     return f"{here}; {there}" if there else here
 

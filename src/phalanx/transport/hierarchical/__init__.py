@@ -2,7 +2,7 @@
 
 layout      who sits where, and who drives the rails
 call        what a rank says that it calls
-session     agree, carry out, fail with one story      bulletin, attendant: how the story travels
+session     agree, carry out, fail with one report      failure_store, health_monitor: how the report travels
 collectives memory, rails, memory                      rails, wire: what happens between the hosts
 messages    point to point
 """

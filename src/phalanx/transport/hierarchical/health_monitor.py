@@ -5,29 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from phalanx.diagnostics.failure_store import Bulletin, Position, Story
+from phalanx.diagnostics.failure_store import FailureReport, FailureStore, Position
 
 _EVERY_S = 0.2
 _JOIN_S = 2.0  # it may hang in a store whose host was cut off
 
 
-class Attendant:
-    """Looks at the bulletin five times a second: answers a roll call, and says when the group is over elsewhere.
+class HealthMonitor:
+    """Looks at the bulletin five times a second: answers a question where everybody is, and says when the group is over elsewhere.
 
     `where` tells this rank's position. `is_over` looks at this host; `over` is called when the group is over here, and
-    (again) with the story when it is told, and wakes whoever still waits. When the store goes, listening ends: the job
+    (again) with the report when it is told, and wakes whoever still waits. When the store goes, listening ends: the job
     is ending.
     """
 
     def __init__(
         self,
         name: str,
-        bulletin: Bulletin,
+        failure_store: FailureStore,
         where: Callable[[], Position],
         is_over: Callable[[], bool],
-        over: Callable[[Story | None], None],
+        over: Callable[[FailureReport | None], None],
     ) -> None:
-        self._bulletin = bulletin
+        self._failure_store = failure_store
         self._where = where
         self._is_over = is_over
         self._over = over
@@ -39,14 +39,16 @@ class Attendant:
         woken = False
         while not self._stop.wait(_EVERY_S):
             try:
-                self._bulletin.answer_roll(self._where())
+                self._failure_store.report_position(self._where())
             except RuntimeError:  # the store has gone
                 return
-            story = self._bulletin.story()
-            if story is not None:
-                self._over(story)
+            report = self._failure_store.report()
+            if report is not None:
+                self._over(report)
                 return
-            if not woken and self._is_over():  # the story is yet to come, and perhaps a roll call before it
+            if (
+                not woken and self._is_over()
+            ):  # the report is yet to come, and perhaps a question where everybody is before it
                 woken = True
                 self._over(None)
 

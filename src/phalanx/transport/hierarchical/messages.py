@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.deadline import Deadline
 from phalanx.diagnostics import failures
-from phalanx.diagnostics.failure_store import Story
+from phalanx.diagnostics.failure_store import FailureReport
 from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.rails import Message, talking_to
@@ -75,8 +75,8 @@ class Messages(Session):
             raise failures.closed(self.group)
         if not 0 <= tag < (num_tags := self._engine.num_tags):
             raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1} in a group across hosts, got {tag}")
-        if self._story is not None:
-            raise self._story.error(self._here())
+        if self._report is not None:
+            raise self._report.error(self._here())
 
     def _refuse(self, here: str, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
         calls = {
@@ -84,12 +84,12 @@ class Messages(Session):
             self.rank: f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}",
         }
         lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
-        story = Story(
+        report = FailureReport(
             "mismatch",
             f"the message does not fit; the tensor was not changed.\n{lines}\n"
             "Make the receiver's tensor as large as the sender's, with the same dtype.",
             calls=calls,
         )
-        self._story = self._bulletin.post(story)
+        self._report = self._failure_store.post(report)
         self._end()
-        raise self._story.error(here)
+        raise self._report.error(here)

@@ -1,9 +1,9 @@
-"""Around every operation between hosts: agree before data moves, and end with one story when something goes wrong.
+"""Around every operation between hosts: agree before data moves, and end with one report when something goes wrong.
 
     1  ranks of a host    gather each other's fingerprints in shared memory
     2  each rail          exchange their hosts' fingerprints: once they are here, every rail knows every rank's call
-    3  a disagreement, a lost or a late peer: whoever sees it first posts the story in the job's store, ends the
-       shared memory of its host and closes its connections; whoever is woken by that tells the same story
+    3  a disagreement, a lost or a late peer: whoever sees it first posts the report in the job's store, ends the
+       shared memory of its host and closes its connections; whoever is woken by that tells the same report
 
 No tensor of the user changes before 2 is over: the first step in shared memory that writes one waits for all ranks of
 the host, rails included. Data may travel from scratch to scratch meanwhile.
@@ -22,7 +22,7 @@ from phalanx import _core
 from phalanx.coordination.bootstrap import NOTICE_S, ranks
 from phalanx.deadline import Deadline
 from phalanx.diagnostics import failures
-from phalanx.diagnostics.failure_store import OVER, Bulletin, Position, Story
+from phalanx.diagnostics.failure_store import OVER, FailureReport, FailureStore, Position
 from phalanx.diagnostics.flight_recorder import KINDS
 from phalanx.engines.engine import Engine
 from phalanx.errors import PhalanxError
@@ -30,7 +30,7 @@ from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import SymmetricMemory, timeout_ns
 from phalanx.transport.call import BLOCK_BYTES, Call, digest_of, disagreement, payload_of, split_blocks
 from phalanx.transport.hierarchical.compression import Wire
-from phalanx.transport.hierarchical.health_monitor import Attendant
+from phalanx.transport.hierarchical.health_monitor import HealthMonitor
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Message, Rail
 from phalanx.transport.options import Options
@@ -83,27 +83,27 @@ class Session:
         self._seq = 0
         self._said_seq = -1
         self._position = Position(0, False, "has called nothing yet")
-        self._story: Story | None = None
+        self._report: FailureReport | None = None
         self._wire = Wire(options.wire_dtype, error_feedback=options.error_feedback)
         self._engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemory
-        self._bulletin: Bulletin = None  # type: ignore[assignment]
-        self._attendant: Attendant | None = None
+        self._failure_store: FailureStore = None  # type: ignore[assignment]
+        self._attendant: HealthMonitor | None = None
         self._rail: Rail | None = None
         self._blocks = bytearray(BLOCK_BYTES * self.world_size)  # all ranks' fingerprints, host after host
         self._mine = bytearray(BLOCK_BYTES)
         self._digest = 0  # of the call that is under way
         self._answers: list[Message] = []  # the other hosts' fingerprints, under way
 
-    def attach(self, symm_mem: SymmetricMemory, engine: Engine, bulletin: Bulletin) -> None:
+    def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Take the seat; before the first operation."""
         self._memory.attach(symm_mem)
         self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self._engine = engine
-        self._bulletin = bulletin
+        self._failure_store = failure_store
         if self.layout.rail:
             options = self._options
             self._rail = Rail(engine, self.layout.rail, self.layout.host, options.algorithm, self._wire, options.link)
-        self._attendant = Attendant(self.group, bulletin, lambda: self._position, self._is_over, self._heard)
+        self._attendant = HealthMonitor(self.group, failure_store, lambda: self._position, self._is_over, self._heard)
 
     @property
     def symm_mem(self) -> SymmetricMemory:
@@ -130,7 +130,7 @@ class Session:
 
     def idle(self, waited_s: float) -> None:
         """The core calls this while it waits for ranks of this host: say so once per operation."""
-        # What the others do is told when time runs out; to ask them now would cost a roll call.
+        # What the others do is told when time runs out; to ask them now would cost a question where everybody is.
         if waited_s >= NOTICE_S and self._said_seq != self._seq and not self.closed:
             self._said_seq = self._seq
             _logger.warning("%s: waiting for ranks of this host for %.0f s", self._here(), waited_s)
@@ -140,7 +140,7 @@ class Session:
     def leave_note(self, note: str) -> None:
         """How this process ends, for those who will miss it."""
         self._memory.leave_note(note)
-        self._bulletin.leave_note(note)
+        self._failure_store.leave_note(note)
         self._linger()
 
     def leave_in_flight(self) -> None:
@@ -158,17 +158,17 @@ class Session:
             self._engine.close()
 
     def _linger(self) -> None:
-        if self._story is not None:
-            self._bulletin.linger(self._story)
+        if self._report is not None:
+            self._failure_store.linger(self._report)
 
     def _is_over(self) -> bool:
         return self._core.poison()[0] != failures.OK
 
-    def _heard(self, story: Story | None) -> None:
-        """The group is over. Keep the story: the store may be gone when this rank comes to the next operation."""
-        self._story = self._story or story
-        if story is not None:
-            self._bulletin.mark_heard()
+    def _heard(self, report: FailureReport | None) -> None:
+        """The group is over. Keep the report: the store may be gone when this rank comes to the next operation."""
+        self._report = self._report or report
+        if report is not None:
+            self._failure_store.mark_heard()
         self._end()
 
     def _end(self) -> None:
@@ -238,12 +238,12 @@ class Session:
         try:
             yield
         except (LocalFailure, ConnectionBroken, Disagreement) as cause:
-            if self._story is None:
-                story = self._bulletin.story() or self._tell(cause, span, deadline, peer)
-                self._story = self._bulletin.post(story)
-            self._bulletin.mark_heard()
+            if self._report is None:
+                report = self._failure_store.report() or self._tell(cause, span, deadline, peer)
+                self._report = self._failure_store.post(report)
+            self._failure_store.mark_heard()
             self._end()
-            raise self._story.error(here) from None
+            raise self._report.error(here) from None
         except BaseException as error:
             self._broke(error)
             raise
@@ -261,14 +261,14 @@ class Session:
         Ends the operation and the group, tells the peers, and says in `error` what was waited for. `what`: a message
         with `peer`; else it is the collective. Takes a second at most, in which the others say where they are.
         """
-        if self.closed or self._story is not None:
+        if self.closed or self._report is not None:
             return
         name = type(error).__name__
         text = self._position.text.removeprefix("is in ") if self._position.inside else "no operation"
         if what:
             text, missing, answers = what, [peer] if peer >= 0 else [], {}
         else:
-            answers = self._bulletin.call_roll()
+            answers = self._failure_store.collect_positions()
             missing = self._missing(answers)
         self._give_up(f"was interrupted ({name}) in {text} while the group waited.")
         awaited = f"waiting for {ranks(missing)}" if missing else "under way"
@@ -280,7 +280,7 @@ class Session:
         if self.closed:
             return
         who = f"rank {self.rank} ({self._names[self.rank]})"
-        self._story = self._bulletin.post(Story("lost", f"{who} {text}", ranks=(self.rank,)))
+        self._report = self._failure_store.post(FailureReport("lost", f"{who} {text}", ranks=(self.rank,)))
         self._end()
 
     def _begin_to_agree(self, call: Call, span: Span, deadline: Deadline, payload: bytes) -> None:
@@ -358,7 +358,7 @@ class Session:
 
     # -- stories -------------------------------------------------------------------------------------------------
 
-    def _tell(self, cause: Exception, span: Span, deadline: Deadline, peer: int | None) -> Story:
+    def _tell(self, cause: Exception, span: Span, deadline: Deadline, peer: int | None) -> FailureReport:
         """What this rank makes of `cause`, unless somebody who knows more speaks first."""
         if isinstance(cause, Disagreement):
             return self._told_by_others(_PATIENCE_S if not cause.complete else 0.0) or _mismatch(cause.calls)
@@ -380,23 +380,23 @@ class Session:
         return (
             self._told_by_others(_PATIENCE_S)
             or self._told_by_silence(span.timeout_s, deadline)
-            or Story("broken", f"the core answered {cause.status}.")
+            or FailureReport("broken", f"the core answered {cause.status}.")
         )
 
-    def _told_by_silence(self, timeout_s: float, deadline: Deadline) -> Story | None:
+    def _told_by_silence(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
         """Where nobody can tell anything, because the rank that keeps the store cannot: then it is that one.
 
         Its neighbours heard of it first and closed their connections, without being able to say why: whoever lost
         those would blame them.
         """
-        fate = self._bulletin.keeper_fate()
+        fate = self._failure_store.keeper_fate()
         if fate is None:
             return None
         who, what = fate
         if what == "ended":
             return self._lost(who, "the job's store, which it kept, is gone with it (killed, or crashed)")
         span = f" within {timeout_s:.1f} s" if deadline.left_s < _SOON_S else ""
-        return Story(
+        return FailureReport(
             "late",
             f"no answer from rank {who}{span}.\nRank {who} ({self._names[who]}) keeps the job's store, which does not "
             "answer, though its host does: it hangs, or is stopped.\n"
@@ -404,36 +404,38 @@ class Session:
             ranks=(who,),
         )
 
-    def _told_by_others(self, patience_s: float) -> Story | None:
-        story = self._bulletin.await_story(patience_s)
-        if story is None and self._bulletin.roll_is_called():
-            return self._bulletin.await_story(_ROLL_CALL_PATIENCE_S)
-        return story
+    def _told_by_others(self, patience_s: float) -> FailureReport | None:
+        report = self._failure_store.await_report(patience_s)
+        if report is None and self._failure_store.wants_positions():
+            return self._failure_store.await_report(_ROLL_CALL_PATIENCE_S)
+        return report
 
-    def _lost(self, who: int, how: str) -> Story:
-        how = self._bulletin.note_of(who) or how
+    def _lost(self, who: int, how: str) -> FailureReport:
+        how = self._failure_store.note_of(who) or how
         text = f"rank {who} ({self._names[who]}) is gone: {how}.\nRead its log first."
-        return Story("lost", text, ranks=(who,))
+        return FailureReport("lost", text, ranks=(who,))
 
-    def _late(self, timeout_s: float, peer: int | None) -> Story:
-        here = self._late_here()  # before they come after all: the roll call gives them time
-        answers = self._bulletin.call_roll()
-        if story := self._told_by_silence(timeout_s, Deadline.after(0.0)):
-            return story
+    def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
+        here = self._late_here()  # before they come after all: the question where everybody is gives them time
+        answers = self._failure_store.collect_positions()
+        if report := self._told_by_silence(timeout_s, Deadline.after(0.0)):
+            return report
         if peer is None:
             missing = self._missing(answers, here)
         else:
             missing = [peer] if peer >= 0 else [r for r in range(self.world_size) if r != self.rank]
         if not missing:
-            return Story(
+            return FailureReport(
                 "late",
                 f"time ran out after {timeout_s:.1f} s; by now every rank has come.\n"
                 "A rank or the network is too slow: raise `timeout`.",
             )
-        if self._bulletin.is_gone:  # nobody can be asked: those of this host have come, or the core would have said
+        if (
+            self._failure_store.is_gone
+        ):  # nobody can be asked: those of this host have come, or the core would have said
             missing = [r for r in missing if r not in self.layout.local_ranks] or missing
         lines = [f"Rank {r} ({self._names[r]}) {_whereabouts(answers.get(r))}." for r in missing]
-        if self._bulletin.is_gone:
+        if self._failure_store.is_gone:
             lines.append("The job's store does not answer either: this host may be cut off.")
         text = "\n".join(
             (
@@ -442,7 +444,7 @@ class Session:
                 "Read the log of the missing rank first; if it is only slow, raise `timeout`.",
             )
         )
-        return Story("late", text, ranks=tuple(missing))
+        return FailureReport("late", text, ranks=tuple(missing))
 
     def _late_here(self) -> list[int]:
         late = failures.late(self._core, self.layout.local_rank, len(self.layout.local_ranks))
@@ -459,10 +461,10 @@ def _whereabouts(position: Any) -> str:
     return position.text if position is not None else "does not answer: it hangs, is stopped, or is cut off"
 
 
-def _mismatch(calls: dict[int, str]) -> Story:
+def _mismatch(calls: dict[int, str]) -> FailureReport:
     lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
     text = (
         f"the ranks called different things; no tensor was changed.\n{lines}\n"
         "Make every rank call the same operation with the same dtype, size and options, in the same order."
     )
-    return Story("mismatch", text, calls=calls)
+    return FailureReport("mismatch", text, calls=calls)

@@ -1,11 +1,11 @@
-"""Around every collective over MPI: agree before data moves, and end with one story when something goes wrong.
+"""Around every collective over MPI: agree before data moves, and end with one report when something goes wrong.
 
 MPI compares nothing, waits for ever and does not say for whom. So the ranks first gather each other's fingerprints, and
 say where they are when one of them runs out of time:
 
     every rank   gather all fingerprints     they differ: every rank knows every rank's call
     who is late  calls the roll              whoever waits, or computes, answers where it is; then it says goodbye, with
-                                             the story, and all who hear it tell the same
+                                             the report, and all who hear it tell the same
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.coordination.bootstrap import ranks
 from phalanx.deadline import Deadline
 from phalanx.diagnostics import failures
 from phalanx.diagnostics.call_sites import short
-from phalanx.diagnostics.failure_store import Position, Story
+from phalanx.diagnostics.failure_store import FailureReport, Position
 from phalanx.engines.mpi import EngineClosed, MpiEngine, PeerLeft, TimedOut, Underway
 from phalanx.engines.mpi.polling import wait_until
 from phalanx.transport.call import BLOCK_BYTES, Call, disagreement, split_blocks
@@ -58,7 +58,7 @@ class Session:
         self._sites: list[str] = [""]
         self._position = Position(0, False, "has called nothing yet")
         self._answers: dict[int, Position] = {}
-        self._story: Story | None = None
+        self._report: FailureReport | None = None
         self._note = "it left the group (destroy_process_group)"
         engine.on_word = self._hear
 
@@ -67,7 +67,7 @@ class Session:
     @property
     def closed(self) -> bool:
         """Whether this process has left."""
-        return (self._engine.is_closed and self._story is None) or self._engine.runtime.is_over
+        return (self._engine.is_closed and self._report is None) or self._engine.runtime.is_over
 
     def site(self, place: tuple[str, int]) -> int:
         """A number for a (file, line)."""
@@ -114,8 +114,8 @@ class Session:
     def _check_open(self, operation: str) -> None:
         if self.closed:
             raise failures.closed(self.group)
-        if self._story is not None:
-            raise self._story.error(self._here(operation))
+        if self._report is not None:
+            raise self._report.error(self._here(operation))
 
     def _here(self, label: str) -> str:
         return f"{label} in group {self.group!r} on rank {self.rank}"
@@ -126,30 +126,30 @@ class Session:
         try:
             yield
         except Disagreement as error:
-            self._story = _mismatch(error.calls)
+            self._report = _mismatch(error.calls)
         except TimedOut:
-            self._story = self._story or self._late(deadline.timeout_s, peer)
+            self._report = self._report or self._late(deadline.timeout_s, peer)
         except PeerLeft as error:
-            self._story = self._left(error.peer, error.words)
+            self._report = self._left(error.peer, error.words)
         except EngineClosed:
-            if self._story is None:
+            if self._report is None:
                 raise failures.closed(self.group) from None
         except self._mpi.Exception as error:
-            self._story = Story("broken", f"MPI failed: {error}.")
+            self._report = FailureReport("broken", f"MPI failed: {error}.")
         except BaseException as error:
             self._interrupted(error)
             raise
         else:
             return
-        self._engine.close(seq=self.seq, story=self._story.to_json())
-        raise self._story.error(here) from None
+        self._engine.close(seq=self.seq, report=self._report.to_json())
+        raise self._report.error(here) from None
 
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
         who = f"rank {self.rank} ({self._names[self.rank]})"
         what = f"{who} was interrupted ({type(error).__name__}) while the group waited; it {self._position.text}."
-        self._story = Story("lost", what, ranks=(self.rank,))
-        self._engine.close(seq=self.seq, story=self._story.to_json())
+        self._report = FailureReport("lost", what, ranks=(self.rank,))
+        self._engine.close(seq=self.seq, report=self._report.to_json())
 
     def _agree(self, call: Call, deadline: Deadline) -> None:
         mine = bytearray(call.block(self.seq))
@@ -182,16 +182,16 @@ class Session:
         elif words["kind"] == "here":
             self._answers[src] = Position(words["seq"], words["inside"], words["text"])
 
-    def _left(self, peer: int, words: dict[str, Any]) -> Story:
+    def _left(self, peer: int, words: dict[str, Any]) -> FailureReport:
         if "story" in words:
-            return Story.from_json(words["story"])
-        return Story(
+            return FailureReport.from_json(words["story"])
+        return FailureReport(
             "lost",
             f"rank {peer} ({self._names[peer]}) is gone: {words.get('note')}.\nRead its log first.",
             ranks=(peer,),
         )
 
-    def _late(self, timeout_s: float, peer: int | None) -> Story:
+    def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
         others = [r for r in range(self.world_size) if r != self.rank]
         with contextlib.suppress(RuntimeError):
             self._engine.tell({"kind": "roll"})
@@ -204,14 +204,14 @@ class Session:
         else:
             missing = [peer] if peer >= 0 else others
         if not missing:
-            return Story(
+            return FailureReport(
                 "late",
                 f"time ran out after {timeout_s:.1f} s; by now every rank has come.\n"
                 "A rank or the network is too slow: raise `timeout`.",
             )
         lines = [f"Rank {r} ({self._names[r]}) {self._whereabouts(r)}." for r in missing]
         text = "\n".join((f"no answer from {ranks(missing)} within {timeout_s:.1f} s.", *lines, _ADVICE))
-        return Story("late", text, ranks=tuple(missing))
+        return FailureReport("late", text, ranks=tuple(missing))
 
     def _whereabouts(self, rank: int) -> str:
         answer = self._answers.get(rank)
@@ -221,10 +221,10 @@ class Session:
         return self._sites[span.site]
 
 
-def _mismatch(calls: dict[int, str]) -> Story:
+def _mismatch(calls: dict[int, str]) -> FailureReport:
     lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
     text = (
         f"the ranks called different things; no tensor was changed.\n{lines}\n"
         "Make every rank call the same operation with the same dtype, size and options, in the same order."
     )
-    return Story("mismatch", text, calls=calls)
+    return FailureReport("mismatch", text, calls=calls)
