@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from phalanx.backend import device_backends
-from phalanx.backend.device_backends import Carrier, find_device, nobody_carries
+from phalanx.backend.device_backends import DeviceBackend, find_device, no_backend_for
 from phalanx.engines.nccl import find_shared_gpu, group_of
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import RankFailed, run_ranks
@@ -45,18 +45,18 @@ def test_the_first_tensor_of_a_call_tells_the_device(arguments, device) -> None:
 
 def test_the_error_for_a_tensor_that_nobody_carries_names_the_ways_out(monkeypatch) -> None:
     cuda = torch.device("cuda", 3)
-    monkeypatch.setitem(device_backends.CARRIERS, "cuda", Carrier("NCCL", lambda: False, None, None, None))
-    assert nobody_carries(cuda, "send") == (
+    monkeypatch.setitem(device_backends.CARRIERS, "cuda", DeviceBackend("NCCL", lambda: False, None, None, None))
+    assert no_backend_for(cuda, "send") == (
         f"send: the tensor is on cuda:3; NCCL would carry it, but this PyTorch ({torch.__version__}) has none, or "
         "sees no device.\n"
         "Move it with .cpu(), which backend 'phalanx' carries itself, or install a build of PyTorch with NCCL."
     )
-    monkeypatch.setitem(device_backends.CARRIERS, "cuda", Carrier("NCCL", lambda: True, None, None, None))
-    assert nobody_carries(cuda, "all_gather") == (
+    monkeypatch.setitem(device_backends.CARRIERS, "cuda", DeviceBackend("NCCL", lambda: True, None, None, None))
+    assert no_backend_for(cuda, "all_gather") == (
         "all_gather: the tensor is on cuda:3; others of the same call are on the CPU.\n"
         "Put all tensors of one call on one device."
     )
-    assert "make a group whose backend carries xpu tensors" in nobody_carries(torch.device("xpu"), "reduce")
+    assert "make a group whose backend carries xpu tensors" in no_backend_for(torch.device("xpu"), "reduce")
 
 
 # -- Gloo, for float64 tensors -----------------------------------------------------------------------------------
@@ -92,7 +92,10 @@ def _everything(rank, world_size, path):
     from phalanx.backend.process_group import devices
 
     _join(
-        rank, world_size, path, Carrier("Gloo", lambda: True, _open_gloo, lambda device: f"gpu {rank}", find_shared_gpu)
+        rank,
+        world_size,
+        path,
+        DeviceBackend("Gloo", lambda: True, _open_gloo, lambda device: f"gpu {rank}", find_shared_gpu),
     )
     devices.find_device = _of_float64
     return [_all_collectives(dtype, rank, world_size) for dtype in (torch.float32, torch.float64)], _seqs()
@@ -190,7 +193,7 @@ class Counting:
 
 
 def _counting(rank):
-    return Carrier("Counter", lambda: True, Counting, lambda device: f"gpu {rank}", find_shared_gpu)
+    return DeviceBackend("Counter", lambda: True, Counting, lambda device: f"gpu {rank}", find_shared_gpu)
 
 
 def _meta_only(rank, world_size, path):
@@ -243,7 +246,9 @@ def test_a_group_inside_is_made_with_the_first_tensor_of_its_device_and_ends_wit
 
 
 def _on_one_gpu(rank, world_size, path):
-    _join(rank, world_size, path, Carrier("NCCL", lambda: True, Counting, lambda device: "GPU-7", find_shared_gpu))
+    _join(
+        rank, world_size, path, DeviceBackend("NCCL", lambda: True, Counting, lambda device: "GPU-7", find_shared_gpu)
+    )
     with pytest.raises(ValueError, match="takes one rank per GPU") as caught:
         dist.all_reduce(torch.empty(3, device="meta"))
     dist.all_reduce(total := torch.ones(1))  # CPU tensors go on

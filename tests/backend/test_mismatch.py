@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from phalanx.backend import shared_empty
-from phalanx.backend.shared_reducer import SharedBoard
+from phalanx.backend.shared_reducer import SharedReducer
 from phalanx.errors import MismatchError
 from phalanx.testing import run_ranks
 
@@ -158,7 +158,7 @@ def test_a_round_of_gradients_that_meets_a_barrier_shows_both_and_promises_nothi
     # The round was compared with the peer's collective of the same number, since both are counted from 1.
     def check(rank, world_size):
         dist.all_reduce(torch.ones(1))
-        board = SharedBoard(dist.group.WORLD, [shared_empty(10).fill_(1.0)], dist.ReduceOp.AVG)
+        board = SharedReducer(dist.group.WORLD, [shared_empty(10).fill_(1.0)], dist.ReduceOp.AVG)
         board.begin()
         if rank == 0:
             board.ready(0)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import phalanx
 from phalanx import DistributedDataParallel
-from phalanx.ddp.join import Census, Stance
+from phalanx.ddp.join import JoinState, Stance
 from phalanx.testing import RankFailed, run_ranks
 
 
@@ -185,5 +185,7 @@ def test_zero_redundancy_is_refused_by_name():
 
 
 def test_a_census_tells_who_trains_and_whose_buffers_serve_all():
-    census = Census((Stance(active=False), Stance(active=True, syncs=True), Stance(active=True), Stance(active=False)))
-    assert (census.num_active, census.source, census.syncs, census.decides) == (2, 2, True, False)
+    join_state = JoinState(
+        (Stance(active=False), Stance(active=True, syncs=True), Stance(active=True), Stance(active=False))
+    )
+    assert (join_state.num_active, join_state.source, join_state.syncs, join_state.decides) == (2, 2, True, False)

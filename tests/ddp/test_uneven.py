@@ -491,14 +491,14 @@ def test_who_meets_in_the_background_makes_no_step_before_all_are_up_to_date():
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         in_step = threading.Event()
         if rank == 0:
-            attendance = dist.group.WORLD._attendance
-            rejoin = attendance.rejoin
+            uneven = dist.group.WORLD._attendance
+            rejoin = uneven.rejoin
 
             def rejoin_late():
                 in_step.wait(0.5)  # never set where the step waits; a bound on how long it is tried
                 rejoin()
 
-            attendance.rejoin = rejoin_late
+            uneven.rejoin = rejoin_late
         _train(ddp, optimizer, rank, [4, 2], 0)
         total = torch.ones(3)
         work = dist.all_reduce(total, async_op=rank == 0)

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.deadline import Deadline
 from phalanx.diagnostics import observer
-from phalanx.diagnostics.observer import Card, Observer, show
+from phalanx.diagnostics.observer import GroupInfo, Observer, show
 from phalanx.symmetric_memory.fd_server import FdServer, new_token
 from phalanx.symmetric_memory.memfd import memory
 from phalanx.symmetric_memory.memory import Member, open_as_leader
@@ -30,8 +30,8 @@ def seen():
             lambda waited_s: None,
             show=lambda fd: fds.append(os.dup(fd)),
         )
-    card = Card("dp", 1, (3,), (os.getpid(),))
-    looker = Observer(card, fds[0])
+    group_info = GroupInfo("dp", 1, (3,), (os.getpid(),))
+    looker = Observer(group_info, fds[0])
     yield symm_mem, looker
     symm_mem.close()
     looker.close()
@@ -71,9 +71,9 @@ def test_peers_are_told_by_their_numbers_in_the_job(seen):
 
 def test_memory_that_is_something_else_is_refused():
     with memory("other", 1 << 16) as fd, pytest.raises(ValueError, match="not written by this version"):
-        Observer(Card("dp", 1, (0,), (1,)), fd)
+        Observer(GroupInfo("dp", 1, (0,), (1,)), fd)
     with memory("empty", 0) as fd, pytest.raises((ValueError, OSError)):
-        Observer(Card("dp", 1, (0,), (1,)), fd)
+        Observer(GroupInfo("dp", 1, (0,), (1,)), fd)
 
 
 @pytest.mark.parametrize("offset", [12, 16, 24, 32, 40, 48, 56, 64])
@@ -93,7 +93,7 @@ def test_showing_hands_over_the_descriptor_and_the_card():
         listener.bind(f"\0{name}")
         listener.listen()
         os.pwrite(fd, b"hello", 0)
-        assert show(f"{name}:secret", Card("dp", 2, (0, 1), (7, 8)), fd)
+        assert show(f"{name}:secret", GroupInfo("dp", 2, (0, 1), (7, 8)), fd)
         with listener.accept()[0] as visitor:
             data, fds, _, _ = socket.recv_fds(visitor, 4096, 2)
         assert b'"token": "secret"' in data
@@ -104,4 +104,4 @@ def test_showing_hands_over_the_descriptor_and_the_card():
 @pytest.mark.parametrize("agent", ["phalanx-nobody:secret", "x", "y" * 300 + ":z"])
 def test_an_agent_that_is_not_there_costs_nothing(agent):
     with memory("control", 4096) as fd:
-        assert not observer.show(agent, Card("dp", 1, (0,), (1,)), fd)
+        assert not observer.show(agent, GroupInfo("dp", 1, (0,), (1,)), fd)

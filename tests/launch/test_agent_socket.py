@@ -5,28 +5,28 @@ import socket
 
 import pytest
 
-from phalanx.launch.agent.agent_socket import Door
+from phalanx.launch.agent.agent_socket import AgentSocket
 
 
 @pytest.fixture
-def door():
-    opened = Door()
+def agent_socket():
+    opened = AgentSocket()
     yield opened
     opened.close()
 
 
-def visit(door):
+def visit(agent_socket):
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.connect("\0" + door.address.partition(":")[0])
-    assert door.read(door.fds[0]) is None
+    sock.connect("\0" + agent_socket.address.partition(":")[0])
+    assert agent_socket.read(agent_socket.fds[0]) is None
     return sock
 
 
-def test_a_visitor_is_heard_with_what_it_brings(door):
+def test_a_visitor_is_heard_with_what_it_brings(agent_socket):
     read, write = os.pipe()
-    with visit(door) as sock:
+    with visit(agent_socket) as sock:
         socket.send_fds(sock, [b'{"kind": "group"}'], [read])
-        heard = door.read(door.fds[1])
+        heard = agent_socket.read(agent_socket.fds[1])
         assert heard.message == {"kind": "group"}
         os.write(write, b"x")
         assert os.read(heard.fds[0], 1) == b"x"
@@ -34,60 +34,60 @@ def test_a_visitor_is_heard_with_what_it_brings(door):
         heard.close()
     os.close(read)
     os.close(write)
-    assert len(door.fds) == 1
+    assert len(agent_socket.fds) == 1
 
 
 @pytest.mark.parametrize("packet", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"x" * 200_000])
-def test_what_makes_no_sense_is_shown_out_and_its_descriptors_closed(door, packet):
+def test_what_makes_no_sense_is_shown_out_and_its_descriptors_closed(agent_socket, packet):
     before = len(os.listdir("/proc/self/fd"))
     read, write = os.pipe()
-    with visit(door) as sock:
+    with visit(agent_socket) as sock:
         if packet:
             socket.send_fds(sock, [packet], [read])
         else:
             sock.close()
-        assert door.read(door.fds[1]) is None
+        assert agent_socket.read(agent_socket.fds[1]) is None
     os.close(read)
     os.close(write)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_visitors_that_say_nothing_make_room_for_others(door):
-    silent = [visit(door) for _ in range(70)]
-    assert len(door.fds) == 1 + 64
+def test_visitors_that_say_nothing_make_room_for_others(agent_socket):
+    silent = [visit(agent_socket) for _ in range(70)]
+    assert len(agent_socket.fds) == 1 + 64
     assert silent[0].recv(1) == b""
     silent[-1].send(b'{"kind": "look"}')
-    heard = door.read(door.fds[-1])
+    heard = agent_socket.read(agent_socket.fds[-1])
     assert heard.message == {"kind": "look"}
     heard.close()
     for sock in silent:
         sock.close()
 
 
-def test_who_was_shown_out_meanwhile_is_nobody_and_who_came_in_its_place_is_heard(door):
+def test_who_was_shown_out_meanwhile_is_nobody_and_who_came_in_its_place_is_heard(agent_socket):
     # The numbers that were ready are those of a moment ago.
-    assert door.read(12345) is None
-    with visit(door) as sock:
-        fd = door.fds[1]
-        assert door.read(fd) is None
+    assert agent_socket.read(12345) is None
+    with visit(agent_socket) as sock:
+        fd = agent_socket.fds[1]
+        assert agent_socket.read(fd) is None
         sock.send(b'{"kind": "look"}')
-        heard = door.read(fd)
+        heard = agent_socket.read(fd)
         assert heard.message == {"kind": "look"}
         heard.close()
-    assert len(door.fds) == 1
+    assert len(agent_socket.fds) == 1
 
 
-def test_all_who_wait_are_let_in_but_none_is_shown_out_unheard(door):
+def test_all_who_wait_are_let_in_but_none_is_shown_out_unheard(agent_socket):
     waiting = []
     for number in range(100):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect("\0" + door.address.partition(":")[0])
+        sock.connect("\0" + agent_socket.address.partition(":")[0])
         sock.send(b'{"number": %d}' % number)
         waiting.append(sock)
     heard = []
     while len(heard) < 100:
-        for fd in door.fds:
-            if (said := door.read(fd)) is not None:
+        for fd in agent_socket.fds:
+            if (said := agent_socket.read(fd)) is not None:
                 heard.append(said.message["number"])
                 said.close()
     assert sorted(heard) == list(range(100))
@@ -96,10 +96,10 @@ def test_all_who_wait_are_let_in_but_none_is_shown_out_unheard(door):
 
 
 def test_a_shut_door_has_no_address_left_behind():
-    door = Door()
-    name = door.address.partition(":")[0]
+    agent_socket = AgentSocket()
+    name = agent_socket.address.partition(":")[0]
     assert name.startswith(f"phalanx-agent-{os.getpid()}-")
-    door.close()
-    assert door.fds == ()
+    agent_socket.close()
+    assert agent_socket.fds == ()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, pytest.raises(ConnectionRefusedError):
         sock.connect("\0" + name)

@@ -35,7 +35,7 @@ def flights():
 def test_a_group_that_is_over_is_let_go_and_remembered(flights: Flights) -> None:
     make_group(flights, "first").close()
     second = make_group(flights, "second")
-    assert [observer.card.name for observer in flights.observed] == ["second"]
+    assert [observer.group_info.name for observer in flights.observed] == ["second"]
     assert [log.name for log in flights.logs()] == ["first", "second"]
     assert flights.logs()[0].ranks[0].left
     second.close()
@@ -44,7 +44,7 @@ def test_a_group_that_is_over_is_let_go_and_remembered(flights: Flights) -> None
 def test_of_too_many_open_groups_the_newest_are_held(flights: Flights) -> None:
     arenas = [make_group(flights, str(number)) for number in range(MAX_OBSERVED + 3)]
     assert len(flights.observed) == MAX_OBSERVED
-    assert flights.observed[0].card.name == "3"
+    assert flights.observed[0].group_info.name == "3"
     assert [log.name for log in flights.logs()] == [str(number) for number in range(MAX_OBSERVED + 3)]
     for symm_mem in arenas:
         symm_mem.close()

@@ -6,14 +6,14 @@ import socket
 
 import pytest
 
-from phalanx.diagnostics.observer import Card, GroupLog, RankLog
+from phalanx.diagnostics.observer import GroupInfo, GroupLog, RankLog
 from phalanx.errors import LaunchError
-from phalanx.launch.stacks.job_snapshot import Look, answer, ask
+from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer, ask
 from phalanx.launch.stacks.jobs import RunningJob, choose_job, find_jobs, parse_names
 from phalanx.launch.stacks.report import format_report
 from phalanx.launch.stacks.survey import ask_ranks, decide_silence, explain_silence
 
-LOOK = Look(7, "train.py", 3, 8, ((0, 100), (2, 102)), (Card("dp", 3, (0, 1, 2), (100, 101, 102)),))
+LOOK = JobSnapshot(7, "train.py", 3, 8, ((0, 100), (2, 102)), (GroupInfo("dp", 3, (0, 1, 2), (100, 101, 102)),))
 HANDLED = f"{1 << (signal.SIGURG - 1):016x}"
 STATUS = {"PPid": "8", "State": "S (sleeping)", "SigCgt": HANDLED, "SigBlk": "0"}
 
@@ -95,7 +95,7 @@ def test_an_agent_that_does_not_answer_is_given_up(listener):
 
 def test_what_the_agent_says_arrives_with_more_descriptors_than_a_packet_holds():
     ranks = tuple((rank, 100 + rank) for rank in range(150))
-    look = Look(7, "train.py", 150, 8, ranks, LOOK.groups)
+    snapshot = JobSnapshot(7, "train.py", 150, 8, ranks, LOOK.groups)
     fd = os.memfd_create("x")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     from phalanx.launch.stacks import job_snapshot as module
@@ -104,8 +104,8 @@ def test_what_the_agent_says_arrives_with_more_descriptors_than_a_packet_holds()
     try:
         with ours, theirs:
             theirs.setblocking(False)
-            answer(theirs, look, [fd] * 150, [fd])
-            assert module._receive(ours, received) == look
+            answer(theirs, snapshot, [fd] * 150, [fd])
+            assert module._receive(ours, received) == snapshot
         assert len(received) == 152
     finally:
         for number in (*received, fd):

@@ -6,7 +6,13 @@ import select
 
 import pytest
 
-from phalanx.symmetric_memory.liveness_pipe import MOST_RANKS, Lifelines, needs_lifelines, new_pipes, why_unwatched
+from phalanx.symmetric_memory.liveness_pipe import (
+    MOST_RANKS,
+    LivenessPipes,
+    needs_liveness_pipes,
+    new_pipes,
+    why_unwatched,
+)
 from phalanx.symmetric_memory.watch import ProcessId
 
 ME = ProcessId.of_self()
@@ -19,10 +25,10 @@ def ended(fd):
 
 
 def test_only_ranks_that_cannot_watch_each_other_need_them():
-    assert not needs_lifelines([ME, ME])
-    assert not needs_lifelines([FILTERED])
-    assert needs_lifelines([ME, ELSEWHERE])
-    assert needs_lifelines([FILTERED, FILTERED])
+    assert not needs_liveness_pipes([ME, ME])
+    assert not needs_liveness_pipes([FILTERED])
+    assert needs_liveness_pipes([ME, ELSEWHERE])
+    assert needs_liveness_pipes([FILTERED, FILTERED])
 
 
 def test_so_many_ranks_as_one_message_holds_no_more():
@@ -35,7 +41,7 @@ def test_so_many_ranks_as_one_message_holds_no_more():
 def test_all_others_see_a_rank_that_lets_go(world_size):
     before = set(os.listdir("/proc/self/fd"))
     with new_pipes(world_size) as (reads, writes):
-        ranks = [Lifelines([*reads, writes[r]], r) for r in range(world_size)]
+        ranks = [LivenessPipes([*reads, writes[r]], r) for r in range(world_size)]
     for leaving, lines in enumerate(ranks):
         assert lines.fds[leaving] == -1
         lines.close()
@@ -50,9 +56,9 @@ def test_a_rank_that_is_killed_lets_go_and_a_child_of_the_leader_holds_nothing_b
     with new_pipes(2) as (reads, writes):
         child = os.fork()
         if child == 0:
-            lines = Lifelines([*reads, writes[1]], 1)
+            lines = LivenessPipes([*reads, writes[1]], 1)
             os.kill(os.getpid(), 9)
-        lines = Lifelines([*reads, writes[0]], 0)
+        lines = LivenessPipes([*reads, writes[0]], 0)
     select.select([lines.fds[1]], [], [], 20)
     assert ended(lines.fds[1])
     os.waitpid(child, 0)

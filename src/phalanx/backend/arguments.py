@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx import _core
-from phalanx.backend.device_backends import nobody_carries
+from phalanx.backend.device_backends import no_backend_for
 from phalanx.backend.memoryless import address_of, check_memory
 from phalanx.dtypes import REDUCTIONS, dtype_of, reduction_name
 
@@ -58,7 +58,7 @@ def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tenso
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu:
-        raise ValueError(nobody_carries(tensor.device, operation))
+        raise ValueError(no_backend_for(tensor.device, operation))
     if tensor.layout != torch.strided:
         raise ValueError(f"{operation}: the tensor is {tensor.layout}; only all_reduce takes sparse tensors")
     if not address_of(tensor):

@@ -35,14 +35,14 @@ def build_engine(
         PhalanxError: the ranks cannot reach each other in this way; the message says where they are.
     """
     rank, size = layout.rank, len(infos)
-    span = timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
+    ctx = timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
     if settings.engine == "mpi":
         from phalanx.backend.mpi.start import start_together  # not at the top: it is for those who have mpi4py
         from phalanx.engines.mpi import MpiEngine
 
         runtime, places = start_together(PrefixStore(f"mpi/{bootstrap}", store), rank, size, name, deadline)
         try:
-            return MpiEngine(runtime, places, rank, span)
+            return MpiEngine(runtime, places, rank, ctx)
         except RuntimeError as error:
             raise PhalanxError(
                 f"init_process_group of group {name!r} on rank {rank}: no communicator from {runtime.vendor}: "
@@ -53,7 +53,7 @@ def build_engine(
             PrefixStore(f"gloo/{bootstrap}", store),
             rank,
             size,
-            span,
+            ctx,
             address=infos[rank].address,
             interface=settings.interface or "",
         )

@@ -152,7 +152,7 @@ def _cannot_share(infos: Sequence[RankInfo]) -> str:
 
 
 def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
-    from phalanx.transport.shared_memory import SharedMemory, Span
+    from phalanx.transport.shared_memory import CallContext, SharedMemory
 
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     memory = SharedMemory(name)
@@ -161,7 +161,7 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
     try:
         if rank == 0:
             bootstrap.forget()
-        memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
+        memory.barrier(CallContext(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
         symm_mem.close()
         raise
@@ -269,16 +269,16 @@ def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any
     agent = agent_address()
     if not agent:
         return None
-    from phalanx.diagnostics.observer import Card, show
+    from phalanx.diagnostics.observer import GroupInfo, show
 
     numbers = list(options.global_ranks_in_group) or range(len(infos))
-    card = Card(
+    group_info = GroupInfo(
         options.group_id,
         len(infos),
         tuple(numbers[r] for r in local_ranks),
         tuple(infos[r].process.pid for r in local_ranks),
     )
-    return lambda control: show(agent, card, control)
+    return lambda control: show(agent, group_info, control)
 
 
 def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
@@ -287,7 +287,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     from phalanx.diagnostics.failure_store import FailureStore
     from phalanx.transport.hierarchical import AcrossHosts
     from phalanx.transport.hierarchical.layout import Layout
-    from phalanx.transport.shared_memory import Span
+    from phalanx.transport.shared_memory import CallContext
 
     rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
@@ -313,7 +313,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     try:
         if rank == 0:
             bootstrap.forget()
-        memory.barrier(Span(max(deadline.left_s, 0.001), memory.site(("", 0))))
+        memory.barrier(CallContext(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
         memory.close()
         raise

@@ -13,7 +13,7 @@ from phalanx.engines import nccl
 
 
 @dataclass(frozen=True)
-class Carrier:
+class DeviceBackend:
     """An engine for the tensors of one type of device.
 
     `open(store, rank, world_size, timeout, name, global_ranks)` gives one of torch's process groups. `identify` names
@@ -27,10 +27,10 @@ class Carrier:
     problem: Callable[[Sequence[str]], str]
 
 
-CARRIERS = {"cuda": Carrier("NCCL", nccl.is_available, nccl.open_nccl, nccl.identify, nccl.find_shared_gpu)}
+CARRIERS = {"cuda": DeviceBackend("NCCL", nccl.is_available, nccl.open_nccl, nccl.identify, nccl.find_shared_gpu)}
 
 
-def available() -> dict[str, Carrier]:
+def available() -> dict[str, DeviceBackend]:
     """Those that work in this process, by type of device."""
     return {device: carrier for device, carrier in CARRIERS.items() if carrier.is_available()}
 
@@ -45,7 +45,7 @@ def find_device(arguments: Sequence[Any]) -> torch.device | None:
     return None
 
 
-def nobody_carries(device: torch.device, operation: str) -> str:
+def no_backend_for(device: torch.device, operation: str) -> str:
     """The error for a tensor that is where no engine reaches, with the ways out."""
     carrier = CARRIERS.get(device.type)
     here = f"{operation}: the tensor is on {device}; "

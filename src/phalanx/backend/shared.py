@@ -56,19 +56,21 @@ def shared_empty(
 def _allocate(
     group: Any, shape: tuple[int, ...], dtype: torch.dtype, owner: int | None, place: tuple[str, int]
 ) -> Tensor:
-    from phalanx.transport.shared_memory import Span  # not at the top: it needs the C core, which may not be there
+    from phalanx.transport.shared_memory import (
+        CallContext,  # not at the top: it needs the C core, which may not be there
+    )
 
     memory = group._memory
-    span = Span(group._timeout_s, memory.site(place))
+    ctx = CallContext(group._timeout_s, memory.site(place))
     nbytes = math.prod(shape) * dtype.itemsize
 
     def allocate() -> Tensor:
-        if memory.attendance is not None:
-            memory.barrier(span)  # where all meet again, if some were out of training steps
+        if memory.uneven is not None:
+            memory.barrier(ctx)  # where all meet again, if some were out of training steps
         deadline = Deadline.after(group._timeout_s)
         with memory.turn(group._timeout_s):
             buffer = memory.symm_mem.allocate(
-                nbytes, deadline, span.site, lambda status: memory.check(status, span), owner=owner
+                nbytes, deadline, ctx.site, lambda status: memory.check(status, ctx), owner=owner
             )
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 

@@ -15,11 +15,11 @@ from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failures import APART, closed
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError
-from phalanx.transport.shared_memory import Span
+from phalanx.transport.shared_memory import CallContext
 from phalanx.transport.uneven import STEP, WAITS
 
 
-class SharedBoard:
+class SharedReducer:
     """Rounds of reductions of the same tensors, in place. Collective: all ranks build theirs with the same tensors.
 
     A round: `begin`, then `ready(i)` once for each tensor, in any order and with anything in between, then `finish`.
@@ -33,8 +33,8 @@ class SharedBoard:
         self._tensors = list(tensors)  # the heap's blocks stay ours as long as the board does
         words = _core.board_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
-        span = self._span(WAITS)
-        group.in_order(lambda: self._memory.barrier(span))  # nobody raises a flag before all flags are down
+        ctx = self._span(WAITS)
+        group.in_order(lambda: self._memory.barrier(ctx))  # nobody raises a flag before all flags are down
         self._board = _core.Board(
             self._memory.core,
             self._offset(self._flags),
@@ -45,14 +45,14 @@ class SharedBoard:
         """Where in the heap the tensor lies; it is the same on every rank."""
         return int(self._memory.symm_mem.heap_offset(tensor.data_ptr()))
 
-    def _span(self, role: int = STEP) -> Span:
-        return Span(self._group._timeout_s, self._memory.site(calling_site(3)), role)
+    def _span(self, role: int = STEP) -> CallContext:
+        return CallContext(self._group._timeout_s, self._memory.site(calling_site(3)), role)
 
     def begin(self) -> None:
         """Open a round; the last one has finished."""
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
-        if self._memory.attendance is not None and self._memory.attendance.apart:
+        if self._memory.uneven is not None and self._memory.uneven.apart:
             self._group.drain()  # the collective at which all meet again may still be under way, with old round numbers
         self._board.begin()
 
@@ -75,21 +75,21 @@ class SharedBoard:
     def finish(self) -> None:
         """Return when every tensor holds the reduction on every rank, or on every rank that is in this round.
 
-        Others are out of it (see `attendance`): then the reduction is over those that are in.
+        Others are out of it (see `uneven`): then the reduction is over those that are in.
         """
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
-        span = self._span()
-        status = self._board.finish(span.timeout_ns, span.site, ())
+        ctx = self._span()
+        status = self._board.finish(ctx.timeout_ns, ctx.site, ())
         if status == APART:
-            if self._memory.attendance is not None:
-                self._memory.attendance.apart = True
-            status = self._group.in_order(lambda: self._meet(span))
-        self._memory.check(status, span)
+            if self._memory.uneven is not None:
+                self._memory.uneven.apart = True
+            status = self._group.in_order(lambda: self._meet(ctx))
+        self._memory.check(status, ctx)
 
-    def _meet(self, span: Span) -> int:
-        with self._memory.turn(span.timeout_s):
-            return self._board.meet(span.timeout_ns, span.site, ())
+    def _meet(self, ctx: CallContext) -> int:
+        with self._memory.turn(ctx.timeout_s):
+            return self._board.meet(ctx.timeout_ns, ctx.site, ())
 
     @property
     def round(self) -> int:

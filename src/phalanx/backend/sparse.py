@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from phalanx.backend.device_backends import nobody_carries
+from phalanx.backend.device_backends import no_backend_for
 from phalanx.transport.hierarchical import AcrossHosts
 from phalanx.transport.mpi.operations import OverMpi
-from phalanx.transport.shared_memory import SharedMemory, Span
+from phalanx.transport.shared_memory import CallContext, SharedMemory
 
 
 def check(tensor: Tensor, op: Any) -> None:
@@ -19,30 +19,30 @@ def check(tensor: Tensor, op: Any) -> None:
     if getattr(op, "op", op) != ReduceOp.SUM:
         raise ValueError(f"all_reduce: sparse tensors can only be summed, not reduced with {op}")
     if tensor.device.type != "cpu":
-        raise ValueError(nobody_carries(tensor.device, "all_reduce"))
+        raise ValueError(no_backend_for(tensor.device, "all_reduce"))
 
 
-def all_reduce(memory: SharedMemory | AcrossHosts | OverMpi, tensor: Tensor, span: Span) -> None:
+def all_reduce(memory: SharedMemory | AcrossHosts | OverMpi, tensor: Tensor, ctx: CallContext) -> None:
     """`tensor` becomes the sum over ranks, coalesced.
 
     Shape: the same on every rank, with the same number of sparse dimensions; the number of entries may differ.
     Cost: three gathers, of few entries one; every rank holds all ranks' entries for a moment.
     """
-    total = add_up(memory, tensor.coalesce(), span)
+    total = add_up(memory, tensor.coalesce(), ctx)
     with torch.no_grad():
         tensor.copy_(total)
 
 
 def add_up(
-    memory: SharedMemory | AcrossHosts | OverMpi, mine: Tensor, span: Span, *, divisor: float | None = None
+    memory: SharedMemory | AcrossHosts | OverMpi, mine: Tensor, ctx: CallContext, *, divisor: float | None = None
 ) -> Tensor:
     """The sum over ranks of coalesced tensors, coalesced; each entry divided by `divisor` before it is added."""
     indices, values = mine.indices().t().contiguous(), mine.values()
     if isinstance(memory, SharedMemory):
-        counts, gathered = _exchange_packets(memory, indices, values, span)
+        counts, gathered = _exchange_packets(memory, indices, values, ctx)
     else:
-        counts, gathered = _exchange_counts(memory, len(values), span), None
-    all_indices, all_values = gathered or _exchange(memory, counts, indices, values, span)
+        counts, gathered = _exchange_counts(memory, len(values), ctx), None
+    all_indices, all_values = gathered or _exchange(memory, counts, indices, values, ctx)
     if divisor is not None:
         all_values /= divisor
     return torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=False).coalesce()
@@ -54,7 +54,7 @@ _HEAD_BYTES = 16  # how many entries there are; what follows is aligned for any 
 
 
 def _exchange_packets(
-    memory: SharedMemory, indices: Tensor, values: Tensor, span: Span
+    memory: SharedMemory, indices: Tensor, values: Tensor, ctx: CallContext
 ) -> tuple[list[int], _Entries | None]:
     """How many entries each rank has, and the entries themselves where all ranks' fit into packets.
 
@@ -67,7 +67,7 @@ def _exchange_packets(
         for part, own in zip(parts, (indices, values), strict=True):
             part.copy_(own)
     packets = torch.empty((memory.world_size, _PACKET_BYTES), dtype=torch.uint8)
-    memory.all_gather_single(packets, packet, span)
+    memory.all_gather_single(packets, packet, ctx)
     counts = packets.view(torch.int64)[:, 0].tolist()
     cut = [_cut(theirs, n, indices, values) for theirs, n in zip(packets, counts, strict=True)]
     entries = [parts for parts in cut if parts is not None]
@@ -87,18 +87,18 @@ def _cut(packet: Tensor, n: int, indices: Tensor, values: Tensor) -> _Entries | 
     return first.view(n, indices.shape[1]), second.view(n, *values.shape[1:])
 
 
-def _exchange_counts(memory: AcrossHosts | OverMpi, count: int, span: Span) -> list[int]:
+def _exchange_counts(memory: AcrossHosts | OverMpi, count: int, ctx: CallContext) -> list[int]:
     counts = torch.empty(memory.world_size, dtype=torch.int64)
-    memory.all_gather_single(counts, torch.tensor([count]), span)
+    memory.all_gather_single(counts, torch.tensor([count]), ctx)
     return [int(n) for n in counts]
 
 
 def _exchange(
-    memory: SharedMemory | AcrossHosts | OverMpi, counts: list[int], indices: Tensor, values: Tensor, span: Span
+    memory: SharedMemory | AcrossHosts | OverMpi, counts: list[int], indices: Tensor, values: Tensor, ctx: CallContext
 ) -> _Entries:
     """All ranks' entries, of which each rank has as many as `counts` says."""
     all_indices = indices.new_empty((sum(counts), indices.shape[1]))
     all_values = values.new_empty((sum(counts), *values.shape[1:]))
-    memory.gather(list(torch.split(all_indices, counts)), indices, span)
-    memory.gather(list(torch.split(all_values, counts)), values, span)
+    memory.gather(list(torch.split(all_indices, counts)), indices, ctx)
+    memory.gather(list(torch.split(all_values, counts)), values, ctx)
     return all_indices, all_values

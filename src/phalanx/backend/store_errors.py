@@ -60,7 +60,7 @@ def explain(address: StoreAddress, seen: str, said: str) -> str:
     """The message. `seen` is what `look` says, `said` what torch says."""
     who = f" on rank {address.rank} of {address.world_size}" if address.rank >= 0 else ""
     place = f"{address.host} port {address.port}"
-    span = f"within {address.timeout.total_seconds():.1f} s"
+    ctx = f"within {address.timeout.total_seconds():.1f} s"
     said = said.splitlines()[0] if said else "nothing"
     if address.rank == 0:
         return (
@@ -71,7 +71,7 @@ def explain(address: StoreAddress, seen: str, said: str) -> str:
         )
     fact = seen or "something answers there, but it is no store: another program has the port"
     return (
-        f"init_process_group{who}: rank 0 did not answer at {place} {span}: {fact}.\n"
+        f"init_process_group{who}: rank 0 did not answer at {place} {ctx}: {fact}.\n"
         f"torch said: {said}\n"
         "Check that rank 0 was started and still runs (its log comes first), that MASTER_ADDR names its host as seen "
         "from here, that MASTER_PORT is the same on every rank, and that no firewall closes it."

@@ -74,21 +74,21 @@ class PhalanxWork(dist.Work):
         self._settled = False
         self._source = -1
         self._process = process.number
-        self.lane: Lane | None = None
+        self.executor: SerialExecutor | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; True, or its error."""
         limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-        lane = self.lane
+        executor = self.executor
         if not self._done.is_set():
             self._check_end_is_near()
-        if limit is None and lane is not None and not self._done.is_set():
-            lane.help(self)
+        if limit is None and executor is not None and not self._done.is_set():
+            executor.help(self)
         try:
             over = self._done.wait(limit)
         except BaseException as error:  # Ctrl-C, or a signal handler that raised
-            if lane is not None and lane.interrupted is not None:
-                lane.interrupted(error)
+            if executor is not None and executor.interrupted is not None:
+                executor.interrupted(error)
             raise
         if not over:
             raise TimeoutError(f"the operation was not over after {limit} s; it goes on")
@@ -108,8 +108,8 @@ class PhalanxWork(dist.Work):
                 "wait: the operation was called before this process was forked, and its parent carries it out: here "
                 "its end cannot be seen.\nWait for it in the parent, or start processes that communicate with spawn."
             )
-        lane = self.lane
-        if lane is not None and lane.is_below():
+        executor = self.executor
+        if executor is not None and executor.is_below():
             raise PhalanxError(
                 "wait: this is a signal handler, and the operation can only end after the one that the handler "
                 "interrupted.\nIt goes on behind that one: wait for it when the handler has returned."
@@ -178,7 +178,7 @@ class PhalanxWork(dist.Work):
                 self._weak = [weakref.ref(o) for o in outputs]
                 self._outputs = None
             future, self._future = self._future, None
-            self.lane = None
+            self.executor = None
         if future is None:
             return None
         return lambda: future.set_result(list(outputs))
@@ -231,7 +231,7 @@ class DoneWork(dist.Work):
 
 
 class Closable(Protocol):
-    """What a group must see to the end before it leaves: its lanes, its inbox."""
+    """What a group must see to the end before it leaves: its executors, its inbox."""
 
     def close(self, timeout_s: float) -> bool:
         """Let what is queued end; whether it did within `timeout_s`."""
@@ -250,7 +250,7 @@ class Ledger(Protocol):
 Action = Callable[[], None]
 
 
-class Lane:
+class SerialExecutor:
     """One thread that carries out actions in the order in which they came; it starts with the first.
 
     Whoever waits for the action that is next in line carries it out itself: a call that is waited for at once, such
@@ -281,7 +281,7 @@ class Lane:
         self._ledger = ledger
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
-        self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the lane meanwhile
+        self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the executor meanwhile
         self._items: deque[tuple[Action, PhalanxWork]] = deque()
         self._busy = False
         self._closing = False
@@ -303,7 +303,7 @@ class Lane:
         if self._callbacks_first and self._in_callbacks == threading.get_ident():
             self._carry_out((action, work), nested=True)
             return work
-        work.lane = self
+        work.executor = self
         with self._changed:
             if self._closing:  # by another thread, since the caller found the group open
                 work.settle(

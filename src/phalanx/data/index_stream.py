@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from phalanx.data.partition import Share
+from phalanx.data.partition import Partition
 from phalanx.data.permutation import Indices, Permutation
 
 BLOCK = 8192  # indices computed at once: 64 KiB an array, so that a block's arithmetic stays in the core's own cache
 
 
-class Handout:
+class IndexStream:
     """One pass of one rank over its share of an epoch; `order` None means the dataset's own order.
 
     Cost: memory of one block, whatever the share's size. Iteration runs in C between blocks: nothing is counted per
     index, because the list iterator that is being read knows how many it still has.
     """
 
-    def __init__(self, share: Share, order: Permutation | None) -> None:
+    def __init__(self, share: Partition, order: Permutation | None) -> None:
         self.share = share
         self._order = order
         self._computed = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Share:
+class Partition:
     """The positions `start, start + step, ...`, `count` of them, that one rank takes from the order of one epoch.
 
     Rank r of P takes every P-th position from the first one that nobody has consumed:
@@ -49,7 +49,7 @@ class Share:
 
 def plan_share(
     length: int, world_size: int, rank: int, *, consumed: int = 0, padding: bool = True, drop_last: bool = False
-) -> Share:
+) -> Partition:
     """The share of `rank` in what is left of an epoch over `length` samples of which `consumed` are done.
 
     With `drop_last` every rank takes the same number and the remainder is left out; otherwise with `padding` every
@@ -62,4 +62,4 @@ def plan_share(
         count = -(-left // world_size)
     else:
         count = max(0, -(-(left - rank) // world_size))
-    return Share(length, consumed, world_size, rank, count)
+    return Partition(length, consumed, world_size, rank, count)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import distributed as torch_sampler
 
-from phalanx.data.index_stream import Handout
-from phalanx.data.partition import Share, plan_share
+from phalanx.data.index_stream import IndexStream
+from phalanx.data.partition import Partition, plan_share
 from phalanx.data.permutation import Permutation
 from phalanx.errors import CheckpointError
 
@@ -65,7 +65,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self.num_samples = self._share(consumed=0).count
         self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
         self._consumed = 0  # of epoch `self.epoch`, before the pass to come
-        self._pass: Handout | None = None  # the latest; None while the pass to come is to be epoch `self.epoch`
+        self._pass: IndexStream | None = None  # the latest; None while the pass to come is to be epoch `self.epoch`
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self._begin())
@@ -128,10 +128,10 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         if self._pass is not None:
             self.epoch, self._consumed = self.epoch + 1, 0
         order = Permutation(self.length, f"seed {self.seed}, epoch {self.epoch}") if self.shuffle else None
-        self._pass = Handout(self._share(self._consumed), order)
+        self._pass = IndexStream(self._share(self._consumed), order)
         yield from self._pass.blocks()
 
-    def _share(self, consumed: int) -> Share:
+    def _share(self, consumed: int) -> Partition:
         return plan_share(
             self.length,
             self.num_replicas,

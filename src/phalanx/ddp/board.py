@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared_reducer import SharedBoard
+from phalanx.backend.shared_reducer import SharedReducer
 from phalanx.ddp.bucket import DenseBucket
 
 
@@ -29,7 +29,7 @@ class BoardExchange:
     def __init__(self, group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> None:
         filled = [bucket for bucket in buckets if bucket.plan.numel]  # an empty tensor lies nowhere
         self._numbers = {id(bucket): number for number, bucket in enumerate(filled)}
-        self._board = SharedBoard(group, [_real(_content(bucket)) for bucket in filled], dist.ReduceOp.AVG)
+        self._board = SharedReducer(group, [_real(_content(bucket)) for bucket in filled], dist.ReduceOp.AVG)
         self._open = False
 
     def launch(self, bucket: DenseBucket) -> BoardExchange:

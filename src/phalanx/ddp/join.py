@@ -39,7 +39,7 @@ class Stance:
 
 
 @dataclass(frozen=True)
-class Census:
+class JoinState:
     """All ranks' stances in one forward, by rank."""
 
     stances: tuple[Stance, ...]
@@ -65,10 +65,10 @@ class Census:
         return any(stance.decides for stance in self.stances)
 
 
-def take_census(stance: Stance, group: dist.ProcessGroup, device: torch.device) -> Census:
+def gather_join_state(stance: Stance, group: dist.ProcessGroup, device: torch.device) -> JoinState:
     """Tell all ranks of this rank's stance, and learn theirs. Collective: one all_gather of 3 numbers."""
     rows = _gather([stance.active, stance.syncs, stance.decides], group, device)
-    return Census(tuple(Stance(*map(bool, row)) for row in rows))
+    return JoinState(tuple(Stance(*map(bool, row)) for row in rows))
 
 
 def find_last(is_last: bool, group: dist.ProcessGroup, device: torch.device) -> int:
@@ -84,7 +84,7 @@ def _gather(row: list[bool], group: dist.ProcessGroup, device: torch.device) -> 
     return [one.tolist() for one in rows]
 
 
-def refuse_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
+def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Refuse to stand in for a rank whose forward or update the others need.
 
     Raises:
@@ -104,7 +104,7 @@ def refuse_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
-class Shadow(JoinHook):
+class JoinShadow(JoinHook):
     """What `Join` calls on a rank that has left: `stand_in` for each step of the others, `end(is_last)` at the end."""
 
     def __init__(self, stand_in: Callable[[], None], end: Callable[[bool], None]) -> None:
@@ -112,7 +112,7 @@ class Shadow(JoinHook):
         self._end = end
 
     def main_hook(self) -> None:
-        """Shadow one forward and backward."""
+        """JoinShadow one forward and backward."""
         self._stand_in()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -22,7 +22,7 @@ from phalanx.ddp.comm_hook import Hook, HookExchange
 from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
 from phalanx.ddp.first_steps import FirstSteps, warn_of
 from phalanx.ddp.graph import tensors_in
-from phalanx.ddp.join import Shadow, Stance, find_last, refuse_shadow, take_census
+from phalanx.ddp.join import JoinShadow, Stance, find_last, gather_join_state, refuse_join_shadow
 from phalanx.ddp.membership import Membership, explain_newcomers
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.reducer import Reducer
@@ -30,7 +30,7 @@ from phalanx.ddp.replicate import broadcast_tensors, replicate
 from phalanx.ddp.structure import describe, verify_same
 from phalanx.ddp.uneven import UnevenInputs, decide_source
 from phalanx.nn.sync_batchnorm import find_batchnorms
-from phalanx.transport.uneven import Reunion, take_part, training_step
+from phalanx.transport.uneven import RejoinChannel, take_part, training_step
 
 _PREFIX = "module."
 
@@ -287,7 +287,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What `torch.distributed.algorithms.Join` calls on a rank that has left it."""
         self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return Shadow(self._stand_in, self._take_over)
+        return JoinShadow(self._stand_in, self._take_over)
 
     @property
     def join_device(self) -> torch.device:
@@ -306,10 +306,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         if counted is not None:
             counted.wait()
         stance = Stance(active=True, syncs=sync, decides=self._batchnorm_undecided and self.training and sync)
-        census = take_census(stance, self.process_group, self.device)
+        join_state = gather_join_state(stance, self.process_group, self.device)
         divides_by_all = self._divide_by_initial_world_size
-        self._reducer.rescale = 1.0 if divides_by_all else self.process_group.size() / census.num_active
-        return census.source
+        self._reducer.rescale = 1.0 if divides_by_all else self.process_group.size() / join_state.num_active
+        return join_state.source
 
     def _stand_in(self) -> None:
         """In a Join context, on a rank that has left: what the others' forward and backward need of this rank.
@@ -318,16 +318,16 @@ class DistributedDataParallel(nn.Module, Joinable):
             RuntimeError: a layer or an optimizer needs something of every rank that only its own batch could give.
         """
         self._reducer.end_watch()
-        refuse_shadow(self.module, self.process_group)
-        census = take_census(Stance(active=False), self.process_group, self.device)
-        if census.decides:
+        refuse_join_shadow(self.module, self.process_group)
+        join_state = gather_join_state(Stance(active=False), self.process_group, self.device)
+        if join_state.decides:
             self._batchnorm_undecided = False
             sync_if_small(self.module, (), self.process_group, self.device)
-            refuse_shadow(self.module, self.process_group)
+            refuse_join_shadow(self.module, self.process_group)
         if self.broadcast_buffers and self._buffers_stale:
-            broadcast_tensors(self._synced_buffers(), self.process_group, census.source)
-        self._buffers_stale = census.syncs
-        if census.syncs:
+            broadcast_tensors(self._synced_buffers(), self.process_group, join_state.source)
+        self._buffers_stale = join_state.syncs
+        if join_state.syncs:
             self._reducer.stand_in()
 
     def _take_over(self, is_last: bool) -> None:
@@ -347,10 +347,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Whether this rank has given some of a step's gradients, and not yet got all of their mean."""
         return self._reducer.in_round
 
-    def rejoin(self, reunion: Reunion) -> None:
+    def rejoin(self, rejoin_channel: RejoinChannel) -> None:
         """Bring ranks up to date that ran out of data: the wrapper's own affair, before a collective where all meet."""
         mine = [*self._reducer.rounds, self._batchnorm_undecided, self._batchnorm_synced]
-        everyone = reunion.gather(mine)
+        everyone = rejoin_channel.gather(mine)
         source = decide_source([row[0] for row in everyone])
         self._reducer.end_watch()
         self._buffers_stale = True
@@ -362,7 +362,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._batchnorm_undecided = bool(undecided)
 
         def broadcast(packed: Tensor) -> bool:
-            reunion.broadcast(packed, source)
+            rejoin_channel.broadcast(packed, source)
             return self.process_group.rank() != source
 
         replicate(self._state(), broadcast)

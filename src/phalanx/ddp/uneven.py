@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.coordination.bootstrap import ranks
 from phalanx.diagnostics.absence import EVEN_ADVICE
-from phalanx.diagnostics.flight_recorder import story
+from phalanx.diagnostics.flight_recorder import describe_position
 from phalanx.errors import MismatchError
 from phalanx.log import get_logger
 from phalanx.transport.shares_memory import shares_memory
@@ -67,7 +67,7 @@ class UnevenInputs:
 
     def _stories(self, absent: Sequence[int]) -> list[str]:
         core = self._group.symm_mem.core
-        return ["has left" if core.state(rank)[0] == _LEFT else story(core, rank) for rank in absent]
+        return ["has left" if core.state(rank)[0] == _LEFT else describe_position(core, rank) for rank in absent]
 
 
 def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
@@ -77,7 +77,9 @@ def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
 
 def describe(absent: Sequence[int], present: Sequence[int], num_steps: int, stories: Sequence[str]) -> str:
     """The line about ranks that are out of a step for the first time; `stories` say where they are instead."""
-    where = "; ".join(f"rank {rank} {story}" for rank, story in zip(absent, stories, strict=True))
+    where = "; ".join(
+        f"rank {rank} {describe_position}" for rank, describe_position in zip(absent, stories, strict=True)
+    )
     go_on = f"{ranks(present)} {'goes' if len(present) == 1 else 'go'} on, averaging over those that are left"
     return f"{ranks(absent)} ran out of data after {_steps(num_steps)} ({where}); {go_on}"
 

@@ -197,7 +197,7 @@ class FailureStore:
         """What `rank` said about its end, or nothing."""
         return self._try(lambda: self._get(f"note/{self._meeting}/{rank}"), "")
 
-    # -- the question where everybody is -------------------------------------------------------------------------------------------
+    # -- who is where -------------------------------------------------------------------------------------------
 
     def collect_positions(self) -> dict[int, Position]:
         """Ask all ranks where they are, and give them a moment; whoever does not answer is not in the result."""

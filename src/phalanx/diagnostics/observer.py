@@ -24,7 +24,7 @@ _ABSENT, _LEFT = 0, 2  # enum plx_life
 
 
 @dataclass(frozen=True)
-class Card:
+class GroupInfo:
     """What a group is called, how many ranks it has, and those of this host: numbers in the job, and processes."""
 
     name: str
@@ -54,7 +54,7 @@ class GroupLog:
     ranks: tuple[RankLog, ...]
 
 
-def show(agent: str, card: Card, control: int) -> bool:
+def show(agent: str, group_info: GroupInfo, control: int) -> bool:
     """Give the agent with address `agent` ("name:token") the control memory's descriptor; False if it can't be had.
 
     Costs a connection and a packet, about 20 µs; never waits.
@@ -63,10 +63,10 @@ def show(agent: str, card: Card, control: int) -> bool:
     message = {
         "kind": "group",
         "token": token,
-        "name": card.name,
-        "world_size": card.world_size,
-        "ranks": card.ranks,
-        "pids": card.pids,
+        "name": group_info.name,
+        "world_size": group_info.world_size,
+        "ranks": group_info.ranks,
+        "pids": group_info.pids,
     }
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
@@ -105,21 +105,23 @@ class Observer:
         OSError: it cannot be mapped.
     """
 
-    def __init__(self, card: Card, control: int) -> None:
-        self.card = card
+    def __init__(self, group_info: GroupInfo, control: int) -> None:
+        self.group_info = group_info
         self.control = control
         self.read()
 
     def read(self) -> GroupLog:
         """Everything that the ranks have recorded, as it is now."""
-        card = self.card
+        group_info = self.group_info
         with self._mapped() as core:
-            return GroupLog(card.name, card.world_size, tuple(self._log(core, i) for i in range(len(card.ranks))))
+            return GroupLog(
+                group_info.name, group_info.world_size, tuple(self._log(core, i) for i in range(len(group_info.ranks)))
+            )
 
     def is_over(self) -> bool:
         """Whether every rank has left: nothing will be added."""
         with self._mapped() as core:
-            return all(core.state(i)[0] == _LEFT for i in range(len(self.card.ranks)))
+            return all(core.state(i)[0] == _LEFT for i in range(len(self.group_info.ranks)))
 
     @contextmanager
     def _mapped(self) -> Iterator[_core.Group]:
@@ -128,7 +130,7 @@ class Observer:
         nbytes = os.fstat(self.control).st_size
         address = _core.map(self.control, nbytes)
         try:
-            core = _core.Group(address, nbytes, 0, 0, 0, (-1,) * len(self.card.ranks), None)
+            core = _core.Group(address, nbytes, 0, 0, 0, (-1,) * len(self.group_info.ranks), None)
             try:
                 yield core
             finally:
@@ -139,8 +141,8 @@ class Observer:
     def _log(self, core: _core.Group, index: int) -> RankLog:
         life, _, _, _, _, note = core.state(index)
         records = read(core, index)
-        ranks = self.card.ranks
-        if len(ranks) == self.card.world_size:  # peers are numbered in the group; people know the job's numbers
+        ranks = self.group_info.ranks
+        if len(ranks) == self.group_info.world_size:  # peers are numbered in the group; people know the job's numbers
             records = [
                 replace(
                     record,
@@ -149,7 +151,7 @@ class Observer:
                 )
                 for record in records
             ]
-        return RankLog(ranks[index], self.card.pids[index], life != _ABSENT, life == _LEFT, note, tuple(records))
+        return RankLog(ranks[index], self.group_info.pids[index], life != _ABSENT, life == _LEFT, note, tuple(records))
 
     def close(self) -> None:
         """Let go of the memory."""

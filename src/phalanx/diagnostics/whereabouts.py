@@ -21,7 +21,7 @@ _groups: weakref.WeakSet[Seen] = weakref.WeakSet()
 
 
 def remember(group: Seen) -> None:
-    """Look into this group too, as long as it lives."""
+    """JobSnapshot into this group too, as long as it lives."""
     _groups.add(group)
 
 

@@ -56,7 +56,7 @@ def _has_folder() -> bool:
 
 
 def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
-    """Look at the host and decide everything that can be decided before a process is started.
+    """JobSnapshot at the host and decide everything that can be decided before a process is started.
 
     Raises:
         LaunchError: with all the problems that were found.

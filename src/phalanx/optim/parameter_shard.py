@@ -8,7 +8,7 @@ from torch import Tensor
 from phalanx.optim.plan import Slice
 
 
-class Piece:
+class ParameterShard:
     """A slice of `parameter`, whose elements in the order of memory are `flat`.
 
     `tensor` is what the optimizer sees: the parameter itself when the slice is all of it, else one dimension of it.

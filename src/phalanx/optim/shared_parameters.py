@@ -12,7 +12,7 @@ from phalanx.backend.strides import is_dense
 from phalanx.optim.plan import Extent, Slice, plan_offsets
 
 
-class Home:
+class SharedParameters:
     """Moves `parameters` into one block of the host's memory: rank 0's values, everybody's from then on. Collective.
 
     memory   the block, as bytes

@@ -31,7 +31,7 @@ from torch import Tensor
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.optim.plan import Plan
-from phalanx.optim.shared_parameters import Home
+from phalanx.optim.shared_parameters import SharedParameters
 
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
 _WORDS_APART = 16  # 64-bit words: each rank's in lines of its own
@@ -43,7 +43,7 @@ _PATIENCE_S = 30.0
 class _Region:
     """A home, its copy, and the byte ranges that each rank writes."""
 
-    def __init__(self, home: Home, plan: Plan) -> None:
+    def __init__(self, home: SharedParameters, plan: Plan) -> None:
         self.memory = home.memory
         self.aside: Tensor = _shared(home.memory.numel(), torch.uint8, home.group)
         self.ranges = [_joined([home.byte_range(part) for part in parts]) for parts in plan]
@@ -91,7 +91,7 @@ class Undo:
         self._store(0)
         dist.barrier(group=group)
 
-    def cover(self, home: Home, plan: Plan) -> None:
+    def cover(self, home: SharedParameters, plan: Plan) -> None:
         """Watch over the updates of one more group of parameters."""
         self._regions.append(_Region(home, plan))
 

@@ -26,9 +26,9 @@ from phalanx.backend.dynamo import untraced
 from phalanx.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
 from phalanx.optim.arguments import check_parameters, decide_group, refuse
 from phalanx.optim.element_wise import decide_cut
-from phalanx.optim.parameter_shard import Piece
+from phalanx.optim.parameter_shard import ParameterShard
 from phalanx.optim.plan import Slice, plan_cut, plan_whole
-from phalanx.optim.shared_parameters import Home
+from phalanx.optim.shared_parameters import SharedParameters
 from phalanx.optim.state import StateDict, cut_state, merge_state_dicts
 from phalanx.optim.undo import Undo
 from phalanx.transport.shares_memory import shares_memory
@@ -111,8 +111,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.gather_gradients = gather_gradients
         self._optimizer_class = optimizer_class
         self._undo = Undo(self.process_group) if self.world_size > 1 else None
-        self._homes: list[Home] = []
-        self._pieces: list[list[Piece]] = []  # of each group, this rank's
+        self._homes: list[SharedParameters] = []
+        self._pieces: list[list[ParameterShard]] = []  # of each group, this rank's
         self._local: Optimizer | None = None
         self._consolidated = False
         super().__init__(params, defaults)  # adds the groups
@@ -134,9 +134,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        home = Home(group["params"], self.process_group)
+        home = SharedParameters(group["params"], self.process_group)
         plan = (plan_cut if self._cut else plan_whole)(home.extents, self.world_size)
-        pieces = [Piece(home.parameters[part.index], home.flats[part.index], part) for part in plan[self.rank]]
+        pieces = [ParameterShard(home.parameters[part.index], home.flats[part.index], part) for part in plan[self.rank]]
         self._homes.append(home)
         self._pieces.append(pieces)
         if self._undo is not None:

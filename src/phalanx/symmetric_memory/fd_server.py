@@ -251,7 +251,8 @@ def receive_fds(
                 "(ulimit -n)"
             )
         raise PhalanxError(
-            f"the first rank of this host ended the connection after {len(fds)} of {count} file descriptors: read its log"
+            f"the first rank of this host ended the connection after {len(fds)} of {count} file descriptors: "
+            "read its log"
         )
     return fds
 

@@ -21,14 +21,14 @@ from phalanx.symmetric_memory.watch import ProcessId, can_watch_each_other
 MOST_RANKS = 250  # Linux hands over 253 descriptors at once: two memories, a rank's own end, and everybody's
 
 
-def needs_lifelines(processes: Sequence[ProcessId]) -> bool:
+def needs_liveness_pipes(processes: Sequence[ProcessId]) -> bool:
     """Whether these processes of one host need pipes to hear of each other's end. The same for all of them."""
     return len(processes) > 1 and not can_watch_each_other(processes)
 
 
 def why_unwatched(processes: Sequence[ProcessId]) -> str:
     """Why there are no lifelines for processes that need them, or nothing. The same for all of them."""
-    if len(processes) <= MOST_RANKS or not needs_lifelines(processes):
+    if len(processes) <= MOST_RANKS or not needs_liveness_pipes(processes):
         return ""
     return (
         f"{len(processes)} ranks of one host cannot watch each other: without pidfds (a filter forbids them, or the "
@@ -36,7 +36,7 @@ def why_unwatched(processes: Sequence[ProcessId]) -> str:
     )
 
 
-class Lifelines:
+class LivenessPipes:
     """One rank's ends, its own last in `fds`. Copies them: the caller keeps what it gave."""
 
     def __init__(self, fds: Sequence[int], rank: int) -> None:

@@ -17,7 +17,7 @@ from phalanx import _core
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, InternalError, PhalanxError
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, Notice, receive_fds
-from phalanx.symmetric_memory.liveness_pipe import Lifelines, needs_lifelines, new_pipes
+from phalanx.symmetric_memory.liveness_pipe import LivenessPipes, needs_liveness_pipes, new_pipes
 from phalanx.symmetric_memory.memfd import Sparse, memory, sparse_memory
 from phalanx.symmetric_memory.symmetric_heap import Placement
 from phalanx.symmetric_memory.watch import Pidfds, ProcessId
@@ -127,10 +127,10 @@ class SymmetricMemory:
         self._blocks_in_use = 0
         self._closed = False
         self._placement: Placement | None = None
-        control, heap, *lifelines = fds
+        control, heap, *liveness_pipes = fds
         self._control_bytes = os.fstat(control).st_size
         self._heap_bytes = os.fstat(heap).st_size // self.world_size
-        self._witnesses = _witnesses(lifelines, members, rank)
+        self._witnesses = _witnesses(liveness_pipes, members, rank)
         self._heap_file: Sparse | None = None
         try:
             self._control = _core.map(control, self._control_bytes)
@@ -336,7 +336,7 @@ class SymmetricMemory:
         """In a forked child: this is the parent's seat, touch nothing that is shared."""
         self._closed = True
         self.core.abandon()
-        if isinstance(self._witnesses, Lifelines):
+        if isinstance(self._witnesses, LivenessPipes):
             self._witnesses.close()  # or the parent would live on in them after its end
 
 
@@ -347,9 +347,9 @@ def _processes(members: Sequence[Member]) -> list[ProcessId]:
     return [member.process for member in members]
 
 
-def _witnesses(lifelines: Sequence[int], members: Sequence[Member], rank: int) -> Pidfds | Lifelines:
+def _witnesses(liveness_pipes: Sequence[int], members: Sequence[Member], rank: int) -> Pidfds | LivenessPipes:
     """What tells that a member is gone."""
-    return Lifelines(lifelines, rank) if lifelines else Pidfds(_processes(members), rank)
+    return LivenessPipes(liveness_pipes, rank) if liveness_pipes else Pidfds(_processes(members), rank)
 
 
 def _after_fork() -> None:
@@ -402,7 +402,7 @@ def open_as_leader(
     world_size = len(members)
     with (
         _new_memory(members) as (control, heap),
-        new_pipes(world_size if needs_lifelines(_processes(members)) else 0) as pipes,
+        new_pipes(world_size if needs_liveness_pipes(_processes(members)) else 0) as pipes,
     ):
         reads, writes = pipes
         symm_mem = SymmetricMemory(
@@ -428,7 +428,9 @@ def open_as_member(
         DeadlineError: it did not answer in time.
         PhalanxError: it is gone.
     """
-    fds = receive_fds(address, rank, 2 + (len(members) + 1 if needs_lifelines(_processes(members)) else 0), deadline)
+    fds = receive_fds(
+        address, rank, 2 + (len(members) + 1 if needs_liveness_pipes(_processes(members)) else 0), deadline
+    )
     try:
         return SymmetricMemory(fds, rank, members, idle)
     finally:

@@ -19,14 +19,14 @@ from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError, DeadlineError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import SymmetricMemory, timeout_ns
-from phalanx.transport.uneven import Attendance
+from phalanx.transport.uneven import UnevenInputs
 
 _logger = get_logger(__name__)
 _MAX_SITES = 256
 
 
-class Span:
-    """How long an operation may take, where it was called, and in which role (see `attendance`).
+class CallContext:
+    """How long an operation may take, where it was called, and in which role (see `uneven`).
 
     `timeout_s` seconds; `site` is the place in the rank's table, and above its lower 16 bits the role.
 
@@ -52,7 +52,7 @@ class SharedMemory:
         self.group = group
         self.lock = threading.Lock()
         self._holder = 0  # the thread that has it; a signal handler runs in that very thread
-        self.attendance: Attendance | None = None  # of those who train over the group
+        self.uneven: UnevenInputs | None = None  # of those who train over the group
         self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
@@ -157,19 +157,19 @@ class SharedMemory:
             f" ({stories})" if stories else "",
         )
 
-    def check(self, status: int, span: Span, *, kind: int = 0, peer: int = -1) -> None:
+    def check(self, status: int, ctx: CallContext, *, kind: int = 0, peer: int = -1) -> None:
         """Raise the error that `status` stands for, if it is one; `kind` and `peer` if it was a message's."""
         if status:
             try:
-                error = failures.failure(status, self.symm_mem, self.group, span.timeout_s, kind=kind, peer=peer)
+                error = failures.failure(status, self.symm_mem, self.group, ctx.timeout_s, kind=kind, peer=peer)
             except ClosedError:  # before the story could be read, by another thread
                 error = failures.closed(self.group)
             raise error
 
-    def _collective(self, span: Span, call: Callable[[], int]) -> None:
+    def _collective(self, ctx: CallContext, call: Callable[[], int]) -> None:
         status = failures.REJOIN
         while status == failures.REJOIN:
-            with self.turn(span.timeout_s):
+            with self.turn(ctx.timeout_s):
                 try:
                     status = call()
                 except BaseException as error:
@@ -178,7 +178,7 @@ class SharedMemory:
             if status == failures.REJOIN:
                 self._rejoin()
         if status:
-            self.check(status, span)
+            self.check(status, ctx)
 
     @contextlib.contextmanager
     def turn(self, timeout_s: float) -> Iterator[None]:
@@ -216,8 +216,8 @@ class SharedMemory:
 
     def _rejoin(self) -> None:
         """All wait at this collective, and some were out of training steps; after this it is called again."""
-        assert self.attendance is not None  # it is what made the core look
-        self.attendance.rejoin()
+        assert self.uneven is not None  # it is what made the core look
+        self.uneven.rejoin()
 
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
@@ -226,9 +226,9 @@ class SharedMemory:
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
-    def barrier(self, span: Span) -> None:
+    def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come."""
-        self._collective(span, lambda: self.core.barrier(span.timeout_ns, span.site, ()))
+        self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.site, ()))
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """As `all_reduce` with SUM, for a contiguous tensor of a real dtype: the shortest way to the core."""
@@ -262,9 +262,9 @@ class SharedMemory:
             self._rejoin()
             self.sum_in_place(tensor, code, timeout_s, place)
         elif status:
-            self.check(status, Span(timeout_s, 0))
+            self.check(status, CallContext(timeout_s, 0))
 
-    def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: Any = None) -> None:
+    def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first.
 
         Raises:
@@ -275,7 +275,7 @@ class SharedMemory:
         src = dense(scaled(tensor, factor))
         dst = src if factor is None or not is_plain(tensor) else tensor
         self._collective(
-            span,
+            ctx,
             lambda: self.core.all_reduce(
                 src.data_ptr(),
                 dst.data_ptr(),
@@ -283,8 +283,8 @@ class SharedMemory:
                 dtype_of(src.dtype).code,
                 redop,
                 root,
-                span.timeout_ns,
-                span.site,
+                ctx.timeout_ns,
+                ctx.site,
                 tensor.shape,
             ),
         )
@@ -301,32 +301,32 @@ class SharedMemory:
                 "every rank; to reduce another value of each rank, reduce a clone."
             )
 
-    def broadcast(self, tensor: Tensor, root: int, span: Span) -> None:
+    def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         """`tensor` becomes root's."""
         data = dense(tensor)
         self._collective(
-            span,
+            ctx,
             lambda: self.core.broadcast(
-                data.data_ptr(), nbytes(data), dtype_of(data.dtype).code, root, span.timeout_ns, span.site, tensor.shape
+                data.data_ptr(), nbytes(data), dtype_of(data.dtype).code, root, ctx.timeout_ns, ctx.site, tensor.shape
             ),
         )
         if data is not tensor and root != self.symm_mem.rank:
             write_back(tensor, data)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, span: Span, *, root: int = -1) -> None:
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
         src, dst = dense(tensor), [dense(t) for t in outputs]
         sizes = tuple(nbytes(t) for t in dst) if dst else (nbytes(src),) * self.symm_mem.world_size
         self._collective(
-            span,
+            ctx,
             lambda: self.core.gather(
                 src.data_ptr(),
                 tuple(t.data_ptr() for t in dst) if dst else None,
                 sizes,
                 dtype_of(src.dtype).code,
                 root,
-                span.timeout_ns,
-                span.site,
+                ctx.timeout_ns,
+                ctx.site,
                 tensor.shape,
             ),
         )
@@ -334,40 +334,40 @@ class SharedMemory:
             if got is not output:
                 write_back(output, got)
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
         src, dst = dense(tensor), dense(output)
         size, at = nbytes(src), dst.data_ptr()
         world = self.symm_mem.world_size
         self._collective(
-            span,
+            ctx,
             lambda: self.core.gather(
                 src.data_ptr(),
                 tuple(at + r * size for r in range(world)),
                 (size,) * world,
                 dtype_of(src.dtype).code,
                 -1,
-                span.timeout_ns,
-                span.site,
+                ctx.timeout_ns,
+                ctx.site,
                 tensor.shape,
             ),
         )
         if dst is not output:
             write_back(output, dst)
 
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, span: Span) -> None:
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
         src, dst = [dense(t) for t in inputs], dense(output)
         self._collective(
-            span,
+            ctx,
             lambda: self.core.scatter(
                 tuple(t.data_ptr() for t in src) if src else None,
                 dst.data_ptr(),
                 nbytes(dst),
                 dtype_of(dst.dtype).code,
                 root,
-                span.timeout_ns,
-                span.site,
+                ctx.timeout_ns,
+                ctx.site,
                 output.shape,
             ),
         )
@@ -375,24 +375,24 @@ class SharedMemory:
             write_back(output, dst)
 
     def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span, *, factor: Any = None
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
         src, dst = [dense(scaled(t, factor)) for t in inputs], dense(output)
         self._reduce_scatter(
-            tuple(t.data_ptr() for t in src), tuple(t.numel() for t in src), dst, redop, span, output.shape
+            tuple(t.data_ptr() for t in src), tuple(t.numel() for t in src), dst, redop, ctx, output.shape
         )
         if dst is not output:
             write_back(output, dst)
 
     def reduce_scatter_single(
-        self, output: Tensor, tensor: Tensor, redop: int, span: Span, *, factor: Any = None
+        self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
         src, dst = dense(scaled(tensor, factor)), dense(output)
         at, size, world = src.data_ptr(), nbytes(dst), self.symm_mem.world_size
         addresses = tuple(at + r * size for r in range(world))
-        self._reduce_scatter(addresses, (dst.numel(),) * world, dst, redop, span, output.shape)
+        self._reduce_scatter(addresses, (dst.numel(),) * world, dst, redop, ctx, output.shape)
         if dst is not output:
             write_back(output, dst)
 
@@ -402,21 +402,23 @@ class SharedMemory:
         counts: tuple[int, ...],
         dst: Tensor,
         redop: int,
-        span: Span,
+        ctx: CallContext,
         shape: torch.Size,
     ) -> None:
         self._collective(
-            span,
+            ctx,
             lambda: self.core.reduce_scatter(
-                addresses, counts, dst.data_ptr(), dtype_of(dst.dtype).code, redop, span.timeout_ns, span.site, shape
+                addresses, counts, dst.data_ptr(), dtype_of(dst.dtype).code, redop, ctx.timeout_ns, ctx.site, shape
             ),
         )
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], span: Span, *, splits: bool) -> None:
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
+    ) -> None:
         """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
         src, dst = [dense(t) for t in inputs], [dense(t) for t in outputs]
         self._collective(
-            span,
+            ctx,
             lambda: self.core.all_to_all(
                 tuple(t.data_ptr() for t in src),
                 tuple(nbytes(t) for t in src),
@@ -424,8 +426,8 @@ class SharedMemory:
                 tuple(nbytes(t) for t in dst),
                 dtype_of(src[0].dtype).code,
                 int(splits),
-                span.timeout_ns,
-                span.site,
+                ctx.timeout_ns,
+                ctx.site,
                 src[0].shape,
             ),
         )
@@ -433,14 +435,14 @@ class SharedMemory:
             if got is not output:
                 write_back(output, got)
 
-    def all_to_all_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """As `all_to_all` with the equal parts of two contiguous tensors, without cutting them into views."""
         world = self.symm_mem.world_size
         size = nbytes(tensor) // world
         sizes = (size,) * world
         src, dst = tensor.data_ptr(), output.data_ptr()
         self._collective(
-            span,
+            ctx,
             lambda: self.core.all_to_all(
                 tuple(range(src, src + size * world, size)) if size else (src,) * world,
                 sizes,
@@ -448,34 +450,34 @@ class SharedMemory:
                 sizes,
                 dtype_of(tensor.dtype).code,
                 0,
-                span.timeout_ns,
-                span.site,
+                ctx.timeout_ns,
+                ctx.site,
                 tensor.shape,
             ),
         )
 
     # -- point to point ------------------------------------------------------------------------------------------
 
-    def send(self, tensor: Tensor, dst: int, tag: int, span: Span) -> None:
+    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it."""
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         self.check(
-            self.core.send(data.data_ptr(), nbytes(data), dst, tag, code, span.timeout_ns, span.site, tensor.shape),
-            span,
+            self.core.send(data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.site, tensor.shape),
+            ctx,
             kind=failures.SEND,
             peer=dst,
         )
 
-    def send_now(self, tensor: Tensor, dst: int, tag: int, span: Span) -> bool:
+    def send_now(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> bool:
         """As `send` if that needs no waiting; else False, and nothing has happened."""
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         status = self.core.send_now(
-            data.data_ptr(), nbytes(data), dst, tag, code, span.timeout_ns, span.site, tensor.shape
+            data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.site, tensor.shape
         )
         if status:
-            self.check(status, span, kind=failures.SEND, peer=dst)
+            self.check(status, ctx, kind=failures.SEND, peer=dst)
         return status is not None
 
 

@@ -22,7 +22,7 @@ from phalanx.transport.shares_memory import shares_memory
 WAITS, STEP, BACKGROUND = 0, 2, 4  # roles of a call: PLX_FLAG_* in csrc/layout.h
 
 
-class Reunion:
+class RejoinChannel:
     """Collectives for those who meet again, in the middle of the collective at which they do.
 
     They go straight to the memory: the group's queue may be busy with that very collective.
@@ -32,9 +32,11 @@ class Reunion:
         self._group = group
 
     def _span(self) -> Any:
-        from phalanx.transport.shared_memory import Span  # needs the C core, which a group that shares memory has
+        from phalanx.transport.shared_memory import (
+            CallContext,  # needs the C core, which a group that shares memory has
+        )
 
-        return Span(self._group._timeout_s, self._group._memory.site(("", 0)))
+        return CallContext(self._group._timeout_s, self._group._memory.site(("", 0)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """`tensor` becomes that of rank `src`."""
@@ -55,11 +57,11 @@ class Participant(Protocol):
     def in_round(self) -> bool:
         """Whether this rank has given some gradients of a step, and not yet got all of the mean."""
 
-    def rejoin(self, reunion: Reunion) -> None:
+    def rejoin(self, rejoin_channel: RejoinChannel) -> None:
         """All ranks are here, some of them were out of steps: bring these up to date. Collective."""
 
 
-class Attendance:
+class UnevenInputs:
     """Of one group that shares memory: its participants, and whether this rank is making a call of a step."""
 
     def __init__(self, group: Any) -> None:
@@ -83,11 +85,11 @@ class Attendance:
     def _rejoin(self, alive: Sequence[Participant | None]) -> None:
         group = self._group()
         assert group is not None  # it is in a collective
-        reunion = Reunion(group)
-        kept = reunion.gather([one is not None for one in alive])
+        rejoin_channel = RejoinChannel(group)
+        kept = rejoin_channel.gather([one is not None for one in alive])
         for number, participant in enumerate(alive):
             if participant is not None and all(row[number] for row in kept):
-                participant.rejoin(reunion)
+                participant.rejoin(rejoin_channel)
 
     def leave(self) -> None:
         """This rank is about to leave: if it has finished what it began, and fails at nothing, others may train on."""
@@ -106,7 +108,7 @@ def take_part(group: Any, participant: Participant) -> bool:
     if not shares_memory(group) or group.size() == 1:
         return False
     if group._attendance is None:
-        group._attendance = group._memory.attendance = Attendance(group)
+        group._attendance = group._memory.uneven = UnevenInputs(group)
         group._memory.core.allow_uneven()
     group._attendance.add(participant)
     return True
@@ -119,15 +121,15 @@ def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
     They must be such that zeros are neutral: a sum, a maximum of what is not negative, an all_gather whose receivers
     know empty rows, a broadcast that any rank's tensor serves. On groups without a participant nothing changes.
     """
-    attendance: Attendance | None = getattr(group, "_attendance", None)
-    if attendance is None:
+    uneven: UnevenInputs | None = getattr(group, "_attendance", None)
+    if uneven is None:
         yield
         return
-    before, attendance.role = attendance.role, STEP
+    before, uneven.role = uneven.role, STEP
     try:
         yield
     finally:
-        attendance.role = before
+        uneven.role = before
 
 
 def absent_ranks(group: Any) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.backend.arguments import one
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group import PhalanxProcessGroup
-from phalanx.backend.work import Closable, Lane, PhalanxWork
+from phalanx.backend.work import Closable, PhalanxWork, SerialExecutor
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import Underway
 from phalanx.transport.mpi.operations import OverMpi
@@ -36,7 +36,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
     ) -> None:
         super().__init__(store, memory, rank, size, timeout, name, ranks)
         self._mpi = memory
-        self._futures = Lane(f"phalanx-{name}-futures")
+        self._futures = SerialExecutor(f"phalanx-{name}-futures")
 
     def getBackendName(self) -> str:
         """The name under which torch knows us."""
@@ -85,8 +85,8 @@ class MpiProcessGroup(PhalanxProcessGroup):
 
         return self._under_way(tensor, message, end)
 
-    def _lanes(self) -> list[Closable]:
-        return [*super()._lanes(), self._futures]
+    def _executors(self) -> list[Closable]:
+        return [*super()._executors(), self._futures]
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self._span(None, 5).timeout_s)
@@ -101,7 +101,9 @@ class MpiProcessGroup(PhalanxProcessGroup):
 class MessageWork(PhalanxWork):
     """A message on its way. Whoever waits for it, or asks for its end, asks MPI."""
 
-    def __init__(self, outputs: Sequence[Tensor], message: Underway, end: Callable[[], int], futures: Lane) -> None:
+    def __init__(
+        self, outputs: Sequence[Tensor], message: Underway, end: Callable[[], int], futures: SerialExecutor
+    ) -> None:
         super().__init__(outputs)
         self._message = message
         self._end = end

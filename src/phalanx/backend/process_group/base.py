@@ -15,17 +15,17 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.work import Closable, DoneWork, Lane, PhalanxWork
+from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failures import closed, nested
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.hierarchical import AcrossHosts
 from phalanx.transport.mpi.operations import OverMpi
-from phalanx.transport.shared_memory import SharedMemory, Span
-from phalanx.transport.uneven import BACKGROUND, WAITS, Attendance
+from phalanx.transport.shared_memory import CallContext, SharedMemory
+from phalanx.transport.uneven import BACKGROUND, WAITS, UnevenInputs
 
-Operation = Callable[[Span], None]
+Operation = Callable[[CallContext], None]
 Result = TypeVar("Result")
 
 _JOIN_S = 5.0
@@ -36,12 +36,12 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 @untraced
-class Identity(_ProcessGroup):  # type: ignore[misc]
+class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
     """What every process group answers, and the order in which this one carries things out.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
-    the group's lane, one thread, first come first served. Either way all ranks run the same calls in the same order.
-    Across hosts the lane carries out everything: an engine's wait hears no signal, and the main thread must.
+    the group's executor, one thread, first come first served. Either way all ranks run the same calls in the same order.
+    Across hosts the executor carries out everything: an engine's wait hears no signal, and the main thread must.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         self._desc = ""
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self._interrupted = memory.interrupted if isinstance(memory, AcrossHosts) else None
-        self._lane = Lane(
+        self._executor = SerialExecutor(
             f"phalanx-{name}",
             callbacks_first=True,
             interrupted=self._interrupted,
@@ -76,7 +76,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         self._closing = threading.RLock()  # a signal handler may come in the middle
         self._done = DoneWork()
         self._scratch: Any = None  # memory for `allocate_tensor`, once somebody asked
-        self._attendance: Attendance | None = None  # once somebody trains over the group
+        self._attendance: UnevenInputs | None = None  # once somebody trains over the group
         _groups.add(self)
 
     # -- identity ------------------------------------------------------------------------------------------------
@@ -188,10 +188,10 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def _span(self, options: Any, depth: int, role: int = WAITS) -> Span:
-        if self._closed or self._memory.closed:  # the latter alone in a forked child, which has no lanes
+    def _span(self, options: Any, depth: int, role: int = WAITS) -> CallContext:
+        if self._closed or self._memory.closed:  # the latter alone in a forked child, which has no executors
             raise closed(self._name)
-        return Span(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)), role)
+        return CallContext(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)), role)
 
     def _role(self, *, waits: bool) -> int:
         """Of a call that the program waits for, or not; only groups that somebody trains over tell them apart."""
@@ -202,7 +202,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     def _is_free(self) -> bool:
         """Whether a call that is waited for can be carried out without asking any further."""
         return (
-            self._lane.idle
+            self._executor.idle
             and self._interrupted is None
             and not self._closed
             and not self._memory.closed
@@ -212,14 +212,14 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
         waits = not getattr(options, "asyncOp", True)
-        span = self._span(options, 4, self._role(waits=waits))
-        if waits and self._lane.idle and self._interrupted is None:
-            operation(span)
+        ctx = self._span(options, 4, self._role(waits=waits))
+        if waits and self._executor.idle and self._interrupted is None:
+            operation(ctx)
             return self._done
-        span.awaited = waits
-        if waits and self._lane.is_below():
+        ctx.awaited = waits
+        if waits and self._executor.is_below():
             raise nested("a collective", self._name, self._rank)
-        work = self._queue(self._lane, lambda: operation(span), outputs)
+        work = self._queue(self._executor, lambda: operation(ctx), outputs)
         if waits and self._interrupted is not None:
             work.wait()
         return work
@@ -233,26 +233,26 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 
         Also what is no collective of c10d's has its place in the order that is the same on all ranks.
         """
-        if self._lane.idle:
+        if self._executor.idle:
             return operation()
         results: list[Result] = []
-        self._queue(self._lane, lambda: results.append(operation()), []).wait()
+        self._queue(self._executor, lambda: results.append(operation()), []).wait()
         return results[0]
 
     def drain(self) -> None:
         """Return when the collectives that were called here and run in the background are over, well or not."""
-        if not self._lane.idle:
-            self._queue(self._lane, lambda: None, []).wait()
+        if not self._executor.idle:
+            self._queue(self._executor, lambda: None, []).wait()
 
-    def _queue(self, lane: Lane, action: Callable[[], None], outputs: Sequence[Any]) -> PhalanxWork:
+    def _queue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Sequence[Any]) -> PhalanxWork:
         work = PhalanxWork(outputs)
         self._recent.append(work)
-        return lane.put(action, work)
+        return executor.put(action, work)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _lanes(self) -> list[Closable]:
-        return [self._lane]
+    def _executors(self) -> list[Closable]:
+        return [self._executor]
 
     def shutdown(self) -> None:
         """Finish what is queued, then leave the group."""
@@ -290,7 +290,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
     def _settle(self, patience_s: float) -> bool:
         """Let what is queued end, and what other threads are in; whether all was over within `patience_s`."""
         deadline = Deadline.after(patience_s)
-        ended = all([lane.close(deadline.left_s) for lane in self._lanes()])
+        ended = all([executor.close(deadline.left_s) for executor in self._executors()])
         memory = self._memory
         if isinstance(memory, SharedMemory):
             return memory.settle(deadline.left_s) and ended
@@ -310,7 +310,7 @@ class _Options:
         self.backend = backend
 
 
-_groups: weakref.WeakSet[Identity] = weakref.WeakSet()
+_groups: weakref.WeakSet[ProcessGroupBase] = weakref.WeakSet()
 
 
 def leave_all(note: str) -> None:

@@ -25,12 +25,12 @@ from phalanx.backend.arguments import (
 )
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.memoryless import FakeCall, nothing_done, without_fakes
-from phalanx.backend.process_group.base import Identity
+from phalanx.backend.process_group.base import ProcessGroupBase
 from phalanx.backend.process_group.observed import early_modes, num_modes, observed, tell, told, transform
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
-from phalanx.transport.shared_memory import Span, is_plain, write_back
+from phalanx.transport.shared_memory import CallContext, is_plain, write_back
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM
@@ -51,7 +51,7 @@ def _options(options: Any, kind: type, timeout: timedelta | None = None) -> Any:
 
 @untraced
 @observed
-class Collectives(Identity):
+class Collectives(ProcessGroupBase):
     """Every collective of `torch.distributed`, on CPU tensors of the ranks of one host.
 
     Lists hold one tensor per call, as c10d's signatures want (several belong to torch's multi-device past).
@@ -89,19 +89,19 @@ class Collectives(Identity):
         except FakeCall:
             return nothing_done("all_reduce", (tensors,))
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "all_reduce")
-        return self._carry_out(lambda span: self._memory.all_reduce(tensor, code, span, factor=factor), opts, [tensor])
+        return self._carry_out(lambda ctx: self._memory.all_reduce(tensor, code, ctx, factor=factor), opts, [tensor])
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
         sparse.check(tensor, opts.reduceOp)
-        return self._carry_out(lambda span: sparse.all_reduce(self._memory, tensor, span), opts, [tensor])
+        return self._carry_out(lambda ctx: sparse.all_reduce(self._memory, tensor, ctx), opts, [tensor])
 
     def sparse_mean(self, tensor: Tensor) -> Tensor:
         """The mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay as they are. It waits.
 
         As an all_reduce with AVG, which sparse tensors do not have, without c10d's way there and a copy of the result.
         """
-        span = self._span(None, 4)
-        return self.in_order(lambda: sparse.add_up(self._memory, tensor, span, divisor=self._size))
+        ctx = self._span(None, 4)
+        return self.in_order(lambda: sparse.add_up(self._memory, tensor, ctx, divisor=self._size))
 
     @without_fakes
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
@@ -110,9 +110,9 @@ class Collectives(Identity):
         checked = [check_tensor(t, "all_reduce_coalesced", written=True) for t in tensors]
         codes = [reduction_of(opts.reduceOp, t.dtype, "all_reduce_coalesced") for t in checked]
 
-        def run(span: Span) -> None:
+        def run(ctx: CallContext) -> None:
             for tensor, (code, factor) in zip(checked, codes, strict=True):
-                self._memory.all_reduce(tensor, code, span, factor=factor)
+                self._memory.all_reduce(tensor, code, ctx, factor=factor)
 
         return self._carry_out(run, opts, checked)
 
@@ -126,7 +126,7 @@ class Collectives(Identity):
             opts.asyncOp = True
         tensor = one(tensors, "broadcast", written=True)
         root = check_rank(opts.rootRank, self._size, "broadcast", "src")
-        return self._carry_out(lambda span: self._memory.broadcast(tensor, root, span), opts, [tensor])
+        return self._carry_out(lambda ctx: self._memory.broadcast(tensor, root, ctx), opts, [tensor])
 
     @without_fakes
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
@@ -136,7 +136,7 @@ class Collectives(Identity):
         root = check_rank(opts.rootRank, self._size, "reduce", "dst")
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "reduce")
         return self._carry_out(
-            lambda span: self._memory.all_reduce(tensor, code, span, root=root, factor=factor), opts, [tensor]
+            lambda ctx: self._memory.all_reduce(tensor, code, ctx, root=root, factor=factor), opts, [tensor]
         )
 
     @without_fakes
@@ -151,7 +151,7 @@ class Collectives(Identity):
                 f"all_gather: tensor_list[{self._rank}] has {outputs[self._rank].numel()} elements, this rank's tensor "
                 f"of shape {tuple(tensor.shape)} has {tensor.numel()}"
             )
-        return self._carry_out(lambda span: self._memory.gather(outputs, tensor, span), opts, outputs)
+        return self._carry_out(lambda ctx: self._memory.gather(outputs, tensor, ctx), opts, outputs)
 
     @without_fakes
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
@@ -160,7 +160,7 @@ class Collectives(Identity):
         check_tensor(output, "all_gather_into_tensor", written=True)
         check_tensor(tensor, "all_gather_into_tensor")
         check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
-        return self._carry_out(lambda span: self._memory.all_gather_single(output, tensor, span), opts, [output])
+        return self._carry_out(lambda ctx: self._memory.all_gather_single(output, tensor, ctx), opts, [output])
 
     _allgather_base = all_gather_single
 
@@ -175,9 +175,9 @@ class Collectives(Identity):
             check_tensor(tensor, "all_gather_into_tensor")
             check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
 
-        def run(span: Span) -> None:
+        def run(ctx: CallContext) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._memory.all_gather_single(output, tensor, span)
+                self._memory.all_gather_single(output, tensor, ctx)
 
         return self._carry_out(run, opts, list(outputs))
 
@@ -201,9 +201,9 @@ class Collectives(Identity):
             for i, tensor in enumerate(check_tensor(t, "all_gather_coalesced") for t in input_list)
         ]
 
-        def run(span: Span) -> None:
+        def run(ctx: CallContext) -> None:
             for tensor, outputs in zip(input_list, by_tensor, strict=True):
-                self._memory.gather(outputs, tensor, span)
+                self._memory.gather(outputs, tensor, ctx)
 
         return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
 
@@ -220,7 +220,7 @@ class Collectives(Identity):
             outputs = check_list(output_tensors[0], self._size, tensor, "gather", "gather_list", written=True)
         elif output_tensors:
             raise ValueError(f"gather: only rank {root} (dst) takes outputs, rank {self._rank} gave some")
-        return self._carry_out(lambda span: self._memory.gather(outputs, tensor, span, root=root), opts, outputs)
+        return self._carry_out(lambda ctx: self._memory.gather(outputs, tensor, ctx, root=root), opts, outputs)
 
     @without_fakes
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
@@ -235,7 +235,7 @@ class Collectives(Identity):
             inputs = check_list(input_tensors[0], self._size, output, "scatter", "scatter_list")
         elif input_tensors:
             raise ValueError(f"scatter: only rank {root} (src) gives inputs, rank {self._rank} gave some")
-        return self._carry_out(lambda span: self._memory.scatter(output, inputs, root, span), opts, [output])
+        return self._carry_out(lambda ctx: self._memory.scatter(output, inputs, root, ctx), opts, [output])
 
     @without_fakes
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
@@ -251,7 +251,7 @@ class Collectives(Identity):
             )
         code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter")
         return self._carry_out(
-            lambda span: self._memory.reduce_scatter(output, inputs, code, span, factor=factor), opts, [output]
+            lambda ctx: self._memory.reduce_scatter(output, inputs, code, ctx, factor=factor), opts, [output]
         )
 
     @without_fakes
@@ -263,7 +263,7 @@ class Collectives(Identity):
         check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
         code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor")
         return self._carry_out(
-            lambda span: self._memory.reduce_scatter_single(output, tensor, code, span, factor=factor), opts, [output]
+            lambda ctx: self._memory.reduce_scatter_single(output, tensor, code, ctx, factor=factor), opts, [output]
         )
 
     _reduce_scatter_base = reduce_scatter_single
@@ -281,9 +281,9 @@ class Collectives(Identity):
             check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
             codes.append(reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor"))
 
-        def run(span: Span) -> None:
+        def run(ctx: CallContext) -> None:
             for output, tensor, (code, factor) in zip(outputs, inputs, codes, strict=True):
-                self._memory.reduce_scatter_single(output, tensor, code, span, factor=factor)
+                self._memory.reduce_scatter_single(output, tensor, code, ctx, factor=factor)
 
         return self._carry_out(run, opts, list(outputs))
 
@@ -300,7 +300,7 @@ class Collectives(Identity):
         outputs = check_list(
             output_tensors, self._size, like, "all_to_all", "output_tensor_list", uneven=True, written=True
         )
-        return self._carry_out(lambda span: self._memory.all_to_all(outputs, inputs, span, splits=True), opts, outputs)
+        return self._carry_out(lambda ctx: self._memory.all_to_all(outputs, inputs, ctx, splits=True), opts, outputs)
 
     @without_fakes
     def all_to_all_single(
@@ -325,14 +325,14 @@ class Collectives(Identity):
             )
         rows = tensor.shape[0] if tensor.dim() else 1
         if not splits and rows % self._size == 0 and is_plain(tensor) and is_plain(output):
-            return self._carry_out(lambda span: self._memory.all_to_all_single(output, tensor, span), opts, [output])
+            return self._carry_out(lambda ctx: self._memory.all_to_all_single(output, tensor, ctx), opts, [output])
         # A copy with its elements in order, so that rows of it are pieces of memory.
         dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
         inputs = split_rows(tensor, input_split_sizes or [], self._size, "all_to_all_single", "the input")
         outputs = split_rows(dense, output_split_sizes or [], self._size, "all_to_all_single", "the output")
 
-        def run(span: Span) -> None:
-            self._memory.all_to_all(outputs, inputs, span, splits=splits)
+        def run(ctx: CallContext) -> None:
+            self._memory.all_to_all(outputs, inputs, ctx, splits=splits)
             if dense is not output:
                 write_back(output, dense)
 
@@ -343,7 +343,7 @@ class Collectives(Identity):
     def barrier(self, opts: Any = None) -> Work:
         """Over when every rank has come."""
         opts = _options(opts, c10d.BarrierOptions)
-        return self._carry_out(lambda span: self._memory.barrier(span), opts, [])
+        return self._carry_out(lambda ctx: self._memory.barrier(ctx), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names who did not come, as every error of this backend does; the words are Gloo's.
@@ -357,7 +357,7 @@ class Collectives(Identity):
         if timeout is not None:
             opts.timeout = max(timeout, timedelta(milliseconds=1))  # no time at all would read as "unset"
         try:
-            self._carry_out(lambda span: self._memory.barrier(span), opts, []).wait()
+            self._carry_out(lambda ctx: self._memory.barrier(ctx), opts, []).wait()
         except DeadlineError as error:
             raise in_torchs_words(error, self._rank, wait_all_ranks=wait_all_ranks) from None
 
@@ -366,7 +366,7 @@ class Collectives(Identity):
 
     def _end_coalescing(self, device: torch.device) -> Work:
         """Over when all operations of the block are."""
-        return self._carry_out(lambda span: None, None, [])
+        return self._carry_out(lambda ctx: None, None, [])
 
 
 def _is_sparse(tensor: Any) -> bool:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from phalanx.backend.device_backends import Carrier, available, find_device, nobody_carries
+from phalanx.backend.device_backends import DeviceBackend, available, find_device, no_backend_for
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.diagnostics.failures import closed
@@ -74,14 +74,14 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         """The group that carries tensors on `device`."""
         carrier = self._carriers.get(device.type)
         if carrier is None:
-            raise ValueError(nobody_carries(device, operation))
+            raise ValueError(no_backend_for(device, operation))
         group = self._group_inside(device.type)
         if collective and device.type not in self._agreed:
             self._agree(carrier, device, operation)
             self._agreed.add(device.type)
         return group
 
-    def _agree(self, carrier: Carrier, device: torch.device, operation: str) -> None:
+    def _agree(self, carrier: DeviceBackend, device: torch.device, operation: str) -> None:
         """Tell all ranks which device this one uses, once.
 
         Raises:

@@ -18,7 +18,7 @@ from phalanx.diagnostics import failures
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError, PhalanxError
 from phalanx.symmetric_memory.memory import timeout_ns
-from phalanx.transport.shared_memory import SharedMemory, Span, dense, nbytes, write_back
+from phalanx.transport.shared_memory import CallContext, SharedMemory, dense, nbytes, write_back
 
 _PENDING = -1  # PLX_PENDING
 
@@ -82,7 +82,7 @@ class Inbox:
         self._begun = False
         self._thread: threading.Thread | None = None
 
-    def post(self, tensor: Tensor, src: int, tag: int, span: Span) -> PhalanxWork | DoneWork:
+    def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | DoneWork:
         """`tensor` will be the next message with `tag` from `src` (below zero: from anybody). Never waits."""
         data = dense(tensor)
         receive = _core.Receive()
@@ -93,13 +93,13 @@ class Inbox:
             src,
             tag,
             dtype_of(data.dtype).code,
-            span.timeout_ns,
-            span.site,
+            ctx.timeout_ns,
+            ctx.site,
             tensor.shape,
         )
 
         def end() -> None:
-            self._memory.check(receive.status, span, kind=failures.RECV, peer=src)
+            self._memory.check(receive.status, ctx, kind=failures.RECV, peer=src)
             if data is not tensor:
                 write_back(tensor, data)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from phalanx.backend.arguments import check_rank, one
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.memoryless import without_fakes
-from phalanx.backend.process_group.base import Identity
+from phalanx.backend.process_group.base import ProcessGroupBase
 from phalanx.backend.process_group.inbox import Inbox, failed
 from phalanx.backend.process_group.observed import observed
-from phalanx.backend.work import Closable, Lane, PhalanxWork
+from phalanx.backend.work import Closable, PhalanxWork, SerialExecutor
 from phalanx.errors import PhalanxError
 from phalanx.transport.hierarchical import AcrossHosts
 from phalanx.transport.shared_memory import SharedMemory
@@ -27,7 +27,7 @@ _MANY = 64  # channels, before those that nobody uses are forgotten
 
 @untraced
 @observed
-class Messages(Identity):
+class Messages(ProcessGroupBase):
     """send, recv and recv from anybody. Messages between two ranks arrive in order per tag.
 
     A posted receive waits for no other with another tag. On one host `inbox` matches them; across hosts those of one
@@ -36,7 +36,7 @@ class Messages(Identity):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._channels: dict[tuple[str, int, int], Lane] = {}
+        self._channels: dict[tuple[str, int, int], SerialExecutor] = {}
         self._inbox = Inbox(self._memory, self._name) if isinstance(self._memory, SharedMemory) else None
 
     @without_fakes
@@ -44,17 +44,17 @@ class Messages(Identity):
         """Over when the tensor may be changed again; the receiver may not have it yet."""
         tensor = one(tensors, "send")
         self._check_peer(dst, "send", "dst")
-        span = self._span(None, 3)
-        lane = self._channels.get(("send", dst, 0))
+        ctx = self._span(None, 3)
+        executor = self._channels.get(("send", dst, 0))
         memory = self._memory
         assert isinstance(memory, SharedMemory | AcrossHosts)
-        if isinstance(memory, SharedMemory) and (lane is None or lane.idle):
+        if isinstance(memory, SharedMemory) and (executor is None or executor.idle):
             try:
-                if memory.send_now(tensor, dst, tag, span):
+                if memory.send_now(tensor, dst, tag, ctx):
                     return self._done
             except PhalanxError as error:  # heard by whoever waits, as that of a send that takes time
                 return failed(error, [tensor])
-        return self._queue(self._channel("send", dst, tag), lambda: memory.send(tensor, dst, tag, span), [tensor])
+        return self._queue(self._channel("send", dst, tag), lambda: memory.send(tensor, dst, tag, ctx), [tensor])
 
     @without_fakes
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
@@ -72,9 +72,9 @@ class Messages(Identity):
         return self._receive(tensor, _ANYBODY, tag)
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> dist.Work:
-        span = self._span(None, 4)
+        ctx = self._span(None, 4)
         if self._inbox is not None:
-            posted = self._inbox.post(tensor, src, tag, span)
+            posted = self._inbox.post(tensor, src, tag, ctx)
             if isinstance(posted, PhalanxWork):
                 self._recent.append(posted)
             return posted
@@ -83,7 +83,7 @@ class Messages(Identity):
 
         def action() -> None:
             assert isinstance(memory, AcrossHosts)
-            work._source = memory.recv(tensor, src, tag, span)
+            work._source = memory.recv(tensor, src, tag, ctx)
 
         return self._channel("recv", src, tag).put(action, work)
 
@@ -92,40 +92,40 @@ class Messages(Identity):
         if peer == self._rank:
             raise ValueError(f"{operation}: {name} is {peer}, which is this rank itself")
 
-    def _channel(self, direction: str, peer: int, tag: int) -> Lane:
+    def _channel(self, direction: str, peer: int, tag: int) -> SerialExecutor:
         if isinstance(self._memory, SharedMemory):
             return self._lane_of((direction, peer, 0), None)
-        # A receive from anybody looks into every channel, so then all receives with its tag share one lane.
+        # A receive from anybody looks into every channel, so then all receives with its tag share one executor.
         if direction == "recv" and ("recv", _ANYBODY, tag) in self._channels:
             peer = _ANYBODY
         if len(self._channels) >= _MANY:
-            for key in [key for key, lane in self._channels.items() if lane.is_over]:
+            for key in [key for key, executor in self._channels.items() if executor.is_over]:
                 del self._channels[key]
         return self._lane_of((direction, peer, tag), _LINGER_S)
 
-    def _lane_of(self, key: tuple[str, int, int], linger_s: float | None) -> Lane:
+    def _lane_of(self, key: tuple[str, int, int], linger_s: float | None) -> SerialExecutor:
         if key not in self._channels:
             direction, peer, tag = key
             who = "any" if peer < 0 else str(peer)
             what = f"{direction} {'to' if direction == 'send' else 'from'} rank {who}"
             interrupted = partial(self._interrupted, what=what, peer=peer) if self._interrupted else None
             name = f"phalanx-{self._name}-{direction}-{who}"
-            lane = Lane(name, interrupted=interrupted, linger_s=linger_s)
+            executor = SerialExecutor(name, interrupted=interrupted, linger_s=linger_s)
             if peer == _ANYBODY:
-                self._queue(lane, self._end_receives(tag), [])
-            self._channels[key] = lane
+                self._queue(executor, self._end_receives(tag), [])
+            self._channels[key] = executor
         return self._channels[key]
 
     def _end_receives(self, tag: int) -> Callable[[], None]:
-        """The first action of the lane for receives from anybody: wait until all receives before it are over."""
+        """The first action of the executor for receives from anybody: wait until all receives before it are over."""
         keys = [key for key in self._channels if (key[0], key[2]) == ("recv", tag)]
-        lanes = [self._channels.pop(key) for key in keys]
-        return lambda: _close_all(lanes, self._timeout_s)
+        executors = [self._channels.pop(key) for key in keys]
+        return lambda: _close_all(executors, self._timeout_s)
 
-    def _lanes(self) -> list[Closable]:
-        return [*super()._lanes(), *self._channels.values(), *([self._inbox] if self._inbox is not None else [])]
+    def _executors(self) -> list[Closable]:
+        return [*super()._executors(), *self._channels.values(), *([self._inbox] if self._inbox is not None else [])]
 
 
-def _close_all(lanes: Sequence[Lane], timeout_s: float) -> None:
-    for lane in lanes:
-        lane.close(timeout_s)
+def _close_all(executors: Sequence[SerialExecutor], timeout_s: float) -> None:
+    for executor in executors:
+        executor.close(timeout_s)

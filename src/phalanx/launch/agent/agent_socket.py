@@ -27,7 +27,7 @@ _MAX_VISITORS = 64  # who says nothing while so many others come is shown out
 
 
 @dataclass(frozen=True)
-class Visit:
+class Request:
     """What a visitor said and brought; `sock` leads back to it. The receiver closes both."""
 
     message: dict[str, Any]
@@ -41,7 +41,7 @@ class Visit:
             os.close(fd)
 
 
-class Door:
+class AgentSocket:
     """Open from construction; without a Linux underneath it stays shut, and `address` is empty."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Door:
         """What to wait on."""
         return () if self._listener is None else (self._listener.fileno(), *self._visitors)
 
-    def read(self, fd: int) -> Visit | None:
+    def read(self, fd: int) -> Request | None:
         """Take what arrived on `fd`: new visitors, or what one says. None where that is nothing, or nothing sensible.
 
         `fd` was one of `fds`; meanwhile the visitor may have been shown out, and another have come under its number.
@@ -107,7 +107,7 @@ class Door:
             if len(self._visitors) > _MAX_VISITORS:
                 self._visitors.popitem(last=False)[1].close()
 
-    def _hear(self, visitor: socket.socket) -> Visit | None:
+    def _hear(self, visitor: socket.socket) -> Request | None:
         fds: Sequence[int] = ()
         try:
             data, fds, _, _ = socket.recv_fds(visitor, _MAX_PACKET_BYTES, _MAX_FDS)
@@ -127,4 +127,4 @@ class Door:
                 os.close(fd)
             visitor.close()
             return None
-        return Visit(message, tuple(fds), visitor)
+        return Request(message, tuple(fds), visitor)

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
-from phalanx.launch.agent.agent_socket import Door
+from phalanx.launch.agent.agent_socket import AgentSocket
 from phalanx.launch.agent.flights import Flights
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.stragglers import describe_stragglers
@@ -28,7 +28,7 @@ from phalanx.launch.output.fold import format_ranks
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal
-from phalanx.launch.stacks.job_snapshot import Look, answer
+from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer
 from phalanx.symmetric_memory.memfd import create
 
 _MAX_REPORT_BYTES = 1 << 18
@@ -48,7 +48,7 @@ class Host:
     zygote: ZygoteProcess
     pump: Pump
     signals: int
-    door: Door
+    agent_socket: AgentSocket
 
 
 class Attempt:
@@ -80,7 +80,7 @@ class Attempt:
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         store = self._store = _create_store()
         path = "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
-        self._job = self._plan.describe_job(self._restart_count, path, self._host.door.address)
+        self._job = self._plan.describe_job(self._restart_count, path, self._host.agent_socket.address)
         try:
             with reports, theirs:
                 self._reports = reports
@@ -147,7 +147,7 @@ class Attempt:
         control = host.zygote.control
         while not done() and not self.zygote_lost:
             poll = select.poll()
-            for fd in (host.signals, self._reports.fileno(), *host.pump.pipes, *host.door.fds):
+            for fd in (host.signals, self._reports.fileno(), *host.pump.pipes, *host.agent_socket.fds):
                 poll.register(fd, select.POLLIN)
             poll.register(control.fileno(), select.POLLIN | (select.POLLOUT if control.waiting else 0))
             for writer in host.pump.writers:
@@ -163,7 +163,7 @@ class Attempt:
                 for number in read_signals(host.signals):
                     self._on_signal(number)
             self._read_output(ready)
-            for fd in host.door.fds:
+            for fd in host.agent_socket.fds:
                 if fd in ready:
                     self._receive(fd)
             if self._reports.fileno() in ready:
@@ -256,10 +256,10 @@ class Attempt:
 
     def _receive(self, fd: int) -> None:
         """A visitor: a rank that shows us its memory, or somebody who wants to know where the ranks are."""
-        visit = self._host.door.read(fd)
+        visit = self._host.agent_socket.read(fd)
         if visit is None:
             return
-        knows_us = visit.message.get("token") == self._host.door.token
+        knows_us = visit.message.get("token") == self._host.agent_socket.token
         if visit.message.get("kind") == "group" and knows_us:
             visit.sock.close()
             self.flights.add(visit.message, visit.fds)
@@ -270,13 +270,13 @@ class Attempt:
         if visit.message.get("kind") == "look":
             living = [rank for rank in self.state.running if rank in self._pids]
             observed = self.flights.observed
-            look = Look(
+            look = JobSnapshot(
                 os.getpid(),
                 self._plan.settings.target.name,
                 self._plan.num_ranks,
                 self._host.zygote.pid,
                 tuple((rank, self._pids[rank]) for rank in living),
-                tuple(observer.card for observer in observed),
+                tuple(observer.group_info for observer in observed),
             )
             answer(visit.sock, look, [self._stacks[r] for r in living], [observer.control for observer in observed])
         visit.close()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.diagnostics.observer import Card, GroupLog, Observer
+from phalanx.diagnostics.observer import GroupInfo, GroupLog, Observer
 
 MAX_OBSERVED = 64  # memory that the agent keeps alive
 _MAX_ENDED = 64  # logs of groups whose memory it has let go
@@ -24,14 +24,14 @@ class Flights:
         """A rank shows a group; the descriptors become ours. What can't be read is not kept."""
         kept = -1
         try:
-            card = Card(
+            group_info = GroupInfo(
                 str(message["name"]),
                 int(message["world_size"]),
                 tuple(int(rank) for rank in message["ranks"]),
                 tuple(int(pid) for pid in message["pids"]),
             )
-            if len(card.ranks) == len(card.pids) and len(fds) == 1:
-                observer = Observer(card, fds[0])
+            if len(group_info.ranks) == len(group_info.pids) and len(fds) == 1:
+                observer = Observer(group_info, fds[0])
                 kept = fds[0]
                 self._let_go_of_ended()
                 self._observed.append(observer)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
-from phalanx.launch.agent.agent_socket import Door
+from phalanx.launch.agent.agent_socket import AgentSocket
 from phalanx.launch.agent.attempt import Attempt, Host, describe_overdue, describe_signal_end
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
@@ -44,11 +44,11 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
         LaunchError: the log directory cannot be written.
     """
     limits.raise_open_files(plan.num_ranks)  # ours: the zygote was started before, and the ranks keep the user's
-    door = Door()
+    agent_socket = AgentSocket()
     try:
-        host = Host(zygote, _open_pump(plan), signals, door)
+        host = Host(zygote, _open_pump(plan), signals, agent_socket)
     except LaunchError:
-        door.close()
+        agent_socket.close()
         raise
     folder = JobFolder(plan.environ)
     try:
@@ -56,7 +56,7 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
         folder.remove_others()  # the zygote is busy meanwhile
         code = _run_attempts(plan, host)
     finally:
-        door.close()
+        agent_socket.close()
         zygote.close(kill_descendants([zygote.pid]))
         folder.close()
         host.pump.release(None)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from phalanx.diagnostics.observer import Card
+from phalanx.diagnostics.observer import GroupInfo
 from phalanx.errors import LaunchError
 from phalanx.symmetric_memory.memfd import create
 from phalanx.symmetric_memory.peer import peer_of
@@ -25,7 +25,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Look:
+class JobSnapshot:
     """A running job: its agent, what it runs, its ranks that live (number and process), the groups they showed."""
 
     agent: int
@@ -33,29 +33,31 @@ class Look:
     world_size: int
     zygote: int
     ranks: tuple[tuple[int, int], ...]
-    groups: tuple[Card, ...]
+    groups: tuple[GroupInfo, ...]
 
     def to_bytes(self) -> bytes:
         """As JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Look:
+    def from_bytes(cls, data: bytes) -> JobSnapshot:
         """The inverse of `to_bytes`."""
         fields = json.loads(data)
         ranks = tuple((int(rank), int(pid)) for rank, pid in fields.pop("ranks"))
         groups = tuple(
-            Card(card["name"], card["world_size"], tuple(card["ranks"]), tuple(card["pids"]))
-            for card in fields.pop("groups")
+            GroupInfo(
+                group_info["name"], group_info["world_size"], tuple(group_info["ranks"]), tuple(group_info["pids"])
+            )
+            for group_info in fields.pop("groups")
         )
         return cls(ranks=ranks, groups=groups, **fields)
 
 
-def answer(sock: socket.socket, look: Look, stacks: Sequence[int], controls: Sequence[int]) -> None:
+def answer(sock: socket.socket, snapshot: JobSnapshot, stacks: Sequence[int], controls: Sequence[int]) -> None:
     """The agent's side; never waits: a visitor that has gone, or does not read, gets nothing."""
     description = create("phalanx-look")
     try:
-        os.write(description, look.to_bytes())
+        os.write(description, snapshot.to_bytes())
         fds = [description, *stacks, *controls]
         for start in range(0, len(fds), _FDS_PER_PACKET):
             socket.send_fds(sock, [b"look"], fds[start : start + _FDS_PER_PACKET])
@@ -66,7 +68,7 @@ def answer(sock: socket.socket, look: Look, stacks: Sequence[int], controls: Seq
 
 
 @contextmanager
-def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[Look, list[int], list[int]]]:
+def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[JobSnapshot, list[int], list[int]]]:
     """What the agent with process number `agent` says at the socket `name`: the look, the stacks' descriptors in the
     order of `ranks`, the control memories' in the order of `groups`. They are closed on exit.
 
@@ -86,7 +88,7 @@ def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[Look, list[in
                         "If it runs in a container with process numbers of its own, ask inside."
                     )
                 sock.send(b'{"kind": "look"}')
-                look = _receive(sock, fds)
+                snapshot = _receive(sock, fds)
             except TimeoutError:
                 raise LaunchError(
                     f"phalanx stacks: job {agent}: `phalanx run` does not answer within {timeout_s:g} s. "
@@ -96,23 +98,23 @@ def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[Look, list[in
                 raise LaunchError(
                     f"phalanx stacks: job {agent}: cannot be reached: {error.strerror or error}. It may have ended."
                 ) from None
-        count = len(look.ranks)
-        yield look, fds[1 : 1 + count], fds[1 + count :]
+        count = len(snapshot.ranks)
+        yield snapshot, fds[1 : 1 + count], fds[1 + count :]
     finally:
         for fd in fds:
             os.close(fd)
 
 
-def _receive(sock: socket.socket, fds: list[int]) -> Look:
+def _receive(sock: socket.socket, fds: list[int]) -> JobSnapshot:
     """Collect the answer; descriptors go to `fds` as they come, so that they are closed whatever happens."""
-    look, expected = None, 1
+    snapshot, expected = None, 1
     while len(fds) < expected:
         data, received, _, _ = socket.recv_fds(sock, 16, _FDS_PER_PACKET)
         fds += received
         if not data or not received:
             raise OSError("it closed the connection")
-        if look is None:
-            look = Look.from_bytes(os.pread(fds[0], _MAX_DESCRIPTION_BYTES, 0))
-            expected = 1 + len(look.ranks) + len(look.groups)
-    assert look is not None
-    return look
+        if snapshot is None:
+            snapshot = JobSnapshot.from_bytes(os.pread(fds[0], _MAX_DESCRIPTION_BYTES, 0))
+            expected = 1 + len(snapshot.ranks) + len(snapshot.groups)
+    assert snapshot is not None
+    return snapshot

@@ -10,7 +10,7 @@ from phalanx.diagnostics.flight_recorder import tell
 from phalanx.diagnostics.observer import GroupLog, Observer
 from phalanx.errors import LaunchError
 from phalanx.launch.processes import STACKS_SIGNAL
-from phalanx.launch.stacks.job_snapshot import Look, ask
+from phalanx.launch.stacks.job_snapshot import JobSnapshot, ask
 from phalanx.launch.stacks.jobs import choose_job, describe_command, find_jobs
 from phalanx.launch.stacks.survey import ask_ranks
 
@@ -25,19 +25,21 @@ def report_stacks(wanted: int | None) -> str:
     """
     jobs = find_jobs()
     job = choose_job(jobs, wanted, {job.pid: describe_command(job.pid) for job in jobs})
-    with ask(job.name, job.pid, _AGENT_TIMEOUT_S) as (look, stacks, controls):
-        if not look.ranks:
+    with ask(job.name, job.pid, _AGENT_TIMEOUT_S) as (snapshot, stacks, controls):
+        if not snapshot.ranks:
             raise LaunchError(f"phalanx stacks: job {job.pid}: no rank is running: it is still starting, or ending")
         # operations first: a rank may be in another one once it has written its stack
-        logs = [Observer(card, control).read() for card, control in zip(look.groups, controls, strict=True)]
+        logs = [
+            Observer(group_info, control).read() for group_info, control in zip(snapshot.groups, controls, strict=True)
+        ]
         now_ns = time.monotonic_ns()
-        return format_report(look, logs, ask_ranks(look.ranks, stacks, look.zygote), now_ns)
+        return format_report(snapshot, logs, ask_ranks(snapshot.ranks, stacks, snapshot.zygote), now_ns)
 
 
-def format_report(look: Look, groups: Sequence[GroupLog], stacks: Mapping[int, str], now_ns: int) -> str:
+def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Mapping[int, str], now_ns: int) -> str:
     """The text; `stacks` by rank are faulthandler's words, or one line that says why there are none."""
-    lines = [f"Job {look.agent}: {look.target}, {len(look.ranks)} of {look.world_size} ranks running"]
-    for rank, pid in look.ranks:
+    lines = [f"Job {snapshot.agent}: {snapshot.target}, {len(snapshot.ranks)} of {snapshot.world_size} ranks running"]
+    for rank, pid in snapshot.ranks:
         lines += ["", f"rank {rank} (pid {pid})"]
         seats = [(group, log) for group in groups for log in group.ranks if log.pid == pid and not log.left]
         used = [seat for seat in seats if seat[1].records]  # groups are often made in numbers and used by few

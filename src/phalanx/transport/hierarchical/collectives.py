@@ -28,7 +28,7 @@ from phalanx.transport.call import PAYLOAD_BYTES, Call
 from phalanx.transport.hierarchical.rails import Message, data_tag, plan, talking_to
 from phalanx.transport.hierarchical.segments import Turns
 from phalanx.transport.hierarchical.session import Disagreement, Session
-from phalanx.transport.shared_memory import Span, dense, is_plain, nbytes, scaled, write_back
+from phalanx.transport.shared_memory import CallContext, dense, is_plain, nbytes, scaled, write_back
 
 _SUM, _AVG = 0, 1  # enum plx_redop
 _HALF = (torch.float16, torch.bfloat16)
@@ -42,34 +42,34 @@ class Collectives(Session):
         """The tag of what the operation under way sends, where it sends all in one stream."""
         return data_tag(self._digest, 0)
 
-    def barrier(self, span: Span) -> None:
+    def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come."""
-        with self._collective(Call("barrier", place=self._place(span)), span) as deadline:
-            self._checked(self._core.barrier(timeout_ns(deadline.left_s), span.site, ()))
+        with self._collective(Call("barrier", place=self._place(ctx)), ctx) as deadline:
+            self._checked(self._core.barrier(timeout_ns(deadline.left_s), ctx.site, ()))
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """As `all_reduce` with SUM."""
-        self.all_reduce(tensor, _SUM, Span(timeout_s, self.site(place)))
+        self.all_reduce(tensor, _SUM, CallContext(timeout_s, self.site(place)))
 
-    def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: Any = None) -> None:
+    def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first.
 
         Numerics: half types add up in float32 and are rounded once; AVG divides the sum once. The same bits everywhere.
         """
         tensor = tensor.detach()
-        call = self._reduction("all_reduce" if root < 0 else "reduce", tensor, redop, span, root=root)
+        call = self._reduction("all_reduce" if root < 0 else "reduce", tensor, redop, ctx, root=root)
         wanted = root in (-1, self.rank)
         if nbytes(tensor) <= PAYLOAD_BYTES:
-            with self._collective(call, span, payload=_as_bytes(dense(scaled(tensor, factor)))):
+            with self._collective(call, ctx, payload=_as_bytes(dense(scaled(tensor, factor)))):
                 if wanted:
                     write_back(tensor, self._reduce_brought(tensor, redop))
             return
-        with self._collective(call, span, early=True) as deadline:
+        with self._collective(call, ctx, early=True) as deadline:
             source = _sum_type(dense(scaled(tensor, factor))).view(-1)
             result = tensor.view(-1) if wanted and is_plain(tensor) else torch.empty(source.shape, dtype=tensor.dtype)
-            self._reduce_in_segments(source, result, redop, span, deadline, root=root, key=tensor.data_ptr())
+            self._reduce_in_segments(source, result, redop, ctx, deadline, root=root, key=tensor.data_ptr())
             if wanted and not is_plain(tensor):
                 write_back(tensor, result.view(tensor.shape))
 
@@ -83,7 +83,7 @@ class Collectives(Session):
         return result
 
     def _reduce_in_segments(
-        self, source: Tensor, result: Tensor, redop: int, span: Span, deadline: Deadline, *, root: int, key: int
+        self, source: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline, *, root: int, key: int
     ) -> None:
         """`result` becomes the reduction of `source` over all ranks; see `Turns`. They may be the same tensor.
 
@@ -111,7 +111,7 @@ class Collectives(Session):
                 under_way[number] = self._open_segment(schedule, source, bounds, number, redop, deadline, key)
             opened = max(opened, turns.opened(turn))
             if turn < turns.num_segments:
-                self._reduce_segment(source[ends[turn] : ends[turn + 1]], under_way[turn][0], redop, span, deadline)
+                self._reduce_segment(source[ends[turn] : ends[turn + 1]], under_way[turn][0], redop, ctx, deadline)
             if turn == turns.per_step:  # from now on other hosts' data is awaited
                 self._agree()
             for number in turns.stepping(turn):
@@ -120,7 +120,7 @@ class Collectives(Session):
                 mine, _ = under_way.pop(done)
                 if root >= 0 and self.layout.host != root_host:
                     continue
-                self._finish_segment(mine, result[ends[done] : ends[done + 1]], redop, span, deadline)
+                self._finish_segment(mine, result[ends[done] : ends[done + 1]], redop, ctx, deadline)
 
     def _open_segment(
         self,
@@ -142,42 +142,42 @@ class Collectives(Session):
         next(steps)
         return mine, steps
 
-    def _reduce_segment(self, segment: Tensor, mine: Tensor, redop: int, span: Span, deadline: Deadline) -> None:
+    def _reduce_segment(self, segment: Tensor, mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
         """`mine` becomes this host's reduction of this rank's slice of `segment`."""
         if len(self.layout.local_ranks) == 1:
             mine.copy_(segment)
             return
         bounds = chunk_bounds(segment.numel(), self.layout.num_rails)
-        self._reduce_here([segment[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, span, deadline)
+        self._reduce_here([segment[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, ctx, deadline)
 
-    def _finish_segment(self, mine: Tensor, result: Tensor, redop: int, span: Span, deadline: Deadline) -> None:
+    def _finish_segment(self, mine: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
         """Every rank of the host gets every slice from the rank that drives its rail."""
         self._divide(mine, redop)
         mine = mine.to(result.dtype)
         if len(self.layout.local_ranks) == 1:
             result.copy_(mine)
         else:
-            self._gather_slices(mine, result, chunk_bounds(len(result), self.layout.num_rails), span, deadline)
+            self._gather_slices(mine, result, chunk_bounds(len(result), self.layout.num_rails), ctx, deadline)
 
     def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span, *, factor: Any = None
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
-        self._reduce_scatter(output, [scaled(t.detach(), factor) for t in inputs], redop, span)
+        self._reduce_scatter(output, [scaled(t.detach(), factor) for t in inputs], redop, ctx)
 
     def reduce_scatter_single(
-        self, output: Tensor, tensor: Tensor, redop: int, span: Span, *, factor: Any = None
+        self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
         flat = dense(scaled(tensor.detach(), factor)).view(-1)
-        self._reduce_scatter(output, list(torch.split(flat, [output.numel()] * self.world_size)), redop, span)
+        self._reduce_scatter(output, list(torch.split(flat, [output.numel()] * self.world_size)), redop, ctx)
 
-    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span) -> None:
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext) -> None:
         output = output.detach()
         counts = tuple(t.numel() for t in inputs)
-        call = self._reduction("reduce_scatter", output, redop, span, count=sum(counts), sizes=counts)
+        call = self._reduction("reduce_scatter", output, redop, ctx, count=sum(counts), sizes=counts)
         hosts, here = self.layout.topology.hosts, self.layout.host
-        with self._collective(call, span) as deadline:
+        with self._collective(call, ctx) as deadline:
             # Rail by rail, and within a rail host by host: what a rail carries lies in one piece, in the order of the
             # chunks of its schedule.
             blocks = [torch.cat([_sum_type(dense(inputs[r])).view(-1) for r in ranks]) for ranks in hosts]
@@ -188,7 +188,7 @@ class Collectives(Session):
             ]
             i = self.layout.local_rank
             mine = rails[i] if self._rail is not None else blocks[0][:0]
-            self._reduce_here(rails, mine, redop, span, deadline)
+            self._reduce_here(rails, mine, redop, ctx, deadline)
             part = mine
             if self._rail is not None:
                 bounds = _ends([cut[i + 1] - cut[i] for cut in cuts])
@@ -200,7 +200,7 @@ class Collectives(Session):
                 self._divide(part, redop)
             block, cut = blocks[here], cuts[here]
             self._slice(block, cut).copy_(part)
-            self._gather_slices(part, block, cut, span, deadline)
+            self._gather_slices(part, block, cut, ctx, deadline)
             sizes = [counts[r] for r in hosts[here]]
             write_back(output, torch.split(block, sizes)[i].view(output.shape))
 
@@ -209,7 +209,7 @@ class Collectives(Session):
         name: str,
         tensor: Tensor,
         redop: int,
-        span: Span,
+        ctx: CallContext,
         *,
         root: int = -1,
         count: int | None = None,
@@ -217,9 +217,11 @@ class Collectives(Session):
     ) -> Call:
         count = tensor.numel() if count is None else count
         code = dtype_of(tensor.dtype).code
-        return Call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(span))
+        return Call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(ctx))
 
-    def _reduce_here(self, rails: Sequence[Tensor], mine: Tensor, redop: int, span: Span, deadline: Deadline) -> None:
+    def _reduce_here(
+        self, rails: Sequence[Tensor], mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline
+    ) -> None:
         """`mine` becomes this host's reduction of rails[i], on the ranks that drive one; it may be rails[i]."""
         local_size = len(self.layout.local_ranks)
         if local_size == 1:
@@ -234,7 +236,7 @@ class Collectives(Session):
                 dtype_of(mine.dtype).code,
                 _sum_of(redop),
                 timeout_ns(deadline.left_s),
-                span.site,
+                ctx.site,
                 mine.shape,
             )
         )
@@ -251,82 +253,84 @@ class Collectives(Session):
         i = self.layout.local_rank
         return flat[bounds[i] : bounds[i + 1]] if self._rail is not None else flat[:0]
 
-    def _gather_slices(self, mine: Tensor, flat: Tensor, bounds: Sequence[int], span: Span, deadline: Deadline) -> None:
+    def _gather_slices(
+        self, mine: Tensor, flat: Tensor, bounds: Sequence[int], ctx: CallContext, deadline: Deadline
+    ) -> None:
         """`flat` becomes, slice by slice, what the ranks that drive the rails bring as `mine`, on every rank."""
         local_size = len(self.layout.local_ranks)
         if local_size == 1:
             return
         parts = [flat[a:b] for a, b in itertools.pairwise(bounds)]
         parts += [flat[:0]] * (local_size - len(parts))
-        self._gather_here(mine, parts, span, deadline, dtype_of(flat.dtype).code)
+        self._gather_here(mine, parts, ctx, deadline, dtype_of(flat.dtype).code)
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: Tensor, root: int, span: Span) -> None:
+    def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         """`tensor` becomes root's."""
         tensor = tensor.detach()
         data = dense(tensor)
         layout = self.layout
         root_host = layout.topology.host_of[root]
-        call = self._move("broadcast", data, span, root=root)
+        call = self._move("broadcast", data, ctx, root=root)
         if nbytes(data) <= PAYLOAD_BYTES:
-            with self._collective(call, span, payload=_as_bytes(data)):
+            with self._collective(call, ctx, payload=_as_bytes(data)):
                 if root != self.rank:
                     write_back(tensor, _like(data, self._brought()[root]))
             return
-        with self._collective(call, span) as deadline:
+        with self._collective(call, ctx) as deadline:
             flat = _bytes(data)
             bounds = chunk_bounds(len(flat), layout.num_rails)
             if layout.host == root_host:
-                self._broadcast_here(flat, layout.local_ranks.index(root), span, deadline)
+                self._broadcast_here(flat, layout.local_ranks.index(root), ctx, deadline)
             mine = self._slice(flat, bounds)
             if self._rail is not None and len(mine):
                 self._rail.run("broadcast", mine, deadline, tag=self._data, root=root_host)
             if layout.host != root_host:
-                self._gather_slices(mine, flat, bounds, span, deadline)
+                self._gather_slices(mine, flat, bounds, ctx, deadline)
             if data is not tensor and root != self.rank:
                 write_back(tensor, data)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, span: Span, *, root: int = -1) -> None:
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
         tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
         if root >= 0:
-            self._gather_to(outputs, tensor, root, span)
+            self._gather_to(outputs, tensor, root, ctx)
             return
         sizes = tuple(nbytes(t) for t in outputs)
         data = dense(tensor)
-        call = self._move("all_gather", tensor, span, count=sum(sizes), sizes=sizes)
+        call = self._move("all_gather", tensor, ctx, count=sum(sizes), sizes=sizes)
         if max(sizes) <= PAYLOAD_BYTES:
-            with self._collective(call, span, payload=_as_bytes(data)):
+            with self._collective(call, ctx, payload=_as_bytes(data)):
                 for output, came in zip(outputs, self._brought(), strict=True):
                     write_back(output, _like(output, came))
             return
-        with self._collective(call, span) as deadline:
-            parts = self._all_gather(_bytes(data), sizes, span, deadline)
+        with self._collective(call, ctx) as deadline:
+            parts = self._all_gather(_bytes(data), sizes, ctx, deadline)
             for output, part in zip(outputs, parts, strict=True):
                 write_back(output, part.view(output.dtype).view(output.shape))
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
         output, data = output.detach(), dense(tensor.detach())
         sizes = (nbytes(data),) * self.world_size
-        call = self._move("all_gather", data, span)
+        call = self._move("all_gather", data, ctx)
         if nbytes(data) <= PAYLOAD_BYTES:
-            with self._collective(call, span, payload=_as_bytes(data)):
+            with self._collective(call, ctx, payload=_as_bytes(data)):
                 parts = [_like(data, came).view(-1) for came in self._brought()]
                 write_back(output, torch.cat(parts).view(output.shape))
             return
-        with self._collective(call, span) as deadline:
-            parts = self._all_gather(_bytes(data), sizes, span, deadline)
+        with self._collective(call, ctx) as deadline:
+            parts = self._all_gather(_bytes(data), sizes, ctx, deadline)
             write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
 
-    def _all_gather(self, mine: Tensor, sizes: Sequence[int], span: Span, deadline: Deadline) -> list[Tensor]:
+    def _all_gather(self, mine: Tensor, sizes: Sequence[int], ctx: CallContext, deadline: Deadline) -> list[Tensor]:
         """Every rank's bytes, by rank: gathered on each host, each rail carrying its slice of the hosts' blocks."""
         layout, here = self.layout, self.layout.host
         hosts = layout.topology.hosts
         blocks = [torch.empty(sum(sizes[r] for r in ranks), dtype=torch.uint8) for ranks in hosts]
         ours = torch.split(blocks[here], [sizes[r] for r in hosts[here]])
-        self._gather_here(mine, ours, span, deadline)
+        self._gather_here(mine, ours, ctx, deadline)
         cuts = [chunk_bounds(len(block), layout.num_rails) for block in blocks]
         rails = [
             torch.empty(sum(cut[i + 1] - cut[i] for cut in cuts), dtype=torch.uint8) for i in range(layout.num_rails)
@@ -340,7 +344,7 @@ class Collectives(Session):
         if len(hosts[here]) > 1:
             empty = torch.empty(0, dtype=torch.uint8)
             driven = rails[layout.local_rank] if self._rail is not None else empty
-            self._gather_here(driven, [*rails, *[empty] * (len(hosts[here]) - len(rails))], span, deadline)
+            self._gather_here(driven, [*rails, *[empty] * (len(hosts[here]) - len(rails))], ctx, deadline)
         for i, rail in enumerate(rails):
             pieces = torch.split(rail, [cut[i + 1] - cut[i] for cut in cuts])
             for block, cut, piece in zip(blocks, cuts, pieces, strict=True):
@@ -355,55 +359,57 @@ class Collectives(Session):
     # A byte has one destination, so it crosses one edge once whoever carries it: between hosts each rank sends its own,
     # and inside them they go through memory meanwhile.
 
-    def _gather_to(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, span: Span) -> None:
+    def _gather_to(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, ctx: CallContext) -> None:
         data, parts = dense(tensor), [dense(t) for t in outputs]
         everybody, local = range(self.world_size), self.layout.local_ranks
-        with self._collective(self._move("gather", data, span, root=root), span) as deadline:
+        with self._collective(self._move("gather", data, ctx, root=root), ctx) as deadline:
             to_root = [data if r == root else None for r in everybody]
             messages = self._swap(to_root, parts or [None] * self.world_size, deadline)
             if root in local:
                 at = tuple(parts[r].data_ptr() for r in local) if parts else None
                 sizes, local_root = (nbytes(data),) * len(local), local.index(root)
                 left = timeout_ns(deadline.left_s)
-                self._checked(self._core.gather(data.data_ptr(), at, sizes, 0, local_root, left, span.site, data.shape))
+                self._checked(self._core.gather(data.data_ptr(), at, sizes, 0, local_root, left, ctx.site, data.shape))
             _wait_all(messages)
             _write_all(outputs, parts)
 
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, span: Span) -> None:
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
         output, parts = output.detach(), [dense(t.detach()) for t in inputs]
         data = dense(output)
         everybody, local = range(self.world_size), self.layout.local_ranks
-        with self._collective(self._move("scatter", data, span, root=root), span) as deadline:
+        with self._collective(self._move("scatter", data, ctx, root=root), ctx) as deadline:
             from_root = [data if r == root else None for r in everybody]
             messages = self._swap(parts or [None] * self.world_size, from_root, deadline)
             if root in local:
                 at = tuple(parts[r].data_ptr() for r in local) if parts else None
                 local_root, left = local.index(root), timeout_ns(deadline.left_s)
                 self._checked(
-                    self._core.scatter(at, data.data_ptr(), nbytes(data), 0, local_root, left, span.site, data.shape)
+                    self._core.scatter(at, data.data_ptr(), nbytes(data), 0, local_root, left, ctx.site, data.shape)
                 )
             _wait_all(messages)
             if data is not output:
                 write_back(output, data)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], span: Span, *, splits: bool) -> None:
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
+    ) -> None:
         """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
         outputs, src = [t.detach() for t in outputs], [dense(t.detach()) for t in inputs]
         dst = [dense(t) for t in outputs]
         # Whether there are splits may differ from rank to rank, as on one host; the sizes themselves are compared.
-        call = Call("all_to_all", dtype_of(src[0].dtype).code, shape=tuple(src[0].shape), place=self._place(span))
+        call = Call("all_to_all", dtype_of(src[0].dtype).code, shape=tuple(src[0].shape), place=self._place(ctx))
         sent, awaited = [nbytes(t) for t in src], [nbytes(t) for t in dst]
         table = _as_bytes(torch.tensor([sent, awaited]))
         fits = len(table) <= PAYLOAD_BYTES
-        with self._collective(call, span, payload=table if fits else None) as deadline:
+        with self._collective(call, ctx, payload=table if fits else None) as deadline:
             if fits:
                 tables = [
                     torch.frombuffer(bytearray(came[: len(table)]), dtype=torch.int64) for came in self._brought()
                 ]
             else:
                 mine, sizes = torch.frombuffer(bytearray(table), dtype=torch.uint8), (len(table),) * self.world_size
-                tables = [came.view(torch.int64) for came in self._all_gather(mine, sizes, span, deadline)]
+                tables = [came.view(torch.int64) for came in self._all_gather(mine, sizes, ctx, deadline)]
             _compare_sizes([came.view(2, -1).tolist() for came in tables])
             messages = self._swap(src, dst, deadline)
             local = self.layout.local_ranks
@@ -417,7 +423,7 @@ class Collectives(Session):
                         0,
                         1,
                         timeout_ns(deadline.left_s),
-                        span.site,
+                        ctx.site,
                         src[0].shape,
                     )
                 )
@@ -426,12 +432,12 @@ class Collectives(Session):
             _wait_all(messages)
             _write_all(outputs, dst)
 
-    def all_to_all_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """As `all_to_all` with the equal parts of two contiguous tensors."""
         parts = [list(t.detach().view(-1).chunk(self.world_size)) for t in (output, tensor)]
         if tensor.numel() == 0:
             parts = [[t.detach()] * self.world_size for t in (output, tensor)]
-        self.all_to_all(parts[0], parts[1], span, splits=False)
+        self.all_to_all(parts[0], parts[1], ctx, splits=False)
 
     def _swap(
         self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], deadline: Deadline
@@ -450,13 +456,13 @@ class Collectives(Session):
         self,
         name: str,
         tensor: Tensor,
-        span: Span,
+        ctx: CallContext,
         *,
         root: int = -1,
         count: int | None = None,
         sizes: tuple[int, ...] = (),
     ) -> Call:
-        return self._reduction(name, tensor, -1, span, root=root, count=count, sizes=sizes)
+        return self._reduction(name, tensor, -1, ctx, root=root, count=count, sizes=sizes)
 
 
 def _sum_of(redop: int) -> int:

@@ -12,7 +12,7 @@ _JOIN_S = 2.0  # it may hang in a store whose host was cut off
 
 
 class HealthMonitor:
-    """Looks at the bulletin five times a second: answers a question where everybody is, and says when the group is over elsewhere.
+    """Reads the failure store five times a second: says where this rank is when asked, and when the group is over.
 
     `where` tells this rank's position. `is_over` looks at this host; `over` is called when the group is over here, and
     (again) with the report when it is told, and wakes whoever still waits. When the store goes, listening ends: the job
@@ -46,9 +46,7 @@ class HealthMonitor:
             if report is not None:
                 self._over(report)
                 return
-            if (
-                not woken and self._is_over()
-            ):  # the report is yet to come, and perhaps a question where everybody is before it
+            if not woken and self._is_over():  # the report is yet to come
                 woken = True
                 self._over(None)
 

@@ -16,20 +16,20 @@ from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.rails import Message, talking_to
 from phalanx.transport.hierarchical.session import Session
-from phalanx.transport.shared_memory import Span, dense, nbytes, write_back
+from phalanx.transport.shared_memory import CallContext, dense, nbytes, write_back
 
 
 class Messages(Session):
     """send and recv. Messages between two ranks keep their order per tag."""
 
-    def send(self, tensor: Tensor, dst: int, tag: int, span: Span) -> None:
+    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it; waits for the receive."""
         self._check_open(tag)
         data = dense(tensor.detach())
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
-        deadline = Deadline.after(span.timeout_s)
+        deadline = Deadline.after(ctx.timeout_s)
         here = self._here(f"send to rank {dst}")
-        with self._recorded(self._message("send", data, span), span, peer=dst), self._told(here, span, deadline, dst):
+        with self._recorded(self._message("send", data, ctx), ctx, peer=dst), self._told(here, ctx, deadline, dst):
             messages = []
             with talking_to(dst):
                 messages.append(Message(self._engine.send(dst, header, tag), dst, deadline))
@@ -38,15 +38,15 @@ class Messages(Session):
             for message in messages:
                 message.wait()
 
-    def recv(self, tensor: Tensor, src: int, tag: int, span: Span) -> int:
+    def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
         self._check_open(tag)
         data = dense(tensor.detach())
         header = torch.empty(2, dtype=torch.int64)
-        deadline = Deadline.after(span.timeout_s)
+        deadline = Deadline.after(ctx.timeout_s)
         here = self._here(f"recv from rank {src}" if src >= 0 else "recv from any rank")
-        recorded = self._recorded(self._message("recv", data, span), span, peer=src)
-        with recorded, self._told(here, span, deadline, src), torch.no_grad():
+        recorded = self._recorded(self._message("recv", data, ctx), ctx, peer=src)
+        with recorded, self._told(here, ctx, deadline, src), torch.no_grad():
             with talking_to(src):
                 if src >= 0:
                     Message(self._engine.recv(src, header, tag), src, deadline).wait()
@@ -66,9 +66,9 @@ class Messages(Session):
                 write_back(tensor.detach(), data)
         return source
 
-    def _message(self, name: str, data: Tensor, span: Span) -> Call:
+    def _message(self, name: str, data: Tensor, ctx: CallContext) -> Call:
         code = dtype_of(data.dtype).code
-        return Call(name, code, count=data.numel(), shape=tuple(data.shape), place=self._place(span))
+        return Call(name, code, count=data.numel(), shape=tuple(data.shape), place=self._place(ctx))
 
     def _check_open(self, tag: int) -> None:
         if self.closed:

@@ -34,7 +34,7 @@ from phalanx.transport.hierarchical.health_monitor import HealthMonitor
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Message, Rail
 from phalanx.transport.options import Options
-from phalanx.transport.shared_memory import SharedMemory, Span
+from phalanx.transport.shared_memory import CallContext, SharedMemory
 
 _logger = get_logger(__name__)
 _KINDS = {name: kind for kind, name in KINDS.items()}
@@ -179,12 +179,12 @@ class Session:
 
     # -- around an operation -------------------------------------------------------------------------------------
 
-    def _place(self, span: Span) -> str:
-        return self._memory.place(span.site)
+    def _place(self, ctx: CallContext) -> str:
+        return self._memory.place(ctx.site)
 
     @contextlib.contextmanager
     def _collective(
-        self, call: Call, span: Span, *, early: bool = False, payload: bytes | None = None
+        self, call: Call, ctx: CallContext, *, early: bool = False, payload: bytes | None = None
     ) -> Iterator[Deadline]:
         """Agree on `call` with all ranks; what fails inside becomes the error that all ranks tell.
 
@@ -203,24 +203,24 @@ class Session:
             label = f"{call.name} #{self._seq}"
             place = f" ({call.place})" if call.place else ""
             self._position = Position(self._seq, True, f"is in {label}{place}")
-            deadline = Deadline.after(span.timeout_s)
-            self._core.set_awaited(span.awaited)  # a thread in the background leaves the core to who computes
-            with self._recorded(call, span), self._told(self._here(label), span, deadline):
-                self._begin_to_agree(call, span, deadline, payload or b"")
+            deadline = Deadline.after(ctx.timeout_s)
+            self._core.set_awaited(ctx.awaited)  # a thread in the background leaves the core to who computes
+            with self._recorded(call, ctx), self._told(self._here(label), ctx, deadline):
+                self._begin_to_agree(call, ctx, deadline, payload or b"")
                 if not early:
                     self._agree()
                 if payload is not None:
-                    self._share_what_came(span, deadline)
+                    self._share_what_came(ctx, deadline)
                 yield deadline
             self._position = Position(self._seq, False, f"last finished {label}{place}")
 
     @contextlib.contextmanager
-    def _recorded(self, call: Call, span: Span, *, peer: int = -1) -> Iterator[None]:
+    def _recorded(self, call: Call, ctx: CallContext, *, peer: int = -1) -> Iterator[None]:
         """What happens inside is one line of the flight recorder. Messages have no place in the sequence."""
         root, peer = (self._numbers[r] if r >= 0 else -1 for r in (call.root, peer))
         kind, seq = _KINDS[call.name], self._seq if call.name not in ("send", "recv") else 1
         about = (max(call.dtype, 0), max(call.redop, 0), root, peer, max(call.count, 0))
-        number = self._core.begin_record(seq, kind, *about, span.site, call.shape)
+        number = self._core.begin_record(seq, kind, *about, ctx.site, call.shape)
         status = failures.INVALID
         try:
             yield
@@ -233,13 +233,13 @@ class Session:
                 self._core.end_record(number, status)
 
     @contextlib.contextmanager
-    def _told(self, here: str, span: Span, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+    def _told(self, here: str, ctx: CallContext, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
         """Turn what fails inside into the group's story. `peer`: only that rank is waited for."""
         try:
             yield
         except (LocalFailure, ConnectionBroken, Disagreement) as cause:
             if self._report is None:
-                report = self._failure_store.report() or self._tell(cause, span, deadline, peer)
+                report = self._failure_store.report() or self._tell(cause, ctx, deadline, peer)
                 self._report = self._failure_store.post(report)
             self._failure_store.mark_heard()
             self._end()
@@ -283,7 +283,7 @@ class Session:
         self._report = self._failure_store.post(FailureReport("lost", f"{who} {text}", ranks=(self.rank,)))
         self._end()
 
-    def _begin_to_agree(self, call: Call, span: Span, deadline: Deadline, payload: bytes) -> None:
+    def _begin_to_agree(self, call: Call, ctx: CallContext, deadline: Deadline, payload: bytes) -> None:
         layout = self.layout
         self._mine[:] = call.block(self._seq, payload)
         self._digest = digest_of(self._mine)
@@ -293,7 +293,7 @@ class Session:
         self._gather_here(
             torch.frombuffer(self._mine, dtype=torch.uint8),
             list(torch.split(here, BLOCK_BYTES)),
-            span,
+            ctx,
             deadline,
         )
         self._answers = []
@@ -313,11 +313,11 @@ class Session:
         if calls := disagreement(self._known(self.layout.by_host if everybody else self.layout.local_ranks)):
             raise Disagreement(calls, complete=everybody)
 
-    def _share_what_came(self, span: Span, deadline: Deadline) -> None:
+    def _share_what_came(self, ctx: CallContext, deadline: Deadline) -> None:
         """The ranks without a rail have not seen what the other hosts' ranks bring."""
         if len(self.layout.local_ranks) > self.layout.num_rails:
             blocks = torch.frombuffer(self._blocks, dtype=torch.uint8)
-            self._broadcast_here(blocks, 0, span, deadline)
+            self._broadcast_here(blocks, 0, ctx, deadline)
 
     def _brought(self) -> list[bytes]:
         """The ranks' payloads, by rank."""
@@ -335,7 +335,7 @@ class Session:
             raise LocalFailure(status)
 
     def _gather_here(
-        self, mine: torch.Tensor, parts: Sequence[torch.Tensor], span: Span, deadline: Deadline, dtype: int = 0
+        self, mine: torch.Tensor, parts: Sequence[torch.Tensor], ctx: CallContext, deadline: Deadline, dtype: int = 0
     ) -> None:
         """parts[i] becomes local rank i's `mine`, on every rank of the host. `mine` may be its own part."""
         self._checked(
@@ -346,40 +346,40 @@ class Session:
                 dtype,
                 -1,
                 timeout_ns(deadline.left_s),
-                span.site,
+                ctx.site,
                 mine.shape,
             )
         )
 
-    def _broadcast_here(self, data: torch.Tensor, local_root: int, span: Span, deadline: Deadline) -> None:
+    def _broadcast_here(self, data: torch.Tensor, local_root: int, ctx: CallContext, deadline: Deadline) -> None:
         """`data` (bytes) becomes that of `local_root`, on every rank of the host."""
         at, size = data.data_ptr(), len(data)
-        self._checked(self._core.broadcast(at, size, 0, local_root, timeout_ns(deadline.left_s), span.site, data.shape))
+        self._checked(self._core.broadcast(at, size, 0, local_root, timeout_ns(deadline.left_s), ctx.site, data.shape))
 
     # -- stories -------------------------------------------------------------------------------------------------
 
-    def _tell(self, cause: Exception, span: Span, deadline: Deadline, peer: int | None) -> FailureReport:
+    def _tell(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
         """What this rank makes of `cause`, unless somebody who knows more speaks first."""
         if isinstance(cause, Disagreement):
             return self._told_by_others(_PATIENCE_S if not cause.complete else 0.0) or _mismatch(cause.calls)
         if isinstance(cause, ConnectionBroken):
             if deadline.left_s < _SOON_S:
-                return self._late(span.timeout_s, peer)
+                return self._late(ctx.timeout_s, peer)
             return (
                 self._told_by_others(_PATIENCE_S)
-                or self._told_by_silence(span.timeout_s, deadline)
+                or self._told_by_silence(ctx.timeout_s, deadline)
                 or self._lost(cause.peer, "its connection closed without a word (killed, crashed, or cut off)")
             )
         assert isinstance(cause, LocalFailure)
         if cause.status == failures.DEADLINE:
-            return self._late(span.timeout_s, peer)
+            return self._late(ctx.timeout_s, peer)
         if cause.status == failures.PEER_LOST:
             local = self._core.poison()[1]
             if local != self.layout.local_rank:  # our own number: the attendant ended the memory for another cause
                 return self._lost(self.layout.local_ranks[local], failures.how_it_ended(self.symm_mem, local))
         return (
             self._told_by_others(_PATIENCE_S)
-            or self._told_by_silence(span.timeout_s, deadline)
+            or self._told_by_silence(ctx.timeout_s, deadline)
             or FailureReport("broken", f"the core answered {cause.status}.")
         )
 
@@ -395,10 +395,10 @@ class Session:
         who, what = fate
         if what == "ended":
             return self._lost(who, "the job's store, which it kept, is gone with it (killed, or crashed)")
-        span = f" within {timeout_s:.1f} s" if deadline.left_s < _SOON_S else ""
+        ctx = f" within {timeout_s:.1f} s" if deadline.left_s < _SOON_S else ""
         return FailureReport(
             "late",
-            f"no answer from rank {who}{span}.\nRank {who} ({self._names[who]}) keeps the job's store, which does not "
+            f"no answer from rank {who}{ctx}.\nRank {who} ({self._names[who]}) keeps the job's store, which does not "
             "answer, though its host does: it hangs, or is stopped.\n"
             "Read the log of the missing rank first; if it is only slow, raise `timeout`.",
             ranks=(who,),

@@ -15,7 +15,7 @@ from phalanx.engines.mpi import Underway
 from phalanx.transport.call import Call
 from phalanx.transport.mpi.datatypes import datatype_of, element_of, operation_of, summand
 from phalanx.transport.mpi.session import Disagreement, Session
-from phalanx.transport.shared_memory import Span, dense, nbytes, scaled, write_back
+from phalanx.transport.shared_memory import CallContext, dense, nbytes, scaled, write_back
 
 _SUM, _AVG = (REDUCTIONS[torch.distributed.ReduceOp.SUM], REDUCTIONS[torch.distributed.ReduceOp.AVG])
 
@@ -32,20 +32,20 @@ class OverMpi(Session):
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
-    def barrier(self, span: Span) -> None:
+    def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come: the agreement is a barrier already."""
-        with self._collective(Call("barrier", place=self._place(span)), span):
+        with self._collective(Call("barrier", place=self._place(ctx)), ctx):
             pass
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """As `all_reduce` with SUM."""
-        self.all_reduce(tensor, _SUM, Span(timeout_s, self.site(place)))
+        self.all_reduce(tensor, _SUM, CallContext(timeout_s, self.site(place)))
 
-    def all_reduce(self, tensor: Tensor, redop: int, span: Span, *, root: int = -1, factor: Any = None) -> None:
+    def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
         tensor = tensor.detach()
-        call = self._call("all_reduce" if root < 0 else "reduce", tensor, span, redop=redop, root=root)
-        with self._collective(call, span) as deadline:
+        call = self._call("all_reduce" if root < 0 else "reduce", tensor, ctx, redop=redop, root=root)
+        with self._collective(call, ctx) as deadline:
             work = summand(dense(scaled(tensor, factor)))
             operation = operation_of(self._mpi, redop, tensor.dtype)
             data, in_place = self._reducible(work), self._mpi.IN_PLACE
@@ -59,13 +59,13 @@ class OverMpi(Session):
                 self._give(tensor, work, redop)
 
     def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], redop: int, span: Span, *, factor: Any = None
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
         output = output.detach()
         counts = [t.numel() for t in inputs]
-        call = self._call("reduce_scatter", output, span, redop=redop, count=sum(counts), sizes=tuple(counts))
-        with self._collective(call, span) as deadline:
+        call = self._call("reduce_scatter", output, ctx, redop=redop, count=sum(counts), sizes=tuple(counts))
+        with self._collective(call, ctx) as deadline:
             whole = summand(torch.cat([dense(scaled(t.detach(), factor)).view(-1) for t in inputs]))
             part = torch.empty(counts[self.rank], dtype=whole.dtype)
             operation = operation_of(self._mpi, redop, output.dtype)
@@ -76,14 +76,14 @@ class OverMpi(Session):
             self._give(output, part.view(output.shape), redop)
 
     def reduce_scatter_single(
-        self, output: Tensor, tensor: Tensor, redop: int, span: Span, *, factor: Any = None
+        self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
         output, tensor = output.detach(), tensor.detach()
         count = output.numel()
         sizes = (count,) * self.world_size
-        call = self._call("reduce_scatter", output, span, redop=redop, count=tensor.numel(), sizes=sizes)
-        with self._collective(call, span) as deadline:
+        call = self._call("reduce_scatter", output, ctx, redop=redop, count=tensor.numel(), sizes=sizes)
+        with self._collective(call, ctx) as deadline:
             whole = summand(dense(scaled(tensor, factor)))
             part = summand(dense(output))
             operation = operation_of(self._mpi, redop, output.dtype)
@@ -107,16 +107,16 @@ class OverMpi(Session):
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: Tensor, root: int, span: Span) -> None:
+    def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         """`tensor` becomes root's."""
         tensor = tensor.detach()
         data = dense(tensor)
-        with self._collective(self._call("broadcast", data, span, root=root), span) as deadline:
+        with self._collective(self._call("broadcast", data, ctx, root=root), ctx) as deadline:
             self._run(lambda comm: comm.Ibcast(self._elements(data), root), data, deadline)
             if data is not tensor and root != self.rank:
                 write_back(tensor, data)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, span: Span, *, root: int = -1) -> None:
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
         tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
         data = dense(tensor)
@@ -124,7 +124,7 @@ class OverMpi(Session):
         all_sizes = tuple(counts) if root < 0 else ()
         count = sum(counts) if root < 0 else data.numel()
         name = "all_gather" if root < 0 else "gather"
-        with self._collective(self._call(name, data, span, root=root, count=count, sizes=all_sizes), span) as deadline:
+        with self._collective(self._call(name, data, ctx, root=root, count=count, sizes=all_sizes), ctx) as deadline:
             whole = torch.empty(sum(counts), dtype=tensor.dtype)
             sent, received = self._elements(data), self._pieces(whole, counts)
             memory = (data, whole)
@@ -135,22 +135,22 @@ class OverMpi(Session):
                 self._run(lambda comm: comm.Igatherv(sent, into, root), memory, deadline)
             self._hand_out(outputs, whole, counts)
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
         output, data = output.detach(), dense(tensor.detach())
         whole = dense(output)
-        with self._collective(self._call("all_gather", data, span), span) as deadline:
+        with self._collective(self._call("all_gather", data, ctx), ctx) as deadline:
             sent = self._elements(data)
             received = [self._engine.memory(whole), data.numel(), element_of(self._mpi, data.dtype)]
             self._run(lambda comm: comm.Iallgather(sent, received), (data, whole), deadline)
             if whole is not output:
                 write_back(output, whole)
 
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, span: Span) -> None:
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
         output = output.detach()
         data = dense(output)
-        with self._collective(self._call("scatter", data, span, root=root), span) as deadline:
+        with self._collective(self._call("scatter", data, ctx, root=root), ctx) as deadline:
             whole = torch.cat([dense(t.detach()).view(-1) for t in inputs]) if inputs else data[:0]
             counts = [t.numel() for t in inputs]
             sent = self._pieces(whole, counts) if root == self.rank else None
@@ -159,11 +159,13 @@ class OverMpi(Session):
             if data is not output:
                 write_back(output, data)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], span: Span, *, splits: bool) -> None:
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
+    ) -> None:
         """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ."""
         outputs = [t.detach() for t in outputs]
         sent_counts, received_counts = [t.numel() for t in inputs], [t.numel() for t in outputs]
-        with self._collective(self._call_of_all_to_all(inputs[0], span), span) as deadline:
+        with self._collective(self._call_of_all_to_all(inputs[0], ctx), ctx) as deadline:
             self._compare(sent_counts, received_counts, inputs[0].element_size(), deadline)
             whole = torch.cat([dense(t.detach()).view(-1) for t in inputs])
             got = torch.empty(sum(received_counts), dtype=whole.dtype)
@@ -171,19 +173,19 @@ class OverMpi(Session):
             self._run(lambda comm: comm.Ialltoallv(sent, received), (whole, got), deadline)
             self._hand_out(outputs, got, received_counts)
 
-    def all_to_all_single(self, output: Tensor, tensor: Tensor, span: Span) -> None:
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """As `all_to_all` with the equal parts of two contiguous tensors, which are not copied."""
         tensor, output = tensor.detach(), output.detach()
         counts = [tensor.numel() // self.world_size] * self.world_size
-        with self._collective(self._call_of_all_to_all(tensor, span), span) as deadline:
+        with self._collective(self._call_of_all_to_all(tensor, ctx), ctx) as deadline:
             self._compare(counts, counts, tensor.element_size(), deadline)
             sent, received = self._pieces(tensor, counts), self._pieces(output, counts)
             self._run(lambda comm: comm.Ialltoallv(sent, received), (tensor, output), deadline)
 
-    def _call_of_all_to_all(self, tensor: Tensor, span: Span) -> Call:
+    def _call_of_all_to_all(self, tensor: Tensor, ctx: CallContext) -> Call:
         # The sizes differ from rank to rank, and are compared in a round of their own.
         code = dtype_of(tensor.dtype).code
-        return Call("all_to_all", code, shape=tuple(tensor.shape), place=self._place(span))
+        return Call("all_to_all", code, shape=tuple(tensor.shape), place=self._place(ctx))
 
     def _compare(self, sent: list[int], awaited: list[int], size: int, deadline: Deadline) -> None:
         """Every rank learns what all send and await, so that all find the same pairs that do not fit."""
@@ -219,7 +221,7 @@ class OverMpi(Session):
         self,
         name: str,
         tensor: Tensor,
-        span: Span,
+        ctx: CallContext,
         *,
         redop: int = -1,
         root: int = -1,
@@ -228,7 +230,7 @@ class OverMpi(Session):
     ) -> Call:
         count = tensor.numel() if count is None else count
         code = dtype_of(tensor.dtype).code
-        return Call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(span))
+        return Call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(ctx))
 
     # -- point to point ------------------------------------------------------------------------------------------
 

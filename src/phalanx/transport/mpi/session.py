@@ -26,7 +26,7 @@ from phalanx.diagnostics.failure_store import FailureReport, Position
 from phalanx.engines.mpi import EngineClosed, MpiEngine, PeerLeft, TimedOut, Underway
 from phalanx.engines.mpi.polling import wait_until
 from phalanx.transport.call import BLOCK_BYTES, Call, disagreement, split_blocks
-from phalanx.transport.shared_memory import Span
+from phalanx.transport.shared_memory import CallContext
 
 _ROLL_CALL_S = 0.5
 _ADVICE = "Read the log of the missing rank first; if it is only slow, raise `timeout`."
@@ -92,7 +92,7 @@ class Session:
     # -- around a collective -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _collective(self, call: Call, span: Span) -> Iterator[Deadline]:
+    def _collective(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
         """Agree on `call` with all ranks; what fails inside becomes the error that all ranks tell.
 
         Raises:
@@ -105,7 +105,7 @@ class Session:
             label = f"{call.name} #{self.seq}"
             place = f" ({call.place})" if call.place else ""
             self._position = Position(self.seq, True, f"is in {label}{place}")
-            deadline = Deadline.after(span.timeout_s)
+            deadline = Deadline.after(ctx.timeout_s)
             with self._told(self._here(label), deadline):
                 self._agree(call, deadline)
                 yield deadline
@@ -217,8 +217,8 @@ class Session:
         answer = self._answers.get(rank)
         return answer.text if answer is not None else "does not answer: it hangs, is stopped, or is cut off"
 
-    def _place(self, span: Span) -> str:
-        return self._sites[span.site]
+    def _place(self, ctx: CallContext) -> str:
+        return self._sites[ctx.site]
 
 
 def _mismatch(calls: dict[int, str]) -> FailureReport:
