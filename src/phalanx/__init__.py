@@ -24,6 +24,7 @@ _HOME = {
     "init": "phalanx.backend",
     "shared_empty": "phalanx.backend",
     "Options": "phalanx.backend",
+    "launch": "phalanx.launch",
     "progress": "phalanx.trainer",
     "save_checkpoint": "phalanx.checkpoint",
     "load_checkpoint": "phalanx.checkpoint",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from phalanx.errors import MismatchError as MismatchError
     from phalanx.errors import PeerLostError as PeerLostError
     from phalanx.errors import PhalanxError as PhalanxError
+    from phalanx.launch import launch as launch
     from phalanx.nn import DataParallel as DataParallel
     from phalanx.nn import SyncBatchNorm as SyncBatchNorm
     from phalanx.optim import DiLoCo as DiLoCo

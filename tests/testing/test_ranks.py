@@ -210,21 +210,25 @@ run_ranks(report, 2, init=False)
 
 
 def test_a_caller_with_threads_gets_ranks_that_are_spawned():
+    """A closure was refused then: only what a module holds could be pickled. It goes by value now."""
     done = threading.Event()
     thread = threading.Thread(target=done.wait, name="keeper")
     thread.start()
     try:
         assert run_ranks(add_up, 1, 10.0, backend="gloo") == [10.0]
-        with pytest.raises(TypeError, match="these threads run, which a fork would lose: keeper"):
-            run_ranks(lambda *_: None, 1, init=False)
+        assert run_ranks(lambda *_: lambda: "a closure", 1, init=False)[0]() == "a closure"
+        with pytest.raises(TypeError, match="these threads run, which a fork would lose: keeper") as caught:
+            run_ranks(lambda *_: done, 1, init=False)
+        assert "'done', a variable around" in str(caught.value)
+        assert "(a Event) cannot be sent to other processes: TypeError: cannot pickle" in str(caught.value)
     finally:
         done.set()
         thread.join()
 
 
-def test_a_function_that_cannot_be_pickled_is_refused_before_anything_is_spawned():
-    with pytest.raises(TypeError, match="start='spawn' needs a function of module level"):
-        run_ranks(lambda *_: None, 1, init=False, start="spawn")
+def test_what_cannot_be_sent_is_refused_before_anything_is_spawned():
+    with pytest.raises(TypeError, match=r"run_ranks: start='spawn': argument 1 \(a generator\) cannot be sent"):
+        run_ranks(add_up, 1, 1.0, (word for word in "never"), init=False, start="spawn")
 
 
 @pytest.mark.parametrize(

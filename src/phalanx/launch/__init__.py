@@ -8,6 +8,37 @@
     worker                turns the fork into the user's `python script.py`
     output                lines with their rank, folded; status lines
     failure               which failure came first, and how it is told
+    calls                 `phalanx.launch(fn)`: a function of this process, called in the ranks
 
 Nothing here imports torch, except the zygote, inside a function: that is what it is for.
 """
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+
+class Launch(ModuleType):
+    """The type of this package, which is also a function: `phalanx.launch(fn, args)`."""
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        nproc_per_node: int | str = "auto",
+        nnodes: int | str = 1,
+        **options: object,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` in every rank of a job, and return what each returned, by rank."""
+        from phalanx.launch.calls.call import launch as call
+
+        return call(fn, args, kwargs, nproc_per_node=nproc_per_node, nnodes=nnodes, **options)
+
+
+launch: Launch = sys.modules[__name__]  # type: ignore[assignment]
+launch.__class__ = Launch

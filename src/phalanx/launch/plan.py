@@ -20,6 +20,7 @@ class JobPlan:
     placement: Placement
     terminal: bool
     environ: dict[str, str]
+    verdict: str = ""  # a file for the last words of the agent, where a program reads them and not a user
 
     def describe_job(self, restart_count: int, store: str, agent: str) -> Job:
         """What the ranks of one attempt have in common; takes a port that is free now, unless one was asked for."""

@@ -31,7 +31,8 @@ from phalanx.launch.target import Kind, Target
 from phalanx.launch.title import set_command
 
 _OUR_FDS = 8  # numbers that we take from the upper end of those that a rank may have
-_LAUNCHER_FILES = (__file__, "<string>", runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+_CALLS = tuple(os.path.join(os.path.dirname(__file__), "calls", name) for name in ("__main__.py", "rank.py"))
+_LAUNCHER_FILES = (__file__, *_CALLS, "<string>", runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
 @dataclass(frozen=True)

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import pickle
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from phalanx.testing.outcome import Outcome
+from phalanx.launch.calls import outcome
+from phalanx.launch.calls.payload import decode, encode_value
+from phalanx.launch.processes import die_with_parent
 
 # The parent sends it to a rank that is late; faulthandler answers without the interpreter's help.
 SHOW_STACK = signal.SIGUSR2
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Task:
     """What a rank is told. `folder` is the run's own: the store, the outcomes and the stacks lie in it."""
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
+    call: tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # the bytes of one that was not forked together with us
     rank: int
     world_size: int
     backend: str | None
@@ -49,24 +47,22 @@ class Task:
 
 def work(task: Task) -> None:
     """Join the group, call the function, leave the group, and write down how it went."""
-    _die_with_parent(task.parent)
+    die_with_parent(task.parent)
     os.setpgrp()  # so that the parent can end this rank together with whatever it started
     with task.stack_path.open("w") as stack:
         faulthandler.enable(stack)
         faulthandler.register(SHOW_STACK, stack)
-        _write(task, _outcome(task))
+        dumps = encode_value if isinstance(task.call, bytes) else pickle.dumps
+        outcome.write(task.outcome_path, outcome.call(task.rank, lambda: _call(task)), dumps)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # threads that the function left must not keep the rank; the parent has the outcome
 
 
-def _outcome(task: Task) -> Outcome:
-    try:
-        with _group(task):
-            result = task.fn(task.rank, task.world_size, *task.args)
-    except BaseException as error:
-        return Outcome(task.rank, story=_story(error), error=error)
-    return Outcome(task.rank, result=result)
+def _call(task: Task) -> Any:
+    with _group(task):
+        fn, args = task.call if not isinstance(task.call, bytes) else decode(task.call)[:2]
+        return fn(task.rank, task.world_size, *args)
 
 
 @contextlib.contextmanager
@@ -99,37 +95,3 @@ def _group(task: Task) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _story(error: BaseException) -> str:
-    return f"raised {type(error).__name__}\n" + "".join(traceback.format_exception(error))
-
-
-def _write(task: Task, outcome: Outcome) -> None:
-    draft = task.outcome_path.with_suffix(".draft")
-    draft.write_bytes(_pickled(outcome))
-    draft.rename(task.outcome_path)
-
-
-def _pickled(outcome: Outcome) -> bytes:
-    # Plain pickle: that of multiprocessing would pass tensors as handles of a process that is about to end.
-    try:
-        data = pickle.dumps(outcome)
-        if outcome.error is not None:
-            pickle.loads(data)  # an exception with its own constructor often pickles and then does not come back
-        return data
-    except Exception as problem:
-        if outcome.error is not None:
-            return pickle.dumps(Outcome(outcome.rank, story=outcome.story))
-        kind = type(outcome.result).__name__
-        return pickle.dumps(
-            Outcome(outcome.rank, story=f"returned a {kind}, which cannot be pickled\n{_story(problem)}")
-        )
-
-
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this rank when its parent dies, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)

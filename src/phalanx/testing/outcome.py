@@ -1,29 +1,12 @@
-"""How a rank ended, and the one exception that tells of all the ranks that ended badly."""
+"""The one exception that tells of all the ranks that ended badly."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import PhalanxError
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How rank `rank` ended. `story` is empty when it returned, otherwise a headline and what is known, in words."""
-
-    rank: int
-    result: Any = None
-    story: str = ""
-    error: BaseException | None = None
-    running: bool = False
-
-    @property
-    def failed(self) -> bool:
-        """Whether the rank did anything but return."""
-        return bool(self.story)
+from phalanx.launch.calls.outcome import Outcome
 
 
 class RankFailed(PhalanxError):
@@ -59,16 +42,6 @@ class RankFailed(PhalanxError):
             results={o.rank: o.result for o in outcomes if not o.failed},
             running=running,
         )
-
-
-def describe_exit(exit_code: int) -> str:
-    """An exit code of `multiprocessing` in words: a signal by name, anything else by number."""
-    if exit_code >= 0:
-        return f"left with exit code {exit_code} before its function returned"
-    try:
-        return f"died by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"died by signal {-exit_code}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -22,8 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.deadline import Deadline
+from phalanx.launch.calls import outcome, payload
+from phalanx.launch.calls.outcome import Outcome, describe_exit
 from phalanx.testing.child import SHOW_STACK, Task, work
-from phalanx.testing.outcome import Outcome, RankFailed, describe_exit
+from phalanx.testing.outcome import RankFailed
 
 _GLANCE_S = 0.05  # a process that a rank started may keep the sentinel open: look at exit codes this often
 
@@ -45,18 +46,18 @@ def run_ranks(
     Results are pickled. No process, descriptor or file is left, whatever happens.
 
     Arguments:
-        fn: a function of module level, or with "fork" a closure as well.
+        fn: any function: of a module, a closure, a lambda, one of `__main__` or of a notebook.
         timeout: seconds or a timedelta for the whole run.
         init: False leaves the process group to `fn`; one that it leaves behind is not destroyed.
         lost: ranks that the test itself kills or stops. They must not return; they are not waited for when all others
             have ended, and their result is None.
         start: "fork" costs milliseconds and is the default on Linux; a caller with threads gets "spawn", which imports
-            torch again in each rank.
+            torch again in each rank, and takes what no import would find there by value, as `phalanx.launch` does.
 
     Raises:
         RankFailed: some rank raised, died, or was still running when time was up: one message with every traceback.
         ValueError: `world_size`, `timeout` or `lost` make no sense.
-        TypeError: "spawn" is used, and `fn` or `args` cannot be pickled.
+        TypeError: "spawn" is used, and something in `fn` or `args` cannot be sent to another process.
     """
     deadline = Deadline.after(timeout)
     if world_size < 1:
@@ -66,14 +67,13 @@ def run_ranks(
     if strangers := sorted(set(lost) - set(range(world_size))):
         raise ValueError(f"lost names ranks {strangers}, but the ranks are 0 to {world_size - 1}")
 
-    context = _context(start, fn, args)
+    context, call = _prepare(start, fn, args)
     if init:
         import torch.distributed  # noqa: F401 - imported once here, not once in each rank that is forked
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-", ignore_cleanup_errors=True) as folder:
         tasks = [
             Task(
-                fn=fn,
-                args=args,
+                call=call,
                 rank=rank,
                 world_size=world_size,
                 backend=backend if init else None,
@@ -88,27 +88,29 @@ def run_ranks(
             _await([process for rank, process in enumerate(processes) if rank in lost], deadline, or_stopped=True)
             outcomes = [_outcome(task, process, lost) for task, process in zip(tasks, processes, strict=True)]
     if any(outcome.failed for outcome in outcomes):
-        call = f"run_ranks of {getattr(fn, '__qualname__', repr(fn))}"
-        raise RankFailed.of(outcomes, call=call, timeout_s=deadline.timeout_s)
+        name = f"run_ranks of {getattr(fn, '__qualname__', repr(fn))}"
+        raise RankFailed.of(outcomes, call=name, timeout_s=deadline.timeout_s)
     return [outcome.result for outcome in outcomes]
 
 
-def _context(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> BaseContext:
+_Call = tuple[Callable[..., Any], tuple[Any, ...]] | bytes
+
+
+def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[BaseContext, _Call]:
+    """What starts the processes, and what they call; as bytes where they do not have it from us."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     if start is None:
         start = "fork" if sys.platform == "linux" and not others else "spawn"
     if start not in ("fork", "spawn"):
         raise ValueError(f"start must be 'fork' or 'spawn', got {start!r}")
-    if start == "spawn":
-        try:
-            pickle.dumps((fn, args))
-        except Exception as error:
-            reason = f" (chosen because these threads run, which a fork would lose: {', '.join(others)})"
-            raise TypeError(
-                f"run_ranks: start='spawn'{reason if others else ''} needs a function of module level and arguments"
-                f" that can be pickled: {error}"
-            ) from error
-    return multiprocessing.get_context(start)
+    context: BaseContext = multiprocessing.get_context(start)
+    if start == "fork":
+        return context, (fn, args)
+    try:
+        return context, payload.encode(fn, args, {})
+    except TypeError as error:
+        reason = f" (chosen because these threads run, which a fork would lose: {', '.join(others)})"
+        raise TypeError(f"run_ranks: start='spawn'{reason if others else ''}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -156,11 +158,11 @@ def _is_stopped(process: BaseProcess) -> bool:
 
 def _outcome(task: Task, process: BaseProcess, lost: Collection[int]) -> Outcome:
     exit_code = process.exitcode
-    if task.outcome_path.exists():
-        outcome: Outcome = pickle.loads(task.outcome_path.read_bytes())
-        if task.rank in lost and not outcome.failed:
+    told = outcome.read(task.outcome_path)
+    if told is not None:
+        if task.rank in lost and not told.failed:
             return Outcome(task.rank, story="was to be lost, but its function returned")
-        return outcome
+        return told
     if task.rank in lost and (exit_code is not None or _is_stopped(process)):
         return Outcome(task.rank)
     if exit_code is None:

@@ -15,6 +15,7 @@ from phalanx.launch.agent.attempt import Attempt, Host, describe_overdue, descri
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess
+from phalanx.launch.calls.verdict import Verdict
 from phalanx.launch.failure import describe_failures
 from phalanx.launch.flight.files import write_flight
 from phalanx.launch.flight.story import tell_flight
@@ -107,17 +108,25 @@ def _conclude(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> 
         return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
     if not state.failures:
         return 0
-    _tell_failures(plan, host, state, flight)
+    if plan.verdict:
+        story = _describe_failures(plan, state, flight)
+        Verdict(plan.num_ranks, state.failures[0].rank, story).write(plan.verdict)
+        host.pump.forget()
+    else:
+        _tell_failures(plan, host, state, flight)
     return state.failures[0].code
 
 
 def _tell_failures(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> None:
-    story = tell_flight(flight.groups, flight.ended_ns)
-    if story:
-        host.pump.say("\n" + story)
-    name = socket.gethostname()
-    host.pump.say("\n" + describe_failures(state.failures, plan.num_ranks, name, abandoned=state.abandoned))
+    host.pump.say("\n" + _describe_failures(plan, state, flight))
     host.pump.forget()
+
+
+def _describe_failures(plan: JobPlan, state: Supervision, flight: Flight) -> str:
+    story = tell_flight(flight.groups, flight.ended_ns)
+    name = socket.gethostname()
+    failures = describe_failures(state.failures, plan.num_ranks, name, abandoned=state.abandoned)
+    return f"{story}\n\n{failures}" if story else failures
 
 
 def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None) -> None:

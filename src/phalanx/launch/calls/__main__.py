@@ -1,0 +1,10 @@
+"""`python -m phalanx.launch.calls FOLDER`, as a rank: a function of another process is called."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    import sys
+
+    from phalanx.launch.calls.rank import run
+
+    run(sys.argv[1])

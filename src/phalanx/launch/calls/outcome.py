@@ -1,0 +1,80 @@
+"""How a call ended in one rank: written by the rank, whole or not at all, and read by whoever started it."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How rank `rank` ended. `story` is empty when it returned, otherwise a headline and what is known, in words."""
+
+    rank: int
+    result: Any = None
+    story: str = ""
+    error: BaseException | None = None
+    running: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank did anything but return."""
+        return bool(self.story)
+
+
+def call(rank: int, fn: Callable[[], Any]) -> Outcome:
+    """Call `fn`, and tell how it went, whatever it raises."""
+    try:
+        return Outcome(rank, result=fn())
+    except BaseException as error:
+        return Outcome(rank, story=tell(error), error=error)
+
+
+def tell(error: BaseException) -> str:
+    """A headline, and the traceback."""
+    return f"raised {type(error).__name__}\n" + "".join(traceback.format_exception(error))
+
+
+def write(path: Path, outcome: Outcome, dumps: Callable[[Any], bytes] = pickle.dumps) -> None:
+    """Write `outcome` to `path`, which appears when all is there; what `dumps` cannot pickle is named in its place."""
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(_pickled(outcome, dumps))
+    draft.rename(path)
+
+
+def read(path: Path) -> Outcome | None:
+    """What `write` has written there; None if it has not."""
+    if not path.exists():
+        return None
+    outcome: Outcome = pickle.loads(path.read_bytes())
+    return outcome
+
+
+def _pickled(outcome: Outcome, dumps: Callable[[Any], bytes]) -> bytes:
+    # Never the pickle of multiprocessing: it would pass tensors as handles of a process that is about to end.
+    try:
+        data = dumps(outcome)
+        if outcome.error is not None:
+            pickle.loads(data)  # an exception with its own constructor often pickles and then does not come back
+        return data
+    except Exception as problem:
+        if outcome.error is not None:
+            return pickle.dumps(replace(outcome, error=None))
+        kind = type(outcome.result).__name__
+        story = f"returned a {kind}, which cannot be pickled\n{tell(problem)}"
+        return pickle.dumps(Outcome(outcome.rank, story=story))
+
+
+def describe_exit(exit_code: int) -> str:
+    """An exit code of `multiprocessing` in words: a signal by name, anything else by number."""
+    if exit_code >= 0:
+        return f"left with exit code {exit_code} before its function returned"
+    try:
+        return f"died by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"died by signal {-exit_code}"

@@ -1,0 +1,133 @@
+"""A function and its arguments as bytes: by value (cloudpickle) where the ranks could not import them.
+
+Functions, closures, lambdas and classes of `__main__` and of a notebook go by value; those of modules by name, and the
+ranks look for modules where the caller does. The lines of a notebook's cells go along, so that tracebacks show them.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def encode(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """The call, for `decode` in another process. Copies the arguments once.
+
+    Raises:
+        TypeError: something cannot be sent; the message names it.
+    """
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs))))
+    except Exception as error:
+        blamed = _find_culprit(fn, args, kwargs) or "the function or its arguments"
+        raise TypeError(f"{blamed} cannot be sent to other processes: {type(error).__name__}: {error}") from error
+
+
+def decode(data: bytes) -> Call:
+    """The call that `encode` was given.
+
+    Raises:
+        Exception: whatever an import that the call needs raises here.
+    """
+    call: Call = pickle.loads(data)
+    return call
+
+
+def encode_value(value: object) -> bytes:
+    """What a call returned, for plain `pickle.loads` where the call came from."""
+    import cloudpickle
+
+    return bytes(cloudpickle.dumps(value))
+
+
+def encode_surroundings() -> bytes:
+    """Where this process looks for modules, and what else a call may expect to find, for `take_over`."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    surroundings = {
+        "path": list(sys.path),
+        "argv": list(sys.argv),
+        "main_file": None if spec is not None else getattr(main, "__file__", None),
+        # Code without a file (a notebook's cell, a shell's input) has its lines only in this process.
+        "lines": {
+            name: entry
+            for name, entry in linecache.cache.items()
+            if len(entry) == 4 and entry[1] is None and not os.path.exists(name)
+        },
+    }
+    return pickle.dumps(surroundings)
+
+
+def take_over(data: bytes) -> None:
+    """Make this process, a rank whose `__main__` is ours, as much like the caller as the call can tell."""
+    surroundings = pickle.loads(data)
+    sys.path[:] = surroundings["path"]
+    sys.argv[:] = surroundings["argv"]
+    linecache.cache.update(surroundings["lines"])
+    main = sys.modules["__main__"]
+    for name in [name for name in vars(main) if not name.startswith("__")]:
+        delattr(main, name)  # those of our own `__main__`
+    # What the ranks start by spawning (DataLoader workers) runs the caller's script again, as in the caller.
+    main.__spec__ = None
+    main.__file__ = surroundings["main_file"]
+    if main.__file__ is None:
+        del main.__file__
+
+
+def show_in_main(fn: Callable[..., Any]) -> None:
+    """Put the names that `fn` brought into `__main__`, so that plain pickle finds its classes (`all_gather_object`)."""
+    fn = getattr(fn, "__func__", getattr(fn, "func", fn))  # of a bound method, of a partial
+    if getattr(fn, "__module__", None) == "__main__":
+        main = vars(sys.modules["__main__"])
+        main.update({k: v for k, v in getattr(fn, "__globals__", {}).items() if not k.startswith("__")})
+        name = getattr(fn, "__qualname__", "")
+        if name.isidentifier():
+            main.setdefault(name, fn)
+
+
+def _find_culprit(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The smallest part that cannot be pickled, in words."""
+    for name, part in _parts(fn, args, kwargs):
+        if not _can_be_sent(part):
+            return f"{name} (a {type(part).__name__})"
+    return f"{_name(fn)}" if not _can_be_sent(fn) else ""
+
+
+def _parts(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for i, value in enumerate(args):
+        yield f"argument {i}", value
+    for key, value in kwargs.items():
+        yield f"argument {key!r}", value
+    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None) or ()
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, cells, strict=False):
+        try:
+            yield f"{name!r}, a variable around {_name(fn)}", cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+    for name in code.co_names:
+        if name in fn.__globals__:
+            yield f"{name!r}, a global variable that {_name(fn)} uses", fn.__globals__[name]
+
+
+def _can_be_sent(part: object) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(part)
+    except Exception:
+        return False
+    return True
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", repr(fn))

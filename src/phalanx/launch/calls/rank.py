@@ -1,0 +1,40 @@
+"""What runs in a rank: load the call, make it, write down what came of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from phalanx.launch.calls import outcome, payload
+from phalanx.launch.calls.outcome import Outcome
+
+
+def run(folder: str) -> None:
+    """Make the call that lies in `folder`; raises what it raises, for the agent to hear."""
+    rank = int(os.environ["RANK"])
+    path = outcome_path(folder, rank)
+    path.unlink(missing_ok=True)  # of an attempt before this one
+    try:
+        payload.take_over(surroundings_path(folder).read_bytes())
+        fn, args, kwargs = payload.decode(payload_path(folder).read_bytes())
+        payload.show_in_main(fn)
+        result = fn(*args, **kwargs)
+    except BaseException as error:
+        outcome.write(path, Outcome(rank, story=outcome.tell(error), error=error), payload.encode_value)
+        raise
+    outcome.write(path, Outcome(rank, result=result), payload.encode_value)
+
+
+def payload_path(folder: str) -> Path:
+    """Where the call lies."""
+    return Path(folder, "call")
+
+
+def surroundings_path(folder: str) -> Path:
+    """Where lies what the call expects to find around it."""
+    return Path(folder, "surroundings")
+
+
+def outcome_path(folder: str, rank: int) -> Path:
+    """Where the outcome of `rank` appears."""
+    return Path(folder, f"outcome-{rank}")
