@@ -1175,6 +1175,14 @@ static PyObject *core_store_word(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+static PyObject *core_compare_exchange_word(PyObject *module, PyObject *args) {
+  unsigned long long address, expected, desired;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KKK", &address, &expected, &desired)) return NULL;
+  _Atomic uint64_t *word = word_at(address);
+  return word == NULL ? NULL : PyLong_FromUnsignedLongLong(plx_word_compare_exchange(word, expected, desired));
+}
+
 static PyMethodDef core_methods[] = {{"map", core_map, METH_VARARGS, NULL},
                                      {"map_again", core_map_again, METH_VARARGS, NULL},
                                      {"unmap", core_unmap, METH_VARARGS, NULL},
@@ -1186,6 +1194,7 @@ static PyMethodDef core_methods[] = {{"map", core_map, METH_VARARGS, NULL},
                                      {"reduce", core_reduce, METH_VARARGS, NULL},
                                      {"load_word", core_load_word, METH_VARARGS, NULL},
                                      {"store_word", core_store_word, METH_VARARGS, NULL},
+                                     {"compare_exchange_word", core_compare_exchange_word, METH_VARARGS, NULL},
                                      {NULL, NULL, 0, NULL}};
 
 static int core_exec(PyObject *module) {

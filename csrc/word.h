@@ -24,4 +24,10 @@ static inline uint64_t plx_word_load(const _Atomic uint64_t *word) {
   return atomic_load_explicit(word, memory_order_acquire);
 }
 
+/* What the word held; if that was `expected`, it holds `desired` from now on. Of several who try, one succeeds. */
+static inline uint64_t plx_word_compare_exchange(_Atomic uint64_t *word, uint64_t expected, uint64_t desired) {
+  atomic_compare_exchange_strong_explicit(word, &expected, desired, memory_order_seq_cst, memory_order_seq_cst);
+  return expected;
+}
+
 #endif

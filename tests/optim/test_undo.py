@@ -144,6 +144,103 @@ def test_a_rank_that_is_stuck_in_the_update_is_waited_for_as_long_as_the_timeout
     assert run_ranks(updated, 3)[::2] == [True, True]
 
 
+def _sleep_until_woken():
+    dist.group.WORLD._store.set("pid", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _sleep_before_saying(phase):
+    say = undo.Undo._say
+
+    def late(self, spoken):
+        if spoken == phase:
+            _sleep_until_woken()
+        say(self, spoken)
+
+    undo.Undo._say = late
+
+
+class Dozing(optim.SGD):
+    """Is stopped half way through its second piece, and then goes on as if nothing had happened."""
+
+    def step(self, closure=None):
+        if dist.get_rank() == VICTIM:
+            piece = self.param_groups[0]["params"][-1].view(-1)
+            with torch.no_grad():
+                piece[: len(piece) // 2] += 1.0
+            _sleep_until_woken()
+        super().step()
+
+
+STOPS = {
+    "before it says that it has saved": lambda: _sleep_before_saying(undo._SAVED),
+    "half way": lambda: None,
+    "before it says that it is done": lambda: _sleep_before_saying(undo._DONE),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_rank_that_was_stopped_in_the_update_comes_back_to_the_step_that_the_others_hold(stop):
+    """It woke when they had timed out and undone theirs, saw that all had written, and took the new step for whole.
+
+    Its own slices were then of the new step, and all others of the old one, on every rank.
+    """
+
+    def updated(rank, world_size):
+        ddp = wrapped()
+        optimizer_class = Dozing if stop == "half way" else optim.SGD
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, lr=0.1)
+        store = dist.group.WORLD._store
+        backward(ddp, rank, 0)
+        old = values(ddp)
+        dist.barrier()
+        if rank == VICTIM:
+            STOPS[stop]()
+        else:
+            dist.group.WORLD.set_timeout(timedelta(seconds=1))
+        with pytest.raises((DeadlineError, PeerLostError)):
+            optimizer.step()
+        alone = same(values(ddp), old)
+        store.set(f"settled {rank}", "")
+        store.wait([f"settled {other}" for other in range(world_size) if other != VICTIM])
+        if rank == 0:
+            os.kill(int(store.get("pid")), signal.SIGCONT)
+        store.wait([f"settled {VICTIM}"])
+        return alone, same(values(ddp), old)
+
+    assert run_ranks(updated, 3) == [(True, True)] * 3
+
+
+def test_what_one_rank_has_judged_holds_for_those_who_pass_the_gate_as_well():
+    """Ranks looked at the words at different times, and each judged for itself."""
+
+    class Impatient(optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            if dist.get_rank() == 0 and undone:
+                while min(undone[0]._word(rank) for rank in (1, 2)) < 8 + undo._DONE:
+                    os.sched_yield()
+                undone[0]._judge(undo._OLD)
+
+    undone = []
+
+    def updated(rank, world_size):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), Impatient, lr=0.1)
+        backward(ddp, rank, 0)
+        optimizer.step()
+        undone.append(optimizer._undo)
+        old = values(ddp)
+        with pytest.raises(PeerLostError, match="rank 0 saw it fail and undid it"):
+            optimizer.step()
+        store = dist.group.WORLD._store
+        store.set(f"settled {rank}", "")
+        store.wait([f"settled {other}" for other in range(world_size)])
+        return same(values(ddp), old)
+
+    assert run_ranks(updated, 3) == [True] * 3
+
+
 def test_a_rank_killed_at_any_moment_leaves_one_whole_step(kill):
     delay = random.Random(kill).uniform(0.001, 0.05)
     found = run_ranks(train_until_killed, 3, delay, lost=(VICTIM,))
@@ -208,7 +305,12 @@ def test_a_word_is_a_whole_one():
     word = torch.zeros(2, dtype=torch.int64)
     _core.store_word(word.data_ptr(), 2**63 - 1)
     assert _core.load_word(word.data_ptr()) == word[0].item() == 2**63 - 1
+    assert _core.compare_exchange_word(word.data_ptr(), 1, 2) == 2**63 - 1 == word[0].item()
+    assert _core.compare_exchange_word(word.data_ptr(), 2**63 - 1, 2) == 2**63 - 1
+    assert word.tolist() == [2, 0]
     for address in (0, word.data_ptr() + 4):
+        with pytest.raises(ValueError, match="a word lies at a multiple of 8"):
+            _core.compare_exchange_word(address, 0, 1)
         with pytest.raises(ValueError, match="a word lies at a multiple of 8"):
             _core.load_word(address)
         with pytest.raises(ValueError, match="a word lies at a multiple of 8"):

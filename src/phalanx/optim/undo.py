@@ -4,11 +4,16 @@
     word[r]     4s                                         4s+1                  4s+2              s: the step's number
 
 A rank that fails anywhere writes 4s+3, given up, with its slices as they were. When a gate fails, each survivor waits
-until every rank has got to `done`, has given up or is dead, and then they all see the same words:
+until every rank has got to `done`, has given up, is dead or has had its time, and looks at the words:
 
     all are done, or further      the new step is whole: nothing to do
     else                          the old step: whoever is `saved` or `done` may have changed its slices, and what was
                                   copied aside is written back; by every survivor, the same bytes
+
+Ranks that look at different times can see different words: one that was stopped between `saved` and `done` may go on
+when the others have put everything back. So there is one verdict for each step, a word in which the first to judge
+writes old or new, with a compare-and-exchange; who comes later, through the gate or not, does as it says. Parameters
+are of one step when the last rank has done so: one that wakes in its update still writes, and then puts back.
 
 Nobody overwrites what lies aside before gate A of the next step, which a survivor in trouble never reaches.
 
@@ -34,6 +39,7 @@ from phalanx.optim.plan import Plan
 from phalanx.optim.shared_parameters import SharedParameters
 
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
+_OLD, _NEW = range(2)  # verdicts
 _WORDS_APART = 16  # 64-bit words: each rank's in lines of its own
 _LOOK_S = 0.001
 # A survivor that is still updating needs as long as an update takes; one that let the timeout pass has had its time.
@@ -87,8 +93,10 @@ class Undo:
         self._number = 0
         self._failed_at = 0  # the step that did not end well, or is under way
         self._regions: list[_Region] = []
-        self._words = _shared(self._world_size * _WORDS_APART, torch.int64, group)
+        self._words = _shared((self._world_size + 1) * _WORDS_APART, torch.int64, group)  # the last is the verdict
         self._store(0)
+        if self._rank == 0:
+            self._words[self._world_size * _WORDS_APART] = 0
         dist.barrier(group=group)
 
     def cover(self, home: SharedParameters, plan: Plan) -> None:
@@ -124,6 +132,7 @@ class Undo:
             raise
         try:
             self._save()
+            self._refuse_if_undone()  # a rank that was stopped in the meantime need not write what is put back at once
             yield
         except BaseException:
             self._restore(self._rank)
@@ -133,6 +142,8 @@ class Undo:
         try:
             dist.barrier(group=self._group)
             self._refuse_if_one_gave_up()
+            self._judge(_NEW)  # unless a rank did not wait for the gate
+            self._refuse_if_undone()
         except BaseException as error:
             self._settle(error)
             raise
@@ -174,14 +185,43 @@ class Undo:
                 ranks=tuple(gone),
             )
 
+    def _refuse_if_undone(self) -> None:
+        verdict, judge = self._verdict() or (_NEW, self._rank)
+        if verdict == _OLD:
+            raise PeerLostError(
+                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {judge} saw it fail and undid "
+                "it, so all parameters are those of the step before. Read the log of that rank first.",
+                ranks=(judge,),
+            )
+
+    def _verdict(self) -> tuple[int, int] | None:
+        """What was judged of this step, and by which rank; None while nobody has."""
+        from phalanx import _core
+
+        number, judged = divmod(_core.load_word(self._address(self._world_size)), 2 * self._world_size)
+        return divmod(judged, self._world_size) if number == self._number else None
+
+    def _judge(self, verdict: int) -> int:
+        """Judge of this step, or learn what another rank has judged: the verdict that holds for all."""
+        from phalanx import _core
+
+        address = self._address(self._world_size)
+        before = _core.load_word(address)
+        if before < 2 * self._world_size * self._number:  # who loses this race finds the winner's
+            word = 2 * self._world_size * self._number + verdict * self._world_size + self._rank
+            _core.compare_exchange_word(address, before, word)
+        judged = self._verdict()
+        assert judged is not None  # nobody gets to the next step without this rank
+        return judged[0]
+
     def _settle(self, error: BaseException) -> None:
         """Make all parameters those of one step, together with the other survivors, after `error` at a gate."""
         words = [self._word(rank) for rank in range(self._world_size)]
         if min(words) < 4 * self._number:
             return  # somebody never arrived, so nobody passed gate A
         self._await_others(error.missing if isinstance(error, DeadlineError) else ())
-        words = [self._word(rank) for rank in range(self._world_size)]
-        if all(_completed(word, self._number) for word in words):
+        completed = all(_completed(self._word(rank), self._number) for rank in range(self._world_size))
+        if self._judge(_NEW if completed else _OLD) == _NEW:
             return
         for rank in range(self._world_size):
             self._restore(rank)
