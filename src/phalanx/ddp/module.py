@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
+from phalanx.backend.dynamo import skipped, untraced
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
@@ -184,9 +184,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Which gradient lies in which bucket; `print` draws it. Rebuilt once, at the end of the first backward."""
         return self._reducer.plan
 
-    # torch.compile shall compile the module, and not look around it. The public torch.compiler.disable
-    # would import the compiler, a second or more, with this file; this one does at the first call, as optimizers do.
-    @_disable_dynamo(recursive=False)
+    @skipped  # torch.compile shall compile the module, and not look around it
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, and note whether the backward that follows averages gradients."""
         sync = self._before_forward((args, kwargs))
@@ -196,7 +194,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._after_forward(output, sync)
         return output
 
-    @_disable_dynamo
+    @untraced
     def _before_forward(self, inputs: object) -> bool | None:
         """Whether this forward's backward averages gradients; None for a forward that has no say in it."""
         reducer = self._reducer
@@ -231,7 +229,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             warn_of(explain_repetition(self._epoch_order.num_steps))
             self._epoch_order = None
 
-    @_disable_dynamo
+    @untraced
     def _after_forward(self, output: object, sync: bool | None) -> None:
         if sync and self._reducer.watch is not None:
             self._reducer.watch.after_forward(tensors_in(output))

@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase  # there is no public name for "any BatchNorm"
 
+from phalanx.backend.dynamo import untraced
 from phalanx.log import get_logger
 from phalanx.nn.batch_statistics import BatchStatistics
 from phalanx.nn.normalize import Normalize, gather_statistics
@@ -74,7 +74,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         return self._span(input, group)
 
-    @_disable_dynamo  # collectives with results that decide what follows: torch.compile leaves them as they are
+    @untraced  # collectives with results that decide what follows: torch.compile leaves them as they are
     def _span(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Normalize by the statistics of all ranks' inputs."""
         self._check_input_dim(input)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from phalanx.backend.dynamo import untraced
+from phalanx.backend.dynamo import undecorated, untraced
 from phalanx.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
 from phalanx.optim.arguments import check_parameters, decide_group, refuse
 from phalanx.optim.element_wise import decide_cut
@@ -125,9 +126,10 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
+    @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Move one more group of parameters into shared memory, and share their update. Collective."""
-        super().add_param_group(param_group)
+        undecorated(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
             check_parameters(group["params"], self.process_group)
@@ -150,11 +152,23 @@ class ZeroRedundancyOptimizer(Optimizer):
                 need_slice(parameter, part.start, part.stop, self.process_group)
         local_group = {**_options(group), "params": [piece.tensor for piece in pieces]}
         if self._local is None:
-            self._local = self._optimizer_class([local_group], **self.defaults)
+            self._local = self._build_local(local_group)
             self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
         else:
             self._local.add_param_group(local_group)
         self._show_options()
+
+    def _build_local(self, group: dict[str, Any]) -> Optimizer:
+        """This rank's optimizer; of torch's own classes one that does not import Dynamo, from which this is hidden."""
+        if not self._cut:
+            return self._optimizer_class([group], **self.defaults)
+        local = self._optimizer_class.__new__(self._optimizer_class)
+        vars(local)["add_param_group"] = types.MethodType(undecorated(Optimizer.add_param_group), local)
+        local.__init__([group], **self.defaults)  # type: ignore[misc]
+        step = undecorated(self._optimizer_class.step)
+        if not hasattr(step, "__wrapped__"):  # else somebody else has put something around it
+            vars(local)["step"] = types.MethodType(Optimizer.profile_hook_step(step), local)
+        return local
 
     def _check_homes(self) -> None:
         for number, home in enumerate(self._homes):
@@ -168,6 +182,11 @@ class ZeroRedundancyOptimizer(Optimizer):
                 )
 
     # -- the step ------------------------------------------------------------------------------------------------
+
+    @untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As every optimizer's: of all parameters, on this rank."""
+        undecorated(Optimizer.zero_grad)(self, set_to_none)
 
     @untraced
     @torch.no_grad()
@@ -322,6 +341,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             self.state = defaultdict(dict, {parameters[number]: state for number, state in merged.items()})
             self._consolidated = True
 
+    @untraced
     def state_dict(self) -> StateDict:
         """The whole state, as the plain optimizer's `state_dict`: it loads there, and into any number of ranks.
 
@@ -334,8 +354,10 @@ class ZeroRedundancyOptimizer(Optimizer):
                 f"Call consolidate_state_dict(to={self.rank}) on all ranks after the last step and before this, or "
                 "save shard_state_dict() on every rank."
             )
-        return super().state_dict()
+        whole: StateDict = undecorated(Optimizer.state_dict)(self)
+        return whole
 
+    @untraced
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's part of a whole state: of the plain optimizer, or consolidated on any number of ranks.
 
@@ -344,7 +366,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         Raises:
             ValueError: it is the state of other groups or parameters.
         """
-        super().load_state_dict(state_dict)  # checks, converts dtypes, calls the user's hooks; the state is all there
+        undecorated(Optimizer.load_state_dict)(
+            self, state_dict
+        )  # checks, converts dtypes, calls the user's hooks; the state is all there
         self._consolidated = False
         whole, self.state = self.state, defaultdict(dict)
         self.optim.state.clear()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
+from phalanx.backend.dynamo import untraced
 from phalanx.nn.data_parallel.devices import CPU, DeviceId, check_output_device, decide_replicas, name_accelerators
 from phalanx.nn.data_parallel.gather import gather
 from phalanx.nn.data_parallel.parallel_apply import parallel_apply
@@ -79,7 +79,7 @@ class DataParallel(nn.Module):
         self.dim = dim
         self.module = module
 
-    @_disable_dynamo  # torch.compile does not follow into threads
+    @untraced  # torch.compile does not follow into threads
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the replicas on their parts of the arguments."""
         with torch.autograd.profiler.record_function("DataParallel.forward"):
