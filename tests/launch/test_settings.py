@@ -1,7 +1,9 @@
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.settings import OPTIONS, Settings, decide_num_ranks, format_help, parse
+from phalanx.launch.options import OPTIONS, Streams, format_help
+from phalanx.launch.rendezvous import Rendezvous, join_endpoint, split_endpoint
+from phalanx.launch.settings import Settings, decide_num_ranks, parse
 from phalanx.launch.target import Target
 
 
@@ -49,12 +51,15 @@ def test_dashes_and_underscores_are_the_same(words: list[str]) -> None:
 def test_every_option_reaches_its_field() -> None:
     words = (
         "--nproc-per-node gpu --log-dir d --grace 2.5 --no-affinity --no-preload --max-restarts 3 --exit-timeout 7 "
-        "--master-addr h --master_port 99 --rdzv-id job7 --standalone --nnodes 1 --node_rank 0 -m pkg.mod x"
+        "--master-addr h --master_port 99 --rdzv-id job7 --standalone --nnodes 1 --node_rank 0 --role trainer -r 3 "
+        "--tee 0:1,1:2 --local_ranks_filter 0,2 --key-file k --start-method spawn --monitor_interval 0.5 --use_env "
+        "--local-addr h --rdzv_conf timeout=3 --signals-to-handle SIGTERM,SIGINT -m pkg.mod x"
     )
     assert parse(words.split()) == Settings(
         Target("module", "pkg.mod", ("x",)),
         nproc="gpu", log_dir="d", grace_s=2.5, exit_timeout_s=7.0, affinity=False, preload=False, max_restarts=3,
-        master_addr="h", master_port=99, run_id="job7", standalone=True,
+        master_addr="h", master_port=99, run_id="job7", standalone=True, role="trainer", redirects=Streams(3),
+        tee=Streams(0, ((0, 1), (1, 2))), shown_ranks=(0, 2), key_file="k",
     )  # fmt: skip
 
 
@@ -87,7 +92,7 @@ def test_a_flag_like_no_other_points_to_the_help() -> None:
     assert "`phalanx run --help` lists the options" in refuse("--zzz", "a.py")
 
 
-@pytest.mark.parametrize("flag", ["--rdzv-backend=c10d", "--tee", "--start_method"])
+@pytest.mark.parametrize("flag", ["--logs-specs", "--virtual-local-rank", "--numa_binding"])
 def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> None:
     assert "not in this version" in refuse(flag, "3", "a.py")
 
@@ -106,8 +111,27 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--nproc-per-node 9999999999 a.py", "--nproc-per-node: must be below a thousand million, got 9999999999"),
         ("--max-restarts -1 a.py", "--max-restarts: must be a number, zero or more, got '-1'"),
         ("--master-port 70000 a.py", "--master-port: must be a port number, from 0 to 65535, got '70000'"),
-        ("--nnodes 2 a.py", "--nnodes: this version runs on one host, got '2'"),
-        ("--node-rank 1 a.py", "--node-rank: this version runs on one host, whose rank is 0, got '1'"),
+        ("--nnodes 0 a.py", "--nnodes: must be at least 1, and MIN at most MAX, got '0'"),
+        ("--nnodes 3:2 a.py", "--nnodes: must be at least 1, and MIN at most MAX, got '3:2'"),
+        ("--nnodes two a.py", "--nnodes: must be a number of hosts, or MIN:MAX, got 'two'"),
+        ("--nnodes 2 --node-rank 1 a.py", "--node-rank 1: where is node 0? Give --master-addr HOST"),
+        (
+            "--nnodes 2 --node-rank 2 --master-addr h a.py",
+            "--node-rank: hosts are numbered from 0 to 1 with --nnodes 2",
+        ),
+        ("--nnodes 1:2 --master-addr h a.py", "--nnodes 1:2 with --node-rank or --master-addr"),
+        ("--nnodes 2 --standalone a.py", "--standalone and --nnodes: a job that stands alone is on one host"),
+        ("--rdzv-backend etcd --rdzv-endpoint h:1 a.py", "--rdzv-backend etcd: hosts meet at the first of them"),
+        ("--rdzv-backend zeus a.py", "--rdzv-backend: must be static or c10d, got 'zeus'"),
+        ("--rdzv-endpoint h:99999 a.py", "--rdzv-endpoint: must be HOST or HOST:PORT, with a port"),
+        ("--rdzv-conf timeout a.py", "--rdzv-conf: must be KEY=VALUE,KEY=VALUE, got 'timeout'"),
+        ("--nnodes 2 --rdzv-conf timeout=x a.py", "--rdzv-conf timeout: must be a number, zero or more, got 'x'"),
+        ("--host-timeout 0.1 a.py", "--host-timeout: must be at least 1 second, got '0.1'"),
+        ("-r 4 a.py", "-r: must be 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
+        ("--tee 0:1,x a.py", "--tee: must be 0 (nothing)"),
+        ("--local-ranks-filter a a.py", "--local-ranks-filter: must be local ranks, such as 0,1,2, got 'a'"),
+        ("--start-method thread a.py", "--start-method: must be spawn, fork or forkserver, got 'thread'"),
+        ("--signals-to-handle SIGUSR1 a.py", "SIGUSR1 and SIGUSR2 are passed on"),
         ("--no-python=yes a.py", "--no-python: takes no value, got 'yes'"),
         ("--log-dir", "--log-dir: needs a value: --log-dir DIR"),
         ("-m --no-python a", "-m and --no-python: a job is a module or a program, not both"),
@@ -120,7 +144,7 @@ def test_a_wrong_command_line_says_what_is_wrong(words: str, message: str) -> No
 
 
 def test_all_problems_are_told_at_once() -> None:
-    message = refuse("--nproc-per-node", "0", "--grace", "x", "--nnodes", "4", "a.py")
+    message = refuse("--nproc-per-node", "0", "--grace", "x", "--nnodes", "4:3", "a.py")
     assert len(message.splitlines()) == 3
 
 
@@ -167,3 +191,81 @@ def test_every_option_of_torchrun_and_its_predecessor_is_taken_or_explained() ->
 
 def test_use_env_changes_nothing() -> None:
     assert parse(["--use_env", "a.py"]) == parse(["a.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        ("--nnodes 2", Rendezvous(leads=True, min_nodes=2, max_nodes=2)),
+        ("--nnodes 1:4", Rendezvous(leads=True, min_nodes=1, max_nodes=4)),
+        ("--nnodes 2 --host-timeout 3", Rendezvous(leads=True, min_nodes=2, max_nodes=2, host_timeout_s=3.0)),
+        ("--nnodes 2 --master-port 7", Rendezvous(":7", leads=True, min_nodes=2, max_nodes=2)),
+        (
+            "--nnodes=2 --node_rank=1 --master_addr=n1 --master_port=29501",
+            Rendezvous("n1:29501", False, 1, 2, 2),
+        ),
+        ("--nnodes=2 --node_rank=0 --master_addr=n1", Rendezvous("n1:29500", True, 0, 2, 2)),
+        ("--nnodes=2 --node_rank=0 --master_addr=[fe80::1%eth0]", Rendezvous("[fe80::1%eth0]:29500", True, 0, 2, 2)),
+        ("--nnodes=2 --rdzv-endpoint n1:5 --node-rank 1", Rendezvous("n1:5", False, 1, 2, 2)),
+        ("--nnodes=2 --rdzv-backend c10d --rdzv-endpoint n1", Rendezvous("n1:29400", None, None, 2, 2)),
+        (
+            "--nnodes=2:3 --rdzv_backend=c10d --rdzv_endpoint=n1:1 --local_addr 10.0.0.2 "
+            "--rdzv-conf is_host=1,join_timeout=9,last_call_timeout=4",
+            Rendezvous("n1:1", True, None, 2, 3, None, 9.0, 4.0, 10.0, "10.0.0.2"),
+        ),
+        (
+            "--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=n1:1 --rdzv-conf is_host=false,keep_alive_interval=2",
+            Rendezvous("n1:1", False, None, 2, 2, host_timeout_s=6.0),
+        ),
+        ("--nnodes 1 --node-rank 0 --master-addr n1 --master-port 7", None),
+        ("--nnodes 1:1 --rdzv-backend c10d --rdzv-endpoint localhost:0", None),
+        ("--rdzv-id x", None),
+    ],
+)
+def test_hosts_meet_where_torchruns_options_say(words: str, where: Rendezvous | None) -> None:
+    assert parse([*words.split(), "a.py"]).rendezvous == where
+
+
+def test_variables_of_torchrun_stand_behind_the_command_line() -> None:
+    environ = {
+        "PET_NPROC_PER_NODE": "3", "PET_NNODES": "2", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "5", "PET_NODE_RANK":
+        "1", "PET_MODULE": "1", "PET_STANDALONE": "0", "PET_MAX_RESTARTS": "2", "PET_ROLE": "", "PET_GRACE": "99",
+        "PET_RDZV_ID": "job",
+    }  # fmt: skip
+    settings = parse(["--max-restarts", "7", "pkg"], environ)
+    assert settings == Settings(
+        Target("module", "pkg"), nproc="3", max_restarts=7, master_addr="n1", master_port=5, run_id="job",
+        rendezvous=Rendezvous("n1:5", False, 1, 2, 2),
+    )  # fmt: skip
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(LaunchError, match="PET_NNODES in the environment: must be a number of hosts, or MIN:MAX"):
+        parse(["a.py"], {"PET_NNODES": "many"})
+    with pytest.raises(LaunchError, match="PET_STANDALONE in the environment: must be 0 or 1, got 'yes'"):
+        parse(["a.py"], {"PET_STANDALONE": "yes"})
+
+
+def test_the_old_launcher_starts_one_rank_and_tells_it_its_local_rank() -> None:
+    words = "--nproc_per_node=4 --nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=29501 a.py --x"
+    settings = parse(words.split(), old_launcher=True)
+    assert (settings.nproc, settings.local_rank_argument) == ("4", True)
+    assert parse(["a.py"], old_launcher=True).nproc == "1"
+    assert not parse(["--use_env", "a.py"], old_launcher=True).local_rank_argument
+    with pytest.raises(LaunchError, match=r"a program gets no --local-rank\. Give --use-env"):
+        parse(["--no-python", "ls"], old_launcher=True)
+    assert parse(["--no-python", "--use-env", "ls"], old_launcher=True).target.kind == "program"
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("h", "h", 9), ("h:1", "h", 1), ("[::1]", "::1", 9), ("[::1]:5", "::1", 5), ("10.0.0.1:0", "10.0.0.1", 0)],
+)
+def test_an_endpoint_is_a_host_and_perhaps_a_port(text: str, host: str, port: int) -> None:
+    assert split_endpoint(text, 9) == (host, port)
+    assert split_endpoint(join_endpoint(host, port), 0) == (host, port)
+
+
+def test_short_flags_take_their_value_attached() -> None:
+    assert parse(["-r3", "-t0:1", "a.py"]).redirects == Streams(3)
+    assert parse(["-r3", "-t0:1", "a.py"]).tee == Streams(0, ((0, 1),))

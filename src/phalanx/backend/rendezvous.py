@@ -29,7 +29,7 @@ from phalanx.backend.addresses import own_addresses, reachable
 from phalanx.backend.start import launched
 from phalanx.backend.store_errors import explained
 from phalanx.backend.tcp_store import keeps, open_store
-from phalanx.coordination.launchers import Launch, find_launch, mpi_launch
+from phalanx.coordination.launchers import Launch, find_agents_store, find_launch, mpi_launch
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.observer import fetch_store
 from phalanx.engines.mpi import Launcher, start, why_not
@@ -49,15 +49,15 @@ def launcher() -> Launcher | None:
     if launch is not None:
         return Launcher(launch.launcher, launch.world_size, is_mpi=True)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        name = "phalanx run" if "PHALANX_STORE" in os.environ else "another launcher than mpiexec"
+        name = "phalanx run" if find_agents_store(os.environ) else "another launcher than mpiexec"
         return Launcher(name, int(os.environ["WORLD_SIZE"]), is_mpi=False)
     return None
 
 
 def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
     """The handler of `env://` in a rank of `phalanx run`, whichever backend it asks for."""
-    path = os.environ.get("PHALANX_STORE")
-    if path and "RANK" in os.environ and "WORLD_SIZE" in os.environ and "?" not in url:
+    path = find_agents_store(os.environ)
+    if path and "?" not in url:
         yield _from_agent(path)
         raise RuntimeError(_NOT_AGAIN)
     yield from original(url, timeout=timeout, **kwargs)
@@ -65,7 +65,7 @@ def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwarg
 
 def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
     """The handler of `env://` for our backend."""
-    if os.environ.get("PHALANX_STORE") and "RANK" in os.environ and "?" not in url:
+    if find_agents_store(os.environ) and "?" not in url:
         yield from launched_rendezvous(original, url, timeout, **kwargs)  # the agent keeps the store: no port is opened
         return
     launch = find_launch(os.environ) if "RANK" not in os.environ and "?" not in url else None
@@ -130,8 +130,8 @@ def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
 
 
 def agent_address() -> str:
-    """Where the agent of `phalanx run` looks on while groups work; empty without one."""
-    return os.environ.get("PHALANX_AGENT", "")
+    """Where the agent of `phalanx run` looks on while groups work; empty in a process that is none of its ranks."""
+    return os.environ.get("PHALANX_AGENT", "") if find_agents_store(os.environ) else ""
 
 
 # Each init_process_group of a process meets under keys of its own: the store outlives the group.

@@ -13,6 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 import torch.distributed as dist
 
+from phalanx.coordination.launchers import find_agents_store
+
 NAME = "phalanx"
 _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -46,7 +48,7 @@ def is_default(environ: Mapping[str, str], device_id: object, accelerator: str, 
     torch's own choice is an engine for `accelerator` alone; ours carries the CPU's tensors as well, and `carried`
     says which others it hands to an engine that can.
     """
-    return bool(environ.get("PHALANX_STORE")) and device_id is None and accelerator in carried
+    return bool(find_agents_store(environ)) and device_id is None and accelerator in carried
 
 
 def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], said: str) -> str:

@@ -51,7 +51,9 @@ def offer_backend() -> None:
     if not _c10d().is_mpi_available():
         backend.MPI = _Asked("mpi", _serve_mpi)
     if os.environ.get("PHALANX_STORE"):
-        serve_launcher()
+        launchers = importlib.import_module("phalanx.coordination.launchers")
+        if launchers.find_agents_store(os.environ):  # else this is a process that a rank has started
+            serve_launcher()
 
 
 def _create(options: Any, backend_options: Any) -> Any:

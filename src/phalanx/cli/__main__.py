@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C while modules are loaded: nothing was started, so there is nothing to say, least of all a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def main() -> None:
@@ -16,6 +21,8 @@ def main() -> None:
     from phalanx.cli.commands import group
     from phalanx.launch.output.standard import guarded
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     guarded(lambda: group(prog_name="phalanx"))
 
 

@@ -173,6 +173,21 @@ def first_of(hosts: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
+def describe_rank(environment: Mapping[str, str]) -> str:
+    """Which rank of which job the variables speak of, in a word; another launcher inside of a rank changes it."""
+    return "/".join(environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+
+
+def find_agents_store(environment: Mapping[str, str]) -> str:
+    """Where `phalanx run` keeps the store for this rank; empty in every other process.
+
+    What a rank starts inherits PHALANX_STORE: torchrun, or a program that is given a RANK by hand. Those ranks are of
+    another job, and PHALANX_STORE_OF tells: it names the rank that was meant.
+    """
+    store = environment.get("PHALANX_STORE", "")
+    return store if store and environment.get("PHALANX_STORE_OF") == describe_rank(environment) else ""
+
+
 def find_half_told(environment: Mapping[str, str], *, is_spawned: bool) -> str:
     """What says that this process is one of several, where nothing says which, or where they meet; or nothing.
 

@@ -12,24 +12,37 @@ from phalanx.launch import limits
 from phalanx.launch.agent.agent import run_job
 from phalanx.launch.devices import count_gpus, find_cpus
 from phalanx.launch.environment import find_disagreements
+from phalanx.launch.options import format_help
 from phalanx.launch.output.standard import guarded, open_standard_descriptors
 from phalanx.launch.output.text import show
 from phalanx.launch.placement import plan_placement
-from phalanx.launch.plan import JobPlan, is_terminal
+from phalanx.launch.plan import JobPlan, is_terminal, make_run_id
 from phalanx.launch.processes import SUPPORTED
-from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, format_help, parse
+from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, parse
 from phalanx.launch.target import find_problem
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the job that `words` describe; returns the exit code, having said on stderr what was wrong."""
+def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
+    """Run the job that `words` describe; returns the exit code, having said on stderr what was wrong.
+
+    `old_launcher`: they are meant as torch.distributed.launch would take them.
+    """
     open_standard_descriptors()
     try:
-        settings = parse(words)
+        settings = parse(words, os.environ, old_launcher=old_launcher)
         if settings is None:
             guarded(lambda: print(format_help()))
             return 0
-        plan = plan_job(settings, os.environ)
+    except LaunchError as error:
+        show(2, str(error))
+        return error.exit_code
+    return run_settings(settings, os.environ)
+
+
+def run_settings(settings: Settings, environ: Mapping[str, str]) -> int:
+    """Run the job that `settings` describe; returns the exit code, having said on stderr what was wrong."""
+    try:
+        plan = plan_job(settings, environ)
         if not SUPPORTED:
             show(
                 2,
@@ -62,6 +75,8 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         LaunchError: with all the problems that were found.
     """
     problems = []
+    if settings.rendezvous is not None:
+        problems.append("phalanx run: --nnodes: this version runs on one host")
     cpus = find_cpus()
     gpus = count_gpus(environ) if settings.nproc in ("auto", "gpu") else 0
     num_ranks = 0
@@ -81,4 +96,4 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
     if problems:
         raise LaunchError("\n".join(problems), exit_code=USAGE_EXIT_CODE)
     placement = plan_placement(cpus, num_ranks, pin=settings.affinity and hasattr(os, "sched_setaffinity"))
-    return JobPlan(settings, num_ranks, placement, is_terminal(), dict(environ))
+    return JobPlan(settings, num_ranks, placement, is_terminal(), dict(environ), settings.run_id or make_run_id())

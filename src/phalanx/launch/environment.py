@@ -3,48 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from phalanx.coordination.launchers import find_launch
+from phalanx.coordination.launchers import describe_rank, find_launch
 
 # What a launcher sets for a rank. An outer launcher's values must never reach our ranks.
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_AGENT", "PHALANX_TTY",
+    "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_AGENT", "PHALANX_TTY",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all ranks of one attempt have in common. `store` and `agent` are empty where it is not Linux."""
+class Place:
+    """Which ranks of a job are on this host: `num_ranks` from `first_rank` on, on host `node` of `num_nodes`.
 
+    Those with this host's role have numbers of their own over all hosts, from `first_role_rank` on.
+    """
+
+    node: int
+    num_nodes: int
+    first_rank: int
+    num_ranks: int
     world_size: int
+    first_role_rank: int
+    role_world_size: int
+
+    @classmethod
+    def alone(cls, num_ranks: int) -> Place:
+        """All ranks on one host."""
+        return cls(0, 1, 0, num_ranks, num_ranks, 0, num_ranks)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that are on this host."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of one attempt on one host have in common. `store` and `agent` are empty where it is not Linux."""
+
+    place: Place
     master_addr: str
     master_port: int
     run_id: str
     restart_count: int
     max_restarts: int
+    role: str = "default"
     store: str = ""
     agent: str = ""
     columns: int | None = None
     terminal: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
-    """The variables of `rank`; on one host its global and its local rank are the same."""
-    world_size = str(job.world_size)
+    """The variables of `rank`, which is one of this host's."""
+    place = job.place
+    local_rank = rank - place.first_rank
     variables = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.num_ranks),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "ROLE_NAME": job.role,
+        "ROLE_RANK": str(place.first_role_rank + local_rank),
+        "ROLE_WORLD_SIZE": str(place.role_world_size),
         "MASTER_ADDR": job.master_addr,
         "MASTER_PORT": str(job.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(job.restart_count),
@@ -52,9 +81,11 @@ def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "PYTHONUNBUFFERED": "1",
+        **job.extra,
     }
     if job.store:
         variables["PHALANX_STORE"] = job.store
+        variables["PHALANX_STORE_OF"] = describe_rank(variables)
     if job.agent:
         variables["PHALANX_AGENT"] = job.agent
     if job.terminal:
@@ -79,6 +110,7 @@ def plan_zygote_environment(environ: Mapping[str, str], threads: int) -> dict[st
     variables = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
     variables.setdefault("OMP_NUM_THREADS", str(threads))
     variables.setdefault("GLIBC_TUNABLES", _MALLOC)
+    variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does: NCCL's errors end the process
     return variables
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from phalanx.launch.environment import Job
+from phalanx.launch.environment import Job, Place
 from phalanx.launch.placement import Placement
 from phalanx.launch.settings import Settings
 
@@ -20,6 +20,7 @@ class JobPlan:
     placement: Placement
     terminal: bool
     environ: dict[str, str]
+    run_id: str
     verdict: str = ""  # a file for the last words of the agent, where a program reads them and not a user
 
     def describe_job(self, restart_count: int, store: str, agent: str) -> Job:
@@ -30,17 +31,26 @@ class JobPlan:
             prefix = len(f"[{self.num_ranks - 1}] ") + 1
             columns = max(20, os.get_terminal_size(1).columns - prefix)
         return Job(
-            world_size=self.num_ranks,
+            place=Place.alone(self.num_ranks),
             master_addr=settings.master_addr,
             master_port=settings.master_port or _find_free_port(),
-            run_id=settings.run_id,
+            run_id=self.run_id,
             restart_count=restart_count,
             max_restarts=settings.max_restarts,
+            role=settings.role,
             store=store,
             agent=agent,
             columns=columns,
             terminal=self.terminal,
         )
+
+
+def make_run_id() -> str:
+    """A name for a job that was given none: a random UUID, as torchrun makes one."""
+    digits = bytearray(os.urandom(16))
+    digits[6], digits[8] = digits[6] & 0x0F | 0x40, digits[8] & 0x3F | 0x80
+    text = digits.hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
 def _find_free_port() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -25,6 +26,16 @@ class Target:
         if self.kind == "program":
             return (self.name, *self.arguments)
         return (sys.executable, *(("-m",) if self.kind == "module" else ()), self.name, *self.arguments)
+
+
+def find_local_rank_flag(target: Target) -> str:
+    """The option by which `target` is told its local rank, as it spells it: with an underscore, if only so."""
+    source = b""
+    if target.kind == "script":
+        with contextlib.suppress(OSError), open(target.name, "rb") as file:
+            source = file.read()
+    only_underscore = b"--local_rank" in source and b"--local-rank" not in source
+    return "--local_rank" if only_underscore else "--local-rank"
 
 
 def find_problem(target: Target) -> str | None:

@@ -52,6 +52,13 @@ class Assignment:
     name: str
     arguments: list[str]
     folder: str
+    local_rank_flag: str = ""
+
+    @property
+    def target(self) -> Target:
+        """What the rank runs, with the argument for its local rank if the target is to get one."""
+        told = [f"{self.local_rank_flag}={self.environment['LOCAL_RANK']}"] if self.local_rank_flag else []
+        return Target(self.kind, self.name, (*told, *self.arguments))
 
 
 def run_worker(assignment: Assignment) -> None:
@@ -182,7 +189,7 @@ def _execute(assignment: Assignment, report: _Reporter) -> NoReturn:
     """Replace this process by the program."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an ignored signal would stay ignored
     try:
-        os.execvpe(assignment.name, [assignment.name, *assignment.arguments], os.environ)
+        os.execvpe(assignment.name, list(assignment.target.command), os.environ)
     except OSError as error:
         report.send(error, time.monotonic())
         print(f"cannot run {assignment.name}: {error.strerror}", file=sys.stderr)
@@ -205,18 +212,18 @@ def _prepare_main(assignment: Assignment) -> Callable[[], object]:
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
-    command = Target(assignment.kind, assignment.name, tuple(assignment.arguments)).command
+    command, arguments = assignment.target.command, assignment.target.arguments
     sys.orig_argv = list(command)
     set_command(command)
     safe_path = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
     if assignment.kind == "module":
-        sys.argv = ["-m", *assignment.arguments]
+        sys.argv = ["-m", *arguments]
         if not safe_path:
             sys.path.insert(0, os.getcwd())
         # private, but it is what `python -m` itself calls, and unchanged since Python 3.3
         run_module: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
         return lambda: run_module(assignment.name)
-    sys.argv = [assignment.name, *assignment.arguments]
+    sys.argv = [assignment.name, *arguments]
     path = os.path.abspath(assignment.name)
     if not safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(assignment.name)))

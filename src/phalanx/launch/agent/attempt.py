@@ -24,7 +24,9 @@ from phalanx.launch.agent.supervision import Action, Kill, Supervision, Tell
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_rank_environment
 from phalanx.launch.failure import Exit, Report, summarise
+from phalanx.launch.output.display import Display
 from phalanx.launch.output.fold import format_ranks
+from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal
@@ -47,6 +49,8 @@ class Host:
 
     zygote: ZygoteProcess
     pump: Pump
+    display: Display
+    logs: Logs
     signals: int
     agent_socket: AgentSocket
 
@@ -77,6 +81,8 @@ class Attempt:
 
         What is in `flights` stays until `close`.
         """
+        if self._restart_count:
+            self._host.logs.begin(range(self._plan.num_ranks), self._restart_count)
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         store = self._store = _create_store()
         path = "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
@@ -91,7 +97,7 @@ class Attempt:
                 self._loop(lambda: self._swept)
                 if not self.zygote_lost:
                     self._host.pump.drain()
-                self._host.pump.release(self.first)
+                self._host.display.release(self.first)
         finally:
             for fd in (*self._dumps.values(), *self._stacks.values(), *([store] if store is not None else [])):
                 os.close(fd)
@@ -150,11 +156,11 @@ class Attempt:
             for fd in (host.signals, self._reports.fileno(), *host.pump.pipes, *host.agent_socket.fds):
                 poll.register(fd, select.POLLIN)
             poll.register(control.fileno(), select.POLLIN | (select.POLLOUT if control.waiting else 0))
-            for writer in host.pump.writers:
+            for writer in host.display.writers:
                 poll.register(writer.fd, select.POLLOUT)
             times = [
                 at
-                for at in (self.state.next_due, host.pump.next_due, self._sweep_due, self._tell_end_at)
+                for at in (self.state.next_due, host.display.next_due, self._sweep_due, self._tell_end_at)
                 if at is not None
             ]
             left_s = min([_LONGEST_WAIT_S, *(max(0.0, at - time.monotonic()) for at in times)])
@@ -173,16 +179,16 @@ class Attempt:
                 for event in control.take():
                     self._on_event(event)
                 self.zygote_lost = self.zygote_lost or control.gone
-            if host.pump.reader_gone and self.state.interrupted is None:
+            if host.display.reader_gone and self.state.interrupted is None:
                 self._abandon_rest()
-                host.pump.say(
+                host.display.say(
                     "phalanx run: nobody reads its output any more (stdout was closed): stopping "
                     f"{_count(len(self.state.running))}"
                 )
                 self._do(self.state.on_signal(signal.SIGPIPE, time.monotonic()))
             self._on_time()
             self._fork_some()
-            host.pump.tick()
+            host.display.tick()
 
     def _read_output(self, ready: set[int]) -> None:
         """Read the pipes that are ready, for a while; those that were not reached come first the next time."""
@@ -197,7 +203,7 @@ class Attempt:
         now = time.monotonic()
         self._do(self.state.on_time(now))
         if self.state.phase not in ("running", "settling"):
-            self._host.pump.release(self.first)
+            self._host.display.release(self.first)
             if self._tell_end_at is None and self.state.interrupted is None:
                 self._tell_end_at = now + _TELL_END_AFTER_S
         if self._tell_end_at is not None and now >= self._tell_end_at:
@@ -210,7 +216,7 @@ class Attempt:
         """The others take their time to end: whoever looks on does not wait for them to hear what has happened."""
         failures, running = self.state.failures, len(self.state.running)
         if failures and running and self.state.interrupted is None and not self.state.overdue:
-            self._host.pump.say(
+            self._host.display.say(
                 f"phalanx run: rank {failures[0].rank} has failed: {summarise(failures[0])}. More when all have ended: "
                 f"{_count(running)} may still take up to {self.state.grace_s:g} s"
             )
@@ -300,13 +306,13 @@ class Attempt:
         # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
         if self._pids[report.rank] == report.pid:
             if report.traceback and self.state.phase in ("running", "settling"):
-                self._host.pump.expect(report.rank, report.traceback)
+                self._host.display.expect(report.rank, report.traceback)
             self._do(self.state.on_report(report, time.monotonic()))
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:  # the zygote's end shows on its socket
             if self._host.zygote.was_stopped():
-                self._host.pump.say(
+                self._host.display.say(
                     f"phalanx run: somebody has stopped the zygote (pid {self._host.zygote.pid}), from which the ranks "
                     "are forked. The ranks go on, but their ends are not seen until it does: "
                     f"kill -CONT {self._host.zygote.pid}"
@@ -326,12 +332,12 @@ class Attempt:
         if self.state.interrupted == number and running and self.state.started:
             name = signal.Signals(number).name
             if self.state.phase == "stopping":
-                self._host.pump.say(
+                self._host.display.say(
                     f"phalanx run: {name}: stopping {_count(running)}, with "
                     f"{self.state.grace_s:g} s to end by themselves (again: kill at once)"
                 )
             elif any(isinstance(action, Kill) for action in actions):
-                self._host.pump.say(f"phalanx run: {name} again: killing {_count(running)}")
+                self._host.display.say(f"phalanx run: {name} again: killing {_count(running)}")
         self._do(actions)
 
     def _do(self, actions: list[Action]) -> None:
@@ -352,7 +358,7 @@ class Attempt:
         text = describe_stragglers(self._pids, self.state.running, self._plan.num_ranks, waited_s, self.flights.logs())
         if not self.state.overdue:
             text += "\n`phalanx stacks` shows where they are; --exit-timeout SECONDS would stop them."
-        self._host.pump.say(text)
+        self._host.display.say(text)
 
 
 def _count(ranks: int) -> str:

@@ -20,10 +20,13 @@ from phalanx.launch.failure import describe_failures
 from phalanx.launch.flight.files import write_flight
 from phalanx.launch.flight.story import tell_flight
 from phalanx.launch.folder import JobFolder
+from phalanx.launch.output.display import Display
+from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, name_signal
+from phalanx.launch.target import find_local_rank_flag
 
 _LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
 _OVERDUE_EXIT_CODE = 124  # as of `timeout`, the command
@@ -47,24 +50,29 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     limits.raise_open_files(plan.num_ranks)  # ours: the zygote was started before, and the ranks keep the user's
     agent_socket = AgentSocket()
     try:
-        host = Host(zygote, _open_pump(plan), signals, agent_socket)
+        display = Display(colour=wants_colour(plan.environ, plan.terminal), terminal=plan.terminal)
+        logs = _open_logs(plan)
+        host = Host(zygote, Pump(display, logs), display, logs, signals, agent_socket)
     except LaunchError:
         agent_socket.close()
         raise
     folder = JobFolder(plan.environ)
     try:
-        zygote.assign(plan.settings.target, folder.path)
+        flag = find_local_rank_flag(plan.settings.target) if plan.settings.local_rank_argument else ""
+        zygote.assign(plan.settings.target, folder.path, flag)
+        if logs.attempts:
+            display.say(f"phalanx run: --redirects and --tee write to {logs.attempts}")
         folder.remove_others()  # the zygote is busy meanwhile
         code = _run_attempts(plan, host)
     finally:
         agent_socket.close()
         zygote.close(kill_descendants([zygote.pid]))
         folder.close()
-        host.pump.release(None)
+        display.release(None)
         host.pump.drain()
         _flush(host)
         host.pump.close()
-    return code or (0 if host.pump.lost is None else _LOST_OUTPUT_EXIT_CODE)
+    return code or (0 if display.lost is None else _LOST_OUTPUT_EXIT_CODE)
 
 
 def _run_attempts(plan: JobPlan, host: Host) -> int:
@@ -87,7 +95,7 @@ def _run_attempts(plan: JobPlan, host: Host) -> int:
             break
         _tell_failures(plan, host, state, flight)
         times = "once more" if left == 1 else f"up to {left} times more"
-        host.pump.say(f"phalanx run: starting all {plan.num_ranks} ranks again ({times})")
+        host.display.say(f"phalanx run: starting all {plan.num_ranks} ranks again ({times})")
     return _conclude(plan, host, state, flight)
 
 
@@ -98,28 +106,28 @@ def _conclude(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> 
             return 128 + signal.SIGPIPE  # who closed our output wants to hear no more; why it ends was said
         story = tell_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
         if story:
-            host.pump.say(story)
-        host.pump.say(describe_signal_end(state))
+            host.display.say(story)
+        host.display.say(describe_signal_end(state))
         # ranks that took the signal as a wish, saved their work and returned 0 have succeeded
         ended_well = state.finished and not any(end.status for end in state.exits.values())
         return 0 if ended_well else 128 + state.interrupted
     if state.overdue:
-        host.pump.say(describe_overdue(state))
+        host.display.say(describe_overdue(state))
         return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
     if not state.failures:
         return 0
     if plan.verdict:
         story = _describe_failures(plan, state, flight)
         Verdict(plan.num_ranks, state.failures[0].rank, story).write(plan.verdict)
-        host.pump.forget()
+        host.display.forget()
     else:
         _tell_failures(plan, host, state, flight)
     return state.failures[0].code
 
 
 def _tell_failures(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> None:
-    host.pump.say("\n" + _describe_failures(plan, state, flight))
-    host.pump.forget()
+    host.display.say("\n" + _describe_failures(plan, state, flight))
+    host.display.forget()
 
 
 def _describe_failures(plan: JobPlan, state: Supervision, flight: Flight) -> str:
@@ -136,14 +144,16 @@ def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None)
     try:
         write_flight(folder, flight.groups, flight.ended_ns, attempt=attempt)
     except OSError as error:
-        host.pump.say(f"phalanx run: the flight recorder could not be written to {folder}: {error.strerror or error}")
+        host.display.say(
+            f"phalanx run: the flight recorder could not be written to {folder}: {error.strerror or error}"
+        )
 
 
 def _tell_zygote_lost(host: Host, state: Supervision) -> int:
-    host.pump.release(None)
+    host.display.release(None)
     pid, status = host.zygote.pid, host.zygote.wait_exit()
     how = name_signal(-status) if status < 0 else f"exit code {status}"
-    host.pump.say(
+    host.display.say(
         f"phalanx run: the zygote (pid {pid}), from which the ranks are forked, ended: {how}. "
         f"All {len(state.exits) + len(state.running)} ranks were killed. "
         "If nobody killed it, memory is the first suspect; if it ended while importing torch, try --no-preload."
@@ -151,11 +161,13 @@ def _tell_zygote_lost(host: Host, state: Supervision) -> int:
     return 1
 
 
-def _open_pump(plan: JobPlan) -> Pump:
-    log_dir = plan.settings.log_dir
-    colour = wants_colour(plan.environ, plan.terminal)
+def _open_logs(plan: JobPlan) -> Logs:
+    settings = plan.settings
+    log_dir = settings.log_dir
     try:
-        return Pump(plan.num_ranks, log_dir=log_dir, colour=colour, terminal=plan.terminal)
+        logs = Logs(log_dir, plan.run_id, redirects=settings.redirects, tee=settings.tee, shown=settings.shown_ranks)
+        logs.begin(range(plan.num_ranks), 0)
+        return logs
     except OSError as error:
         raise LaunchError(
             f"phalanx run: --log-dir {log_dir}: cannot write {error.filename}: {error.strerror}. "
@@ -166,12 +178,12 @@ def _open_pump(plan: JobPlan) -> Pump:
 
 def _flush(host: Host) -> None:
     """Write what is still queued, however slowly it is read; a signal that would end the job ends this too."""
-    while host.pump.writers:
+    while host.display.writers:
         poll = select.poll()
         poll.register(host.signals, select.POLLIN)
-        for writer in host.pump.writers:
+        for writer in host.display.writers:
             poll.register(writer.fd, select.POLLOUT)
         ready = [fd for fd, _ in poll.poll()]
         if host.signals in ready and set(read_signals(host.signals)) & set(ENDING_SIGNALS):
             return
-        host.pump.tick()
+        host.display.tick()

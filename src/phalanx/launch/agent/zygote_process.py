@@ -50,9 +50,18 @@ class ZygoteProcess:
         """Of the zygote itself."""
         return self._process.pid
 
-    def assign(self, target: Target, folder: str) -> None:
-        """Say what the ranks will run, and which temporary folder is the job's; to be called once, before `fork`."""
-        fields = {"kind": target.kind, "name": target.name, "arguments": target.arguments, "folder": folder}
+    def assign(self, target: Target, folder: str, local_rank_flag: str = "") -> None:
+        """Say what the ranks will run, and which temporary folder is the job's; to be called once, before `fork`.
+
+        `local_rank_flag` is the option, if any, by which the target is told its local rank.
+        """
+        fields = {
+            "kind": target.kind,
+            "name": target.name,
+            "arguments": target.arguments,
+            "folder": folder,
+            "local_rank_flag": local_rank_flag,
+        }
         self.control.put({"command": "target", "target": fields})
 
     def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:

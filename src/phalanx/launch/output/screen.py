@@ -16,10 +16,10 @@ MAX_STATUS_LINES = 8
 CLEAR_BELOW = b"\r\x1b[J"
 
 
-def format_prefix(ranks: Iterable[int], *, colour: bool) -> bytes:
-    """`[2] ` or, folded, `[0-3] `; a rank keeps its colour, several together are dim."""
+def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> bytes:
+    """`[2] ` or, folded, `[0-3] `; with a host `[2 node-b] `. A rank keeps its colour, several together are dim."""
     chosen = sorted(ranks)
-    label = f"[{format_ranks(chosen)}]"
+    label = f"[{format_ranks(chosen)}{' ' if host else ''}{host}]"
     if colour:
         code = _COLOURS[chosen[0] % len(_COLOURS)] if len(chosen) == 1 else _DIM
         label = f"\x1b[{code}m{label}\x1b[0m"

@@ -1,0 +1,17 @@
+"""`python -m phalanx.launch`: the command line of `python -m torch.distributed.launch`.
+
+The script gets its local rank as its first argument, `--local-rank=0`, or `--local_rank=0` if only that is what it
+parses; with --use-env it finds it in LOCAL_RANK alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `phalanx` does: Ctrl-C before anything was started
+    from phalanx.launch.command import main
+
+    sys.exit(main(sys.argv[1:], old_launcher=True))

@@ -1,0 +1,280 @@
+"""The options of `phalanx run`: torchrun's, those of the launcher before it, and a few of ours.
+
+An option that torchrun has can also come as PET_ and its name in the environment, as there; on the command line it
+goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.launch.rendezvous import split_endpoint
+
+_MAX_SECONDS = 365 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag and its help. `field` is that of `Settings` which it sets: `not:` sets it to False, `kind:` says what the
+    target is, an empty one has a meaning together with others (`phalanx.launch.rendezvous`), None has none.
+    """
+
+    name: str
+    field: str | None
+    help: str
+    value: str = ""  # what the help calls the value; empty for a flag without one
+    read: Callable[[str], Any] = str
+    short: str = ""
+    torchruns: bool = True  # so that PET_… is read
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def _read_count(text: str) -> int:
+    if not _is_number(text):
+        raise ValueError(f"must be a number, zero or more, got {text!r}")
+    if len(text) > 9:
+        raise ValueError(f"must be below a thousand million, got {text!r}")
+    return int(text)
+
+
+def _read_port(text: str) -> int:
+    if not (_is_number(text) and len(text) <= 5 and int(text) <= 65535):
+        raise ValueError(f"must be a port number, from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _read_seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"must be zero or more seconds, got {text!r}")
+    if value > _MAX_SECONDS:
+        raise ValueError(f"must be at most {_MAX_SECONDS} seconds, a year, got {text!r}")
+    return value
+
+
+def _read_host_timeout(text: str) -> float:
+    value = _read_seconds(text)
+    if value < 1:
+        raise ValueError(f"must be at least 1 second, got {text!r}")
+    return value
+
+
+def _read_nproc(text: str) -> str:
+    if text in ("auto", "cpu", "gpu"):
+        return text
+    if not _is_number(text.removeprefix("-")):
+        raise ValueError(f"must be a number, auto, cpu or gpu, got {text!r}")
+    if text.startswith("-") or not text.strip("0"):
+        raise ValueError(f"must be at least 1, got {text}")
+    if len(text) > 9:
+        raise ValueError(f"must be below a thousand million, got {text}")
+    return str(int(text))
+
+
+def _read_nnodes(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    if not (_is_number(low) and (not colon or _is_number(high)) and len(text) < 12):
+        raise ValueError(f"must be a number of hosts, or MIN:MAX, got {text!r}")
+    least, most = int(low), int(high if colon else low)
+    if not 1 <= least <= most:
+        raise ValueError(f"must be at least 1, and MIN at most MAX, got {text!r}")
+    return least, most
+
+
+def _read_endpoint(text: str) -> str:
+    if text:
+        split_endpoint(text, 0)
+    return text
+
+
+def _read_host(text: str) -> str:
+    if not text:
+        raise ValueError("must be a name or an address, got ''")
+    split_endpoint(text if text.startswith("[") else f"[{text}]", 0)
+    return text.removeprefix("[").removesuffix("]")
+
+
+def _read_conf(text: str) -> dict[str, str]:
+    conf = {}
+    for part in text.split(",") if text.strip() else ():
+        key, _, value = part.partition("=")
+        if not (key.strip() and value.strip()):
+            raise ValueError(f"must be KEY=VALUE,KEY=VALUE, got {text!r}")
+        conf[key.strip()] = value.strip()
+    return conf
+
+
+def _read_start_method(text: str) -> str:
+    if text not in ("spawn", "fork", "forkserver"):
+        raise ValueError(f"must be spawn, fork or forkserver, got {text!r}")
+    return text
+
+
+def _read_local_ranks(text: str) -> tuple[int, ...] | None:
+    if not text:
+        return None
+    if not all(_is_number(part.strip()) and len(part) < 9 for part in text.split(",")):
+        raise ValueError(f"must be local ranks, such as 0,1,2, got {text!r}")
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+def _read_signals(text: str) -> str:
+    ending = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    for name in text.split(","):
+        if name.strip() not in ending:
+            raise ValueError(
+                f"{name.strip() or 'nothing'!r}: {', '.join(ending)} end a job, SIGUSR1 and SIGUSR2 are passed on to "
+                "the ranks, which may handle them"
+            )
+    return text
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Which streams of which local ranks: 1 is stdout, 2 stderr, 3 both."""
+
+    all: int = 0
+    by_rank: tuple[tuple[int, int], ...] = ()
+
+    def of(self, local_rank: int) -> int:
+        """Those of one rank."""
+        return dict(self.by_rank).get(local_rank, self.all)
+
+
+NO_STREAMS = Streams()
+
+
+def _read_streams(text: str) -> Streams:
+    if len(text) == 1 and text in "0123":
+        return Streams(int(text))
+    pairs = [part.partition(":") for part in text.split(",")]
+    if not all(_is_number(rank) and len(rank) < 9 and len(std) == 1 and std in "0123" for rank, _, std in pairs):
+        raise ValueError(
+            "must be 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or that for local ranks, such as 0:3,1:2, got "
+            f"{text!r}"
+        )
+    return Streams(0, tuple((int(rank), int(std)) for rank, _, std in pairs))
+
+
+OPTIONS = (
+    Option("nproc-per-node", "nproc", "Ranks on this host: a number; gpu; cpu (one per core that this command may use) "
+           "or auto (gpu if there are GPUs, else cpu; the default).", "N|auto|cpu|gpu", _read_nproc),
+    Option("module", "kind:module", "Run a module, as `python -m` does.", short="m"),
+    Option("no-python", "kind:program", "Run a program directly instead of a Python script."),
+    Option("log-dir", "log_dir", "Also keep each rank's lines in a file, DIR/rank_0.log, …, and what the ranks' "
+           "flight recorders hold: DIR/flight.json, DIR/flight.trace.json.", "DIR"),
+    Option("redirects", "redirects", "Keep ranks' stdout (1), stderr (2) or both (3) in files of their own, and off "
+           "the screen: DIR/ID_…/attempt_0/LOCAL_RANK/stdout.log, as torchrun names them.", "0-3|RANK:0-3,…",
+           _read_streams, short="r"),
+    Option("tee", "tee", "The same, and on the screen as well.", "0-3|RANK:0-3,…", _read_streams, short="t"),
+    Option("local-ranks-filter", "shown_ranks", "Show only what these local ranks print.", "RANK,…",
+           _read_local_ranks),
+    Option("grace", "grace_s", "Seconds that ranks get to end after Ctrl-C, SIGTERM or another rank's failure, before "
+           "SIGKILL (default 10).", "SECONDS", _read_seconds, torchruns=False),
+    Option("shutdown-timeout", "grace_s", "The same, in torchrun's word.", "SECONDS", _read_seconds),
+    Option("exit-timeout", "exit_timeout_s", "Once a rank has ended well, seconds that the others may take before they "
+           "are stopped (default: no limit; the command says who is still there).", "SECONDS", _read_seconds,
+           torchruns=False),
+    Option("max-restarts", "max_restarts", "After a failure start all ranks again, up to N times (default 0).", "N",
+           _read_count),
+    Option("role", "role", "ROLE_NAME for the ranks of this host (default: default).", "NAME"),
+    Option("no-affinity", "not:affinity", "Do not pin ranks to cores.", torchruns=False),
+    Option("no-preload", "not:preload", "Do not import torch before the ranks are forked: for scripts that set "
+           "variables which torch reads at its import, or that do not use torch.", torchruns=False),
+    Option("nnodes", "", "Hosts of the job, or the least and the most of them (default 1). With more than one this "
+           "command prints what to type on the others.", "N|MIN:MAX", _read_nnodes),
+    Option("key-file", "key_file", "The file that holds the key of a job of several hosts, which `phalanx key` makes; "
+           "else PHALANX_KEY_FILE, PHALANX_KEY or the one in your configuration folder.", "FILE", torchruns=False),
+    Option("host-timeout", "", "A host of which nothing is heard for so long is lost, and the job fails (default 10).",
+           "SECONDS", _read_host_timeout, torchruns=False),
+    Option("node-rank", "", "The number of this host, where the hosts meet at --master-addr.", "N", _read_count),
+    Option("master-addr", "master_addr", "Where the hosts meet: an address of the one with --node-rank 0. On one host: "
+           "MASTER_ADDR for the ranks (default 127.0.0.1).", "HOST", _read_host),
+    Option("master-port", "master_port", "The port there (default 29500). On one host: MASTER_PORT for the ranks "
+           "(default: a free one).", "PORT", _read_port),
+    Option("rdzv-backend", "", "static: hosts have numbers and meet at --master-addr; c10d: at --rdzv-endpoint, "
+           "without numbers. Both mean the same service, authenticated and encrypted.", "static|c10d"),
+    Option("rdzv-endpoint", "", "Where the hosts meet: HOST[:PORT], with an address of one of them as HOST.",
+           "HOST[:PORT]", _read_endpoint),
+    Option("rdzv-id", "run_id", "TORCHELASTIC_RUN_ID for the ranks.", "ID"),
+    Option("rdzv-conf", "", "Of torchrun's: is_host, timeout, join_timeout, last_call_timeout, keep_alive_interval and "
+           "keep_alive_max_attempt.", "KEY=VALUE,…", _read_conf),
+    Option("local-addr", "", "The address under which other hosts reach this one (default: the one from which it "
+           "reaches the first host).", "HOST", _read_host),
+    Option("standalone", "standalone", "A job of its own, also where Slurm or MPI start this command several times."),
+    Option("run-path", "kind:script", "As torchrun's: the target is a script."),
+    Option("use-env", "not:local_rank_argument", "As torch.distributed.launch's: the ranks find LOCAL_RANK in the "
+           "environment, and get no argument for it."),
+    Option("start-method", None, "Taken from torchrun: ranks are forked from a process that has torch imported, and "
+           "behave like fresh ones.", "spawn|fork|forkserver", _read_start_method),
+    Option("monitor-interval", None, "Taken from torchrun: ends of ranks are noticed at once.", "SECONDS",
+           _read_seconds),
+    Option("signals-to-handle", None, "Taken from torchrun: SIGINT, SIGTERM and SIGHUP end a job.", "NAME,…",
+           _read_signals),
+)  # fmt: skip
+
+# torchrun's flags that this version doesn't have, and what to do instead.
+_REFUSED = {
+    "duplicate-stdout-filters": "use --log-dir, which keeps a file per rank",
+    "duplicate-stderr-filters": "use --log-dir, which keeps a file per rank",
+    "logs-specs": "it names a class of torchrun's that writes logs; use --log-dir, --redirects or --tee",
+    "event-log-handler": "nothing records events; the output says how a job ended",
+    "numa-binding": "each rank is pinned to cores next to each other; --no-affinity leaves them free",
+    "virtual-local-rank": "LOCAL_RANK is the rank on this host; set CUDA_VISIBLE_DEVICES in the script",
+}
+
+
+def explain_unknown(given: str, name: str) -> str:
+    """What is wrong with the flag `given`."""
+    if name in _REFUSED:
+        return f"{given}: not in this version: {_REFUSED[name]}."
+    import difflib
+
+    known = [option.name for option in OPTIONS]
+    near = [other for other in known if name and other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+    advice = f"Did you mean --{near[0]}?" if near else "`phalanx run --help` lists the options."
+    return f"{given}: no such option. {advice} Options of the script go behind the script."
+
+
+def format_help() -> str:
+    """The text of `phalanx run --help`."""
+    import textwrap
+
+    lines = [
+        "Usage: phalanx run [OPTIONS] SCRIPT [ARGUMENTS]…",
+        "       phalanx run [OPTIONS] -m MODULE [ARGUMENTS]…",
+        "       phalanx run [OPTIONS] --no-python PROGRAM [ARGUMENTS]…",
+        "",
+        "Start one process per core or GPU of this host, each with its rank in the",
+        "environment, as torchrun does; with --nnodes on several hosts. What stands",
+        "behind the script belongs to the script. Dashes and underscores are the same:",
+        "--nproc_per_node. torchrun's options are also read from PET_NPROC_PER_NODE and",
+        "the like.",
+        "",
+        "Options:",
+    ]
+    for option in OPTIONS:
+        flag = f"-{option.short}, --{option.name}" if option.short else f"--{option.name}"
+        lines.append(f"  {flag} {option.value}".rstrip())
+        lines += textwrap.wrap(option.help, 80, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    lines += [
+        "  -h, --help",
+        "        Show this and exit.",
+        "",
+        *textwrap.wrap(
+            "Output: a line carries its rank, `[2] text`; the same line from several ranks within 0.1 s is shown once, "
+            "`[0-3] text`. What a carriage return redraws (a progress bar) stays at the bottom of a terminal; in a "
+            "pipe or a file only its final state appears. When ranks fail, the first failure is told last; its exit "
+            "code is the command's, 128 + n for signal n. NO_COLOR and FORCE_COLOR are honoured.",
+            80,
+        ),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""Command lines of torchrun, and of the launcher before it, typed for `phalanx run` with one word replaced."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.system.phalanx_command import run, start, write_script
+
+# What a rank finds in its environment, as torchrun sets it; ports, identifiers and addresses differ between two runs.
+_SAME = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)  # fmt: skip
+_SEE = f"""
+import json, os, sys
+names = {_SAME!r}
+seen = {{"environment": {{name: os.environ.get(name) for name in names}}, "argv": sys.argv[1:]}}
+seen["id"] = os.environ["TORCHELASTIC_RUN_ID"]
+seen["address"] = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"].isdecimal()]
+with open(os.path.join(os.environ["SEEN"], os.environ["RANK"]), "w") as file:
+    json.dump(seen, file)
+print("out of", os.environ["RANK"])
+print("err of", os.environ["RANK"], file=sys.stderr)
+"""
+_LINES = (
+    "--nproc-per-node 2 --no-python {python} {script} a --b",
+    "--standalone --nproc_per_node=2 --role trainer --max-restarts 3 {script} --lr 0.1",
+    "--nnodes 1 --nproc-per-node 2 --node-rank 0 --master-addr 127.0.0.1 --master-port {port} {script}",
+    "--nnodes=1:1 --nproc_per_node=2 --rdzv_id=job7 --rdzv-backend=c10d --rdzv_endpoint=localhost:{port} {script} x",
+    "--nproc-per-node=2 --monitor-interval 0.5 --start-method fork --rdzv-conf timeout=30 -m seen_module 1 -m",
+)
+
+
+def _what_ranks_see(tmp_path: Path, name: str, command: list[str], extra: dict[str, str]) -> dict[str, object]:
+    seen = tmp_path / name
+    seen.mkdir()
+    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        command, env={**environ, **extra, "SEEN": str(seen)}, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {path.name: json.loads(path.read_text()) for path in sorted(seen.iterdir())}
+
+
+@pytest.mark.parametrize("number", range(len(_LINES)))
+def test_ranks_see_the_same_under_a_torchrun_line(tmp_path: Path, number: int) -> None:
+    script = write_script(tmp_path, _SEE)
+    write_script(tmp_path, _SEE, "seen_module.py")
+    words = shlex.split(_LINES[number].format(python=sys.executable, script=script, port=29600 + number))
+    theirs = _what_ranks_see(tmp_path, "torchrun", [sys.executable, "-m", "torch.distributed.run", *words], {})
+    ours = _what_ranks_see(tmp_path, "phalanx", [sys.executable, "-m", "phalanx.cli", "run", *words], {})
+    assert sorted(ours) == ["0", "1"]
+    for rank, seen in ours.items():
+        told = theirs[rank]
+        assert seen["environment"] == told["environment"]
+        assert seen["argv"] == told["argv"]
+        if "job7" in told["id"]:
+            assert seen["id"] == told["id"]
+        assert re.fullmatch("job7|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|none", seen["id"])
+
+
+def test_variables_that_a_cluster_sets_for_torchrun_are_read(tmp_path: Path) -> None:
+    script = write_script(tmp_path, _SEE)
+    extra = {
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NNODES": "1",
+        "PET_ROLE": "w",
+        "PET_MAX_RESTARTS": "1",
+        "PET_NODE_RANK": "0",
+    }
+    theirs = _what_ranks_see(tmp_path, "torchrun", [sys.executable, "-m", "torch.distributed.run", script], extra)
+    ours = _what_ranks_see(tmp_path, "phalanx", [sys.executable, "-m", "phalanx.cli", "run", script], extra)
+    assert [seen["environment"] for seen in ours.values()] == [seen["environment"] for seen in theirs.values()]
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
+def test_the_old_launchers_script_is_told_its_local_rank_as_it_spells_it(tmp_path: Path, spelling: str) -> None:
+    script = write_script(
+        tmp_path,
+        "import argparse, os\n"
+        "parser = argparse.ArgumentParser()\n"
+        f"parser.add_argument('{spelling}', type=int)\n"
+        "parser.add_argument('--lr')\n"
+        "args = parser.parse_args()\n"
+        "print('local rank', args.local_rank, os.environ['LOCAL_RANK'], args.lr)\n",
+    )
+    line = "--nproc_per_node=2 --nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=29611"
+    command = [sys.executable, "-m", "phalanx.launch", *line.split(), script, "--lr", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] local rank 0 0 3", "[1] local rank 1 1 3"]
+
+
+def test_redirected_streams_go_to_files_and_teed_ones_to_both(tmp_path: Path) -> None:
+    script = write_script(tmp_path, _SEE)
+    logs = tmp_path / "logs"
+    finished = run(
+        "--nproc-per-node", "2", "-r", "0:3", "-t", "1:1", "--log-dir", str(logs), "--rdzv-id", "a/b", script,
+        env={"SEEN": str(tmp_path)},
+    )  # fmt: skip
+    assert finished.code == 0
+    assert finished.out.splitlines() == ["[1] out of 1"]
+    assert "err of 0" not in finished.err
+    assert "[1] err of 1" in finished.err
+    (folder,) = logs.glob("a_b_*")
+    files = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.log")}
+    assert files == {
+        "attempt_0/0/stdout.log": "out of 0\n",
+        "attempt_0/0/stderr.log": "err of 0\n",
+        "attempt_0/1/stdout.log": "out of 1\n",
+    }
+    assert sorted((logs / "rank_0.log").read_text().splitlines()) == ["err of 0", "out of 0"]
+
+
+def test_only_the_local_ranks_asked_for_are_shown(tmp_path: Path) -> None:
+    script = write_script(tmp_path, _SEE)
+    finished = run("--nproc-per-node", "3", "--local-ranks-filter", "0,2", script, env={"SEEN": str(tmp_path)})
+    assert sorted(finished.out.splitlines()) == ["[0] out of 0", "[2] out of 2"]
+
+
+def test_a_launcher_inside_of_a_rank_meets_at_its_own_store(tmp_path: Path) -> None:
+    """PHALANX_STORE was inherited: two ranks of a torchrun that a rank of ours had started met in our agent's store,
+    as ranks 0 and 1 of the outer job, and with the outer job's ranks.
+    """
+    inner = write_script(
+        tmp_path,
+        "import datetime, os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=20))\n"
+        "x = torch.ones(1) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(x)\n"
+        "print('inner', dist.get_world_size(), x.item(), flush=True)\n"
+        "dist.destroy_process_group()\n",
+        "inner.py",
+    )
+    outer = write_script(
+        tmp_path,
+        "import os, subprocess, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 0:\n"
+        "    words = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2']\n"
+        f"    subprocess.run([*words, {inner!r}], check=True)\n"
+        "x = torch.ones(1)\n"
+        "dist.all_reduce(x)\n"
+        "print('outer', x.item())\n"
+        "dist.destroy_process_group()\n",
+        "outer.py",
+    )
+    finished = run("--nproc-per-node", "2", outer)
+    assert finished.code == 0, finished.err
+    assert finished.out.count("inner 2 3.0") == 2
+    assert finished.lines[-1] == "[0-1] outer 2.0"
+
+
+def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path: Path) -> None:
+    """In its first 0.1 s the command loaded its modules with Python's own handler of SIGINT: Ctrl-C showed ten lines of
+    importlib.
+    """
+    write_script(
+        tmp_path,
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'phalanx.launch.settings':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder)\n",
+        "sitecustomize.py",
+    )
+    script = write_script(tmp_path, "print('never')\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    with start("run", script, env={"PYTHONPATH": path}) as running:
+        finished = running.finish()
+    assert finished.code in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert (finished.out, finished.err) == ("", "")
