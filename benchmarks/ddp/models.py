@@ -55,7 +55,7 @@ class Residual(nn.Module):
             nn.Conv2d(channels, inside, 3, stride, padding=1, bias=False), nn.BatchNorm2d(inside), nn.ReLU(),
             nn.Conv2d(inside, inside, 3, padding=1, bias=False), nn.BatchNorm2d(inside),
         )  # fmt: skip
-        self.skip = nn.ProcessGroupBase() if stride == 1 else nn.Conv2d(channels, inside, 1, stride, bias=False)
+        self.skip = nn.Identity() if stride == 1 else nn.Conv2d(channels, inside, 1, stride, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.relu(self.body(inputs) + self.skip(inputs))

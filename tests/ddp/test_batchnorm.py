@@ -175,7 +175,7 @@ def test_other_choices_are_refused(choice):
 
 def test_ranks_with_other_layers_are_told_at_construction():
     def fn(rank, world_size):
-        layer = nn.BatchNorm1d(4, affine=False, track_running_stats=False) if rank else nn.ProcessGroupBase()
+        layer = nn.BatchNorm1d(4, affine=False, track_running_stats=False) if rank else nn.Identity()
         with pytest.raises(dist.DistBackendError, match="rank 1 passes BatchNorm layers=1, rank 0 BatchNorm layers=0"):
             DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), layer), sync_batchnorm="auto")
 
