@@ -491,7 +491,7 @@ def test_who_meets_in_the_background_makes_no_step_before_all_are_up_to_date():
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         in_step = threading.Event()
         if rank == 0:
-            uneven = dist.group.WORLD._attendance
+            uneven = dist.group.WORLD._uneven_inputs
             rejoin = uneven.rejoin
 
             def rejoin_late():

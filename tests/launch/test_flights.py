@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.deadline import Deadline
 from phalanx.launch.agent.flights import MAX_OBSERVED, Flights
-from phalanx.symmetric_memory.fd_server import Counter, new_token
+from phalanx.symmetric_memory.fd_server import FdServer, new_token
 from phalanx.symmetric_memory.memfd import memory
 from phalanx.symmetric_memory.memory import Member, SymmetricMemory, open_as_leader
 from phalanx.symmetric_memory.watch import ProcessId
@@ -14,7 +14,7 @@ from phalanx.symmetric_memory.watch import ProcessId
 
 def make_group(flights: Flights, name: str) -> SymmetricMemory:
     message = {"name": name, "world_size": 1, "ranks": [0], "pids": [os.getpid()]}
-    with Counter(new_token()) as counter:
+    with FdServer(new_token()) as counter:
         return open_as_leader(
             counter,
             [Member(ProcessId.of_self(), frozenset({0}))],

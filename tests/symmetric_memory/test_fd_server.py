@@ -267,8 +267,8 @@ def test_another_user_who_fills_the_queue_keeps_nobody_out():
     with memory("test", 4096) as fd, FdServer(new_token()) as server:
         server.open_to_containers()
         everybodys = FdAddress(server.token)
-        with Flood(everybodys.address):
-            while not _is_crowded(everybodys.address):
+        with Flood(everybodys.socket_address):
+            while not _is_crowded(everybodys.socket_address):
                 pass
             ranks = range(1, 9)
             leader = threading.Thread(

@@ -2,8 +2,8 @@
 
     every rank   add  <n>/came         → which place it has in the row, i
                  set  <n>/rank/<i>     = its rank, the world size that it believes in, who and where it is
-    the first    get  <n>/rank/*       → set  <n>/seats = all of them, or why there is no group
-    every rank   get  <n>/seats        → the ranks of one host meet at the token of the first of them
+    the first    get  <n>/rank/*       → set  <n>/ranks = all of them, or why there is no group
+    every rank   get  <n>/ranks        → the ranks of one host meet at the token of the first of them
 
 Places are given in the order of coming, not by rank: two processes that take themselves for one rank, or believe in
 different sizes, meet and can be told so, where a key for each rank would have them overlook each other.
@@ -103,13 +103,13 @@ class Bootstrap:
             # Those who are still to come fit no better; those who are missing will not come.
             self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
             raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
-        self.infos = [RankInfo.from_json(info) for info in said["seats"]]
+        self.infos = [RankInfo.from_json(info) for info in said["ranks"]]
         return self.infos
 
     def contest(self) -> str:
         """What is said of the start that others wait in, or will, once this rank has come, too, as one kept out."""
         _, self._number, _ = self._current()
-        infos = self._key("seats")
+        infos = self._key("ranks")
         if self._store.check([infos]) or (self._number and not self._arrived()):
             return ""  # no start is going on
         self._index = self._store.add(self._key("came"), 1) - 1
@@ -150,7 +150,7 @@ class Bootstrap:
         members = [[r, info.to_json()] for r, info in enumerate(self.infos)]
         how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
         self._end(how, members if len(members) <= _MOST_REMEMBERED else [])
-        for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", "seats"]:
+        for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", "ranks"]:
             with contextlib.suppress(Exception):  # a store that cannot delete keeps a few bytes
                 self._store.delete_key(self._key(key))
 
@@ -189,8 +189,8 @@ class Bootstrap:
     def _is_left_behind(self) -> str:
         """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""
         processes = [one.info.process for one in self._arrived().values()]
-        if self._store.check([self._key("seats")]):
-            failure = json.loads(self._store.get(self._key("seats"))).get("failure")
+        if self._store.check([self._key("ranks")]):
+            failure = json.loads(self._store.get(self._key("ranks"))).get("failure")
             # A late rank of that job should hear why it failed. Of a file nobody knows which job wrote it: as long as
             # one of its processes runs, it is that one. Who was told already means to try again.
             is_told = self._me.info.process in processes
@@ -223,7 +223,7 @@ class Bootstrap:
 
         def is_over() -> bool:
             nonlocal next_look, is_first
-            if self._store.check([self._key("seats")]):
+            if self._store.check([self._key("ranks")]):
                 return True
             if is_first:
                 self._judge()
@@ -235,7 +235,7 @@ class Bootstrap:
 
         if not self._await(is_over, patience, lambda: _logger.warning(self._waiting(patience))):
             self._give_up()
-        said: dict[str, Any] = json.loads(self._store.get(self._key("seats")))
+        said: dict[str, Any] = json.loads(self._store.get(self._key("ranks")))
         return said
 
     def _judge(self) -> None:
@@ -245,11 +245,11 @@ class Bootstrap:
             self._say(failure)
         elif len(arrivals) == self._me.world_size:
             infos = [one.info.to_json() for one in sorted(arrivals, key=lambda one: one.rank)]
-            self._store.compare_set(self._key("seats"), "", json.dumps({"seats": infos}))
+            self._store.compare_set(self._key("ranks"), "", json.dumps({"ranks": infos}))
 
     def _look_around(self, is_first: bool) -> None:
         """Whether somebody who came has ended, or nobody will come any more."""
-        if self._current()[1] != self._number and not self._store.check([self._key("seats")]):
+        if self._current()[1] != self._number and not self._store.check([self._key("ranks")]):
             raise _Moved
         if is_first or not self._store.check([self._key("rank/0")]):
             arrived = self._arrived()
@@ -311,7 +311,7 @@ class Bootstrap:
         """Say why there is no group, unless somebody has said something already."""
         now = time.strftime("%H:%M:%S")
         story = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
-        self._store.compare_set(self._key("seats"), "", json.dumps({"failure": story}))
+        self._store.compare_set(self._key("ranks"), "", json.dumps({"failure": story}))
 
     def _error(self, failure: Failure) -> Exception:
         who = {int(r): what for r, what in failure.ranks.items()}

@@ -90,13 +90,13 @@ class Arrival:
     def to_json(self) -> dict[str, Any]:
         """Plain data for the store."""
         fields = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol", "is_contested")}
-        return {**fields, "seat": self.info.to_json()}
+        return {**fields, "rank_info": self.info.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Arrival:
         """The opposite of `to_json`."""
         fields = {name: data[name] for name in ("rank", "world_size", "at", "protocol", "is_contested")}
-        return cls(info=RankInfo.from_json(data["seat"]), **fields)
+        return cls(info=RankInfo.from_json(data["rank_info"]), **fields)
 
     def __str__(self) -> str:
         return f"{self.info}, which came at {time.strftime('%H:%M:%S', time.localtime(self.at))}"

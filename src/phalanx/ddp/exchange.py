@@ -83,7 +83,7 @@ class SparsePending:
         self._grad = grad.coalesce()
         # Straight from memory to memory, where the program waits anyway: in the background it costs a change of
         # threads. Not where ranks may be out of the step: their part in it must be as long as the others'.
-        all_here = getattr(group, "_attendance", None) is None
+        all_here = getattr(group, "_uneven_inputs", None) is None
         self._direct = all_here and parameter.is_cpu and shares_memory(group)
         if self._direct:
             return

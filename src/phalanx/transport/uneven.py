@@ -107,10 +107,10 @@ def take_part(group: Any, participant: Participant) -> bool:
     """
     if not shares_memory(group) or group.size() == 1:
         return False
-    if group._attendance is None:
-        group._attendance = group._memory.uneven = UnevenInputs(group)
+    if group._uneven_inputs is None:
+        group._uneven_inputs = group._memory.uneven = UnevenInputs(group)
         group._memory.core.allow_uneven()
-    group._attendance.add(participant)
+    group._uneven_inputs.add(participant)
     return True
 
 
@@ -121,7 +121,7 @@ def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
     They must be such that zeros are neutral: a sum, a maximum of what is not negative, an all_gather whose receivers
     know empty rows, a broadcast that any rank's tensor serves. On groups without a participant nothing changes.
     """
-    uneven: UnevenInputs | None = getattr(group, "_attendance", None)
+    uneven: UnevenInputs | None = getattr(group, "_uneven_inputs", None)
     if uneven is None:
         yield
         return
@@ -134,4 +134,4 @@ def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def absent_ranks(group: Any) -> list[int]:
     """The ranks that were out of the latest step of `group`."""
-    return list(group._memory.core.absent) if getattr(group, "_attendance", None) is not None else []
+    return list(group._memory.core.absent) if getattr(group, "_uneven_inputs", None) is not None else []

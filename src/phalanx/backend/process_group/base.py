@@ -40,7 +40,7 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
     """What every process group answers, and the order in which this one carries things out.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
-    the group's executor, one thread, first come first served. Either way all ranks run the same calls in the same order.
+    the group's executor, one thread, first come first served. Either way all ranks run the same calls in order.
     Across hosts the executor carries out everything: an engine's wait hears no signal, and the main thread must.
     """
 
@@ -76,7 +76,7 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
         self._closing = threading.RLock()  # a signal handler may come in the middle
         self._done = DoneWork()
         self._scratch: Any = None  # memory for `allocate_tensor`, once somebody asked
-        self._attendance: UnevenInputs | None = None  # once somebody trains over the group
+        self._uneven_inputs: UnevenInputs | None = None  # once somebody trains over the group
         _groups.add(self)
 
     # -- identity ------------------------------------------------------------------------------------------------
@@ -195,9 +195,9 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
 
     def _role(self, *, waits: bool) -> int:
         """Of a call that the program waits for, or not; only groups that somebody trains over tell them apart."""
-        if self._attendance is None:
+        if self._uneven_inputs is None:
             return WAITS
-        return self._attendance.role or (WAITS if waits else BACKGROUND)
+        return self._uneven_inputs.role or (WAITS if waits else BACKGROUND)
 
     def _is_free(self) -> bool:
         """Whether a call that is waited for can be carried out without asking any further."""
@@ -206,7 +206,7 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
             and self._interrupted is None
             and not self._closed
             and not self._memory.closed
-            and (self._attendance is None or self._attendance.role == WAITS)
+            and (self._uneven_inputs is None or self._uneven_inputs.role == WAITS)
         )
 
     def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
@@ -281,8 +281,8 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
             ended = self._settle(_JOIN_S)
         self._recent.clear()
         self._scratch = None
-        if in_order and self._attendance is not None:
-            self._attendance.leave()
+        if in_order and self._uneven_inputs is not None:
+            self._uneven_inputs.leave()
         if ended or isinstance(self._memory, SharedMemory):  # whose memory stays for whoever is still inside
             self._memory.close()
         _groups.discard(self)

@@ -169,7 +169,7 @@ class Session:
     def _look(self) -> None:
         """Raise if a rank has left that did not come this far."""
         for peer, words in list(self._engine.departed.items()):
-            if words["seq"] < self.seq or "story" in words:
+            if words["seq"] < self.seq or "report" in words:
                 raise PeerLeft(peer, words)
 
     # -- stories -------------------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ class Session:
             self._answers[src] = Position(words["seq"], words["inside"], words["text"])
 
     def _left(self, peer: int, words: dict[str, Any]) -> FailureReport:
-        if "story" in words:
-            return FailureReport.from_json(words["story"])
+        if "report" in words:
+            return FailureReport.from_json(words["report"])
         return FailureReport(
             "lost",
             f"rank {peer} ({self._names[peer]}) is gone: {words.get('note')}.\nRead its log first.",
@@ -197,7 +197,7 @@ class Session:
             self._engine.tell({"kind": "roll"})
             wait_until(lambda: len(self._answers) == len(others), lambda: None, _ROLL_CALL_S)
         for r, words in list(self._engine.departed.items()):  # somebody was faster
-            if "story" in words:
+            if "report" in words:
                 return self._left(r, words)
         if peer is None:
             missing = [r for r in others if r not in self._answers or self._answers[r].seq < self.seq]
