@@ -123,10 +123,11 @@ int plx_all_reduce(struct plx_group *g, struct plx_wait *w, const struct plx_ori
   plx_reduce_fn kernel = plx_reduce_kernel(dtype, redop);
   if (kernel == NULL || root >= (int)g->world) return PLX_INVALID;
   size_t width = plx_dtype_size(dtype), bytes = count * width;
-  struct plx_call call = plx_new_call(g, root < 0 ? PLX_ALL_REDUCE : PLX_REDUCE, count, dtype, redop, root);
+  struct plx_call call;
+  int code = plx_begin(g, w, &call, root < 0 ? PLX_ALL_REDUCE : PLX_REDUCE, count, dtype, redop, root);
+  if (code != PLX_OK) return code;
   if (root < 0 && in == out && bytes > HEAP_FROM_BYTES) call.heap = plx_heap_offset(g, out, bytes);
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
-  int code;
   if (call.heap == PLX_NO_HEAP) {
     code = reduce_staged(g, w, &call, in, out, bytes, width, kernel);
   } else {
@@ -149,13 +150,14 @@ int plx_reduce_scatter(struct plx_group *g, struct plx_wait *w, const struct plx
   if (kernel == NULL) return PLX_INVALID;
   size_t width = plx_dtype_size(dtype), longest = 0;
   for (uint32_t r = 0; r < g->world; r++) longest = counts[r] > longest ? counts[r] : longest;
-  struct plx_call call = plx_new_call(g, PLX_REDUCE_SCATTER, counts[0], dtype, redop, -1);
+  struct plx_call call;
+  int code = plx_begin(g, w, &call, PLX_REDUCE_SCATTER, counts[0], dtype, redop, -1);
+  if (code != PLX_OK) return code;
   call.digest = plx_digest(counts, g->world);
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   /* The stage holds one part per destination other than ourselves. */
   size_t part = g->stage_bytes / (g->world > 1 ? g->world - 1 : 1) / 64 * 64, at = 0;
   const void *src[PLX_MAX_WORLD];
-  int code = PLX_OK;
   do {
     if (at == 0) plx_publish(g, &call);
     unsigned char *mine = plx_stage_of(g, g->rank, g->turn);

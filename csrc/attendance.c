@@ -102,10 +102,12 @@ static int gather_nothing(struct plx_group *g, struct plx_wait *w, const struct 
 
 /* A round of gradients: the gates of plx_board_meet. */
 static int watch_round(struct plx_group *g, struct plx_wait *w, const struct plx_call *theirs) {
-  struct plx_call call = plx_new_call(g, PLX_GRADIENTS, theirs->count, PLX_BYTES, PLX_SUM, -1);
+  struct plx_call call;
+  int code = plx_begin(g, w, &call, PLX_GRADIENTS, theirs->count, PLX_BYTES, PLX_SUM, -1);
+  if (code != PLX_OK) return code;
   call.digest = theirs->digest;
   plx_publish(g, &call);
-  int code = plx_first_gate(g, w, &call);
+  code = plx_first_gate(g, w, &call);
   if (code != PLX_OK) return code;
   g->missed++;
   g->turn++;
@@ -144,11 +146,13 @@ int plx_stand_in(struct plx_group *g, struct plx_wait *w) {
 
 int plx_board_meet(struct plx_board *b, struct plx_wait *w, const struct plx_origin *o) {
   struct plx_group *g = b->g;
-  struct plx_call call = plx_new_call(g, PLX_GRADIENTS, b->num_buckets, PLX_BYTES, PLX_SUM, -1);
+  struct plx_call call;
+  int code = plx_begin(g, w, &call, PLX_GRADIENTS, b->num_buckets, PLX_BYTES, PLX_SUM, -1);
+  if (code != PLX_OK) return code;
   call.digest = b->flags << 16 ^ b->round;
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   plx_publish(g, &call);
-  int code = plx_first_gate(g, w, &call);
+  code = plx_first_gate(g, w, &call);
   if (code != PLX_OK) return plx_finish(g, record, &call, code);
   uint32_t ranks[PLX_MAX_WORLD], n = 0, mine = 0;
   for (uint32_t r = 0; r < g->world; r++) {

@@ -162,31 +162,51 @@ static int lost(struct plx_group *g, struct plx_wait *w, uint32_t peer, uint64_t
   return plx_poison(g, PLX_PEER_LOST, peer);
 }
 
-/* Each rank has a core: look at each peer's counter, and sleep only when it takes long. */
+/* Look at one peer's counter, and sleep only when it takes long; at once where more ranks than cores would look. */
+static inline int wait_for_one(struct plx_group *g, struct plx_wait *w, uint32_t peer, uint64_t step, uint64_t *since) {
+  struct plx_rank *p = plx_rank_of(g, peer);
+  for (uint32_t looks = 1; atomic_load_explicit(&p->step, memory_order_acquire) < step; looks++) {
+    uint64_t now;
+    if (!g->crowded) {
+      plx_relax();
+      if (looks % PLX_LOOKS != 0) continue; /* a pause is up to 140 cycles: look at the clock every few microseconds */
+      now = plx_now_ns();
+      if (*since == 0) *since = now;
+      if (now - *since < w->spin_ns) continue;
+    } else {
+      if (looks < PLX_LOOKS_CROWDED) {
+        sched_yield();
+        continue;
+      }
+      if (*since == 0) *since = plx_now_ns();
+    }
+    /* Announce the sleep first, look again, then sleep: a rank that arrives in between sees the announcement. */
+    atomic_fetch_add_explicit(&p->sleepers, 1, memory_order_seq_cst);
+    uint64_t seen = atomic_load_explicit(&p->step, memory_order_seq_cst);
+    if (seen < step && atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
+      plx_futex_wait(plx_low_half(&p->step), (uint32_t)seen, slice_ns(w));
+    atomic_fetch_sub_explicit(&p->sleepers, 1, memory_order_relaxed);
+    if (atomic_load_explicit(&p->step, memory_order_acquire) >= step) break;
+    int code = lost(g, w, peer, step);
+    if (code == PLX_OK) code = look_around(g, w, peer, *since);
+    if (code != PLX_OK) return code;
+  }
+  return PLX_OK;
+}
+
+/* Each rank has a core. */
 static int wait_for_each(struct plx_group *g, struct plx_wait *w, uint64_t step) {
   uint64_t since = 0;
   for (uint32_t i = 1; i < g->world; i++) {
-    uint32_t peer = (g->rank + i) % g->world;
-    struct plx_rank *p = plx_rank_of(g, peer);
-    for (uint32_t spins = 1; atomic_load_explicit(&p->step, memory_order_acquire) < step; spins++) {
-      plx_relax();
-      if (spins % PLX_LOOKS != 0) continue; /* a pause is up to 140 cycles: look at the clock every few microseconds */
-      uint64_t now = plx_now_ns();
-      if (since == 0) since = now;
-      if (now - since < w->spin_ns) continue;
-      /* Announce the sleep first, look again, then sleep: a rank that arrives in between sees the announcement. */
-      atomic_fetch_add_explicit(&p->sleepers, 1, memory_order_seq_cst);
-      uint64_t seen = atomic_load_explicit(&p->step, memory_order_seq_cst);
-      if (seen < step && atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
-        plx_futex_wait(plx_low_half(&p->step), (uint32_t)seen, slice_ns(w));
-      atomic_fetch_sub_explicit(&p->sleepers, 1, memory_order_relaxed);
-      if (atomic_load_explicit(&p->step, memory_order_acquire) >= step) break;
-      int code = lost(g, w, peer, step);
-      if (code == PLX_OK) code = look_around(g, w, peer, since);
-      if (code != PLX_OK) return code;
-    }
+    int code = wait_for_one(g, w, (g->rank + i) % g->world, step, &since);
+    if (code != PLX_OK) return code;
   }
   return PLX_OK;
+}
+
+int plx_await_rank(struct plx_group *g, struct plx_wait *w, uint32_t peer, uint64_t step) {
+  uint64_t since = 0;
+  return wait_for_one(g, w, peer, step, &since);
 }
 
 static int somebody_gone(const struct plx_group *g) {
@@ -230,26 +250,39 @@ static int wait_at_gate(struct plx_group *g, struct plx_wait *w, uint64_t step) 
   }
 }
 
+/* Whether this rank was the last, and has opened the gate of a crowded group. */
+static inline int arrive(struct plx_group *g, uint64_t step) {
+  struct plx_rank *me = plx_rank_of(g, g->rank);
+  /* seq_cst: the store must be seen before we look for sleepers, or both sides would miss each other. */
+  atomic_store_explicit(&me->step, step, memory_order_seq_cst);
+  if (g->world == 1) return 1;
+  if (atomic_load_explicit(&me->sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(plx_low_half(&me->step));
+  if (!g->crowded) return 0;
+  /* Ranks that left arrive at no gate: then the last of the others finds that all steps are reached. */
+  if (atomic_fetch_add_explicit(&g->header->arrivals, 1, memory_order_acq_rel) + 1 != step * g->world &&
+      !(somebody_gone(g) && all_reached(g, step)))
+    return 0;
+  atomic_store_explicit(&g->header->gate, (uint32_t)step, memory_order_seq_cst);
+  if (atomic_load_explicit(&g->header->gate_sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(&g->header->gate);
+  return 1;
+}
+
+int plx_arrive(struct plx_group *g, struct plx_wait *w) {
+  int code = plx_poisoned(g, w);
+  if (code == PLX_OK) arrive(g, ++g->step);
+  return code;
+}
+
+int plx_await(struct plx_group *g, struct plx_wait *w, uint64_t step) {
+  if (g->world == 1) return PLX_OK;
+  return g->crowded ? wait_at_gate(g, w, step) : wait_for_each(g, w, step);
+}
+
 int plx_gate(struct plx_group *g, struct plx_wait *w) {
   int code = plx_poisoned(g, w);
   if (code != PLX_OK) return code;
   uint64_t step = ++g->step;
-  struct plx_rank *me = plx_rank_of(g, g->rank);
-  /* seq_cst: the store must be seen before we look for sleepers, or both sides would miss each other. */
-  atomic_store_explicit(&me->step, step, memory_order_seq_cst);
-  if (g->world == 1) return PLX_OK;
-  if (!g->crowded) {
-    if (atomic_load_explicit(&me->sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(plx_low_half(&me->step));
-    return wait_for_each(g, w, step);
-  }
-  /* Ranks that left arrive at no gate: then the last of the others finds that all steps are reached. */
-  if (atomic_fetch_add_explicit(&g->header->arrivals, 1, memory_order_acq_rel) + 1 == step * g->world ||
-      (somebody_gone(g) && all_reached(g, step))) {
-    atomic_store_explicit(&g->header->gate, (uint32_t)step, memory_order_seq_cst);
-    if (atomic_load_explicit(&g->header->gate_sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(&g->header->gate);
-    return PLX_OK;
-  }
-  return wait_at_gate(g, w, step);
+  return arrive(g, step) ? PLX_OK : plx_await(g, w, step);
 }
 
 void plx_issue(struct plx_group *g) { atomic_fetch_add_explicit(&g->issued, 1, memory_order_release); }
@@ -267,15 +300,18 @@ void plx_publish(struct plx_group *g, const struct plx_call *call) {
   plx_rank_of(g, g->rank)->call[g->turn & 1] = *call;
 }
 
+int plx_calls_same(const struct plx_group *g, uint32_t rank, const struct plx_call *mine) {
+  const struct plx_call *c = &plx_rank_of(g, rank)->call[g->turn & 1];
+  return c->seq == mine->seq && c->count == mine->count && c->digest == mine->digest && c->kind == mine->kind &&
+         c->dtype == mine->dtype && c->redop == mine->redop && c->root == mine->root;
+}
+
 int plx_agree(struct plx_group *g, const struct plx_call *mine) {
   int code = g->uneven ? plx_roll_call(g, mine) : PLX_OK;
   if (code != PLX_OK) return code;
   for (uint32_t r = 0; r < g->world; r++) {
     if (g->num_gone != 0 && plx_gone(g, r, g->step)) continue;
-    const struct plx_call *c = &plx_rank_of(g, r)->call[g->turn & 1];
-    if (c->seq != mine->seq || c->count != mine->count || c->digest != mine->digest || c->kind != mine->kind ||
-        c->dtype != mine->dtype || c->redop != mine->redop || c->root != mine->root)
-      return plx_poison(g, PLX_MISMATCH, g->rank);
+    if (!plx_calls_same(g, r, mine)) return plx_poison(g, PLX_MISMATCH, g->rank);
   }
   return plx_meet(g, mine);
 }

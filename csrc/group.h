@@ -41,6 +41,12 @@ struct plx_group {
   struct plx_mail *mail;
   struct plx_stopwatch stopwatch;
 
+  /* The turn that this rank has left open (early.h): its gate, or 0; what it called; and the line in the recorder. */
+  uint64_t open_step;
+  struct plx_call open_call;
+  struct plx_record *open_record;
+  uint64_t recorded; /* lines that this rank had written when that was its last */
+
   /* Uneven inputs; see attendance.h. */
   int uneven;    /* training steps may do without ranks that wait at something else */
   uint32_t role; /* of the call to come: PLX_FLAG_* */
@@ -79,6 +85,10 @@ unsigned char *plx_stage_of(const struct plx_group *g, uint32_t rank, uint64_t t
 
 /* Reach the next gate and wait until every rank has. Release before, acquire after. */
 int plx_gate(struct plx_group *g, struct plx_wait *w);
+/* The two halves: reach it, then wait for everybody (plx_await), or only for what `peer` did before it reached it. */
+int plx_arrive(struct plx_group *g, struct plx_wait *w);
+int plx_await(struct plx_group *g, struct plx_wait *w, uint64_t step);
+int plx_await_rank(struct plx_group *g, struct plx_wait *w, uint32_t peer, uint64_t step);
 
 /* Sleep until `*word` differs from `seen`, at most one slice; then look whether waiting still makes sense: the
  * group's poison, the peers' processes (those for which `behind(peer)` holds), the deadline, the idle function. */
@@ -111,5 +121,7 @@ int plx_is_behind(struct plx_group *g);
 void plx_publish(struct plx_group *g, const struct plx_call *call);
 /* Compare every rank's call of this turn with ours. Only after a gate. */
 int plx_agree(struct plx_group *g, const struct plx_call *mine);
+/* Whether `rank` called the same in this turn; it has reached the turn's gate. */
+int plx_calls_same(const struct plx_group *g, uint32_t rank, const struct plx_call *mine);
 
 #endif

@@ -13,6 +13,9 @@
  * more. The same argument covers `call` and `table`, which alternate with the stages. It asks that a rank's turns come one
  * after the other, in the order of its program's calls, whichever thread takes them: what takes a turn by itself while
  * another thread still has some to take (the allocation of shared memory, the building of a board) waits for these first.
+ *
+ * A turn may be left open (early.h): a rank goes on before it has waited at the turn's gate. It waits there before it
+ * begins another turn, so whatever it writes, it has passed the gates of all turns before; nothing above changes.
  */
 #ifndef PLX_LAYOUT_H
 #define PLX_LAYOUT_H
@@ -38,7 +41,7 @@
 struct plx_call {
   uint64_t seq;    /* (=) number of the operation in the group, from 1 */
   uint64_t count;  /* (=) elements per rank, as the operation counts them */
-  uint64_t digest; /* (=) of uneven sizes, 0 when even */
+  uint64_t digest; /* (=) of uneven sizes, 0 when even; or what else must be the same */
   uint64_t heap;   /* offset of the tensor in the caller's own heap, or PLX_NO_HEAP */
   uint16_t kind;   /* (=) enum plx_kind */
   uint8_t dtype;   /* (=) enum plx_dtype */
@@ -147,6 +150,7 @@ enum plx_kind {
   PLX_SEND,
   PLX_RECV,
   PLX_GRADIENTS, /* one round of a board of buckets */
+  PLX_BROADCAST_BUFFERS, /* a broadcast whose root waits for nobody */
   PLX_NUM_KINDS
 };
 

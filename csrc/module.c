@@ -14,6 +14,7 @@
 #include "attendance.h"
 #include "board.h"
 #include "collectives.h"
+#include "early.h"
 #include "p2p.h"
 #include "recorder.h"
 #include "reduce.h"
@@ -273,6 +274,23 @@ static PyObject *group_broadcast(Group *self, PyObject *const *a, Py_ssize_t n) 
     return NULL;
   BEGIN(self, t.timeout_ns, spin_of(self))
   COLLECTIVE(self, t, plx_broadcast(&self->g, &wait, &t.origin, data, bytes, dtype, t.role & PLX_FLAG_STEP ? plx_present_root(&self->g, root) : root))
+  END(self, code)
+}
+
+/* broadcast_buffers(data, bytes, area, dtype, root, number, timeout_ns, site, shape) */
+static PyObject *group_broadcast_buffers(Group *self, PyObject *const *a, Py_ssize_t n) {
+  ANSWER_IF_CLOSED(self)
+  struct tail t;
+  void *data, *area;
+  uint64_t bytes, number;
+  int dtype, root;
+  if (want(n, 9, "broadcast_buffers") != 0 || to_address(a[0], &data) || to_u64(a[1], &bytes) || to_address(a[2], &area) ||
+      to_int(a[3], &dtype) || to_int(a[4], &root) || to_u64(a[5], &number) || to_tail(self, a + 6, &t) ||
+      !has_memory(data, bytes))
+    return NULL;
+  BEGIN(self, t.timeout_ns, spin_of(self))
+  COLLECTIVE(self, t, plx_broadcast_buffers(&self->g, &wait, &t.origin, data, bytes, area, dtype,
+                                            t.role & PLX_FLAG_STEP ? plx_present_root(&self->g, root) : root, number))
   END(self, code)
 }
 
@@ -858,7 +876,7 @@ static PyObject *group_get_crowded(PyObject *self, void *unused) {
 
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))group_##name, METH_FASTCALL, NULL}
 static PyMethodDef group_methods[] = {
-    FAST(barrier), FAST(all_reduce), FAST(broadcast), FAST(reduce_scatter), FAST(gather), FAST(scatter),
+    FAST(barrier), FAST(all_reduce), FAST(broadcast), FAST(broadcast_buffers), FAST(reduce_scatter), FAST(gather), FAST(scatter),
     FAST(all_to_all), FAST(send), FAST(send_now), FAST(post), FAST(drive),
     {"glance", (PyCFunction)group_glance, METH_NOARGS, NULL},
     {"attend", (PyCFunction)group_attend, METH_NOARGS, NULL},
@@ -954,6 +972,7 @@ static PyObject *board_finish(Board *self, PyObject *const *a, Py_ssize_t n) {
     self->group->g.resumed = record;
   else
     plx_record_leave(&self->group->g, record, code);
+  if (code == PLX_MISMATCH) plx_close_turn(&self->group->g, &wait); /* it may be there that ranks parted: then it tells so */
   END(self->group, code)
 }
 

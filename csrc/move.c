@@ -7,10 +7,12 @@
 #include "staged.h"
 
 int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o) {
-  struct plx_call call = plx_new_call(g, PLX_BARRIER, 0, PLX_BYTES, PLX_SUM, -1);
+  struct plx_call call;
+  int code = plx_begin(g, w, &call, PLX_BARRIER, 0, PLX_BYTES, PLX_SUM, -1);
+  if (code != PLX_OK) return code;
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   plx_publish(g, &call);
-  int code = plx_first_gate(g, w, &call);
+  code = plx_first_gate(g, w, &call);
   if (code == PLX_OK) g->turn++;
   return plx_finish(g, record, &call, code);
 }
@@ -18,10 +20,11 @@ int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin
 int plx_broadcast(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, void *data, size_t bytes,
                   int dtype, int root) {
   if (root < 0 || root >= (int)g->world) return PLX_INVALID;
-  struct plx_call call = plx_new_call(g, PLX_BROADCAST, bytes, dtype, PLX_SUM, root);
+  struct plx_call call;
+  int code = plx_begin(g, w, &call, PLX_BROADCAST, bytes, dtype, PLX_SUM, root);
+  if (code != PLX_OK) return code;
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   size_t at = 0;
-  int code = PLX_OK;
   do {
     size_t n = plx_min(g->stage_bytes, bytes - at);
     if (at == 0) plx_publish(g, &call);
@@ -51,14 +54,15 @@ int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin 
   if (root >= (int)g->world) return PLX_INVALID;
   size_t longest = 0;
   for (uint32_t r = 0; r < g->world; r++) longest = bytes[r] > longest ? bytes[r] : longest;
-  struct plx_call call = plx_new_call(g, root < 0 ? PLX_ALL_GATHER : PLX_GATHER, bytes[0], dtype, PLX_SUM, root);
+  struct plx_call call;
+  int code = plx_begin(g, w, &call, root < 0 ? PLX_ALL_GATHER : PLX_GATHER, bytes[0], dtype, PLX_SUM, root);
+  if (code != PLX_OK) return code;
   call.digest = plx_digest(bytes, g->world);
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   int keep = root < 0 || (uint32_t)root == g->rank, in_heap = 0;
   size_t at = 0, mine = bytes[g->rank];
   uint64_t offset[PLX_MAX_WORLD];
   if (longest > g->stage_bytes && g->world > 1) call.heap = plx_heap_offset(g, in, mine);
-  int code = PLX_OK;
   do {
     if (at == 0) plx_publish(g, &call);
     if (at < mine && g->world > 1 && (root < 0 || (uint32_t)root != g->rank))
@@ -81,10 +85,11 @@ int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin 
 int plx_scatter(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in, void *out,
                 size_t bytes, int dtype, int root) {
   if (root < 0 || root >= (int)g->world) return PLX_INVALID;
-  struct plx_call call = plx_new_call(g, PLX_SCATTER, bytes, dtype, PLX_SUM, root);
+  struct plx_call call;
+  int code = plx_begin(g, w, &call, PLX_SCATTER, bytes, dtype, PLX_SUM, root);
+  if (code != PLX_OK) return code;
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   size_t part = g->stage_bytes / g->world / 64 * 64, at = 0;
-  int code = PLX_OK;
   do {
     size_t n = plx_min(part, bytes - at);
     if (at == 0) plx_publish(g, &call);
@@ -108,11 +113,12 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
   size_t table = ((size_t)g->world * sizeof(uint64_t) + 63) / 64 * 64, others = g->world > 1 ? g->world - 1 : 1;
   size_t part = (g->stage_bytes - table) / others / 64 * 64;
   /* With splits on any rank, totals need not agree; the table is compared instead. Even calls agree on the count. */
-  struct plx_call call = plx_new_call(g, PLX_ALL_TO_ALL, splits ? 0 : in_bytes[0], dtype, PLX_SUM, -1);
+  struct plx_call call;
+  int code = plx_begin(g, w, &call, PLX_ALL_TO_ALL, splits ? 0 : in_bytes[0], dtype, PLX_SUM, -1);
+  if (code != PLX_OK) return code;
   call.flags |= splits ? PLX_FLAG_SPLITS : 0;
   struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
   size_t at = 0, longest = 0;
-  int code = PLX_OK;
   do {
     unsigned char *mine = plx_stage_of(g, g->rank, g->turn);
     if (at == 0) {

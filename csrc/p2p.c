@@ -177,8 +177,7 @@ int plx_send_now(struct plx_group *g, struct plx_wait *w, const struct plx_origi
 
 /* A receive may be posted for long. The recorder is a ring: by now its line may tell of another operation. */
 static struct plx_record *record_of(struct plx_group *g, const struct plx_receive *r) {
-  uint64_t written = atomic_load_explicit(&plx_rank_of(g, g->rank)->next_record, memory_order_relaxed);
-  return written - r->recorded < PLX_RECORDS - 16 ? r->record : NULL; /* 16: others may be about to write */
+  return plx_record_is_kept(g, r->recorded) ? r->record : NULL;
 }
 
 static void finish(struct plx_group *g, struct plx_receive *r, int code, int recorded_code) {

@@ -58,7 +58,7 @@ static uint64_t read_stopwatch(struct plx_stopwatch *s) {
 
 /* Messages and rounds of gradients may run beside a collective, in other threads. */
 static uint64_t time_of(struct plx_group *g, unsigned kind) {
-  return kind < PLX_SEND ? read_stopwatch(&g->stopwatch) : plx_now_ns();
+  return kind < PLX_SEND || kind == PLX_BROADCAST_BUFFERS ? read_stopwatch(&g->stopwatch) : plx_now_ns();
 }
 
 /* Fields are written one by one: put together first, they would have to wait for each other. */
@@ -120,11 +120,18 @@ struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *
 }
 
 /* The recorder is a ring: by the time that an operation ends its line may tell of another. */
+int plx_record_is_kept(struct plx_group *g, uint64_t recorded) {
+  uint64_t written = atomic_load_explicit(&plx_rank_of(g, g->rank)->next_record, memory_order_relaxed);
+  return written - recorded < PLX_RECORDS - 16; /* 16: others may be about to write */
+}
+
+void plx_record_leave_late(struct plx_group *g, struct plx_record *record, uint64_t recorded, int status) {
+  if (plx_record_is_kept(g, recorded)) plx_record_leave(g, record, status);
+}
+
 void plx_record_end(struct plx_group *g, uint64_t number, int status) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
-  uint64_t written = atomic_load_explicit(&me->next_record, memory_order_relaxed);
-  if (written - number < PLX_RECORDS - 16) /* 16: others may be about to write */
-    write_end(&me->records[number % PLX_RECORDS], status, plx_now_ns());
+  if (plx_record_is_kept(g, number + 1)) write_end(&me->records[number % PLX_RECORDS], status, plx_now_ns());
 }
 
 typedef uint64_t __attribute__((may_alias)) word;

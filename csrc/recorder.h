@@ -10,10 +10,15 @@ struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *
                                     uint32_t ndim, const uint64_t *shape);
 /* It is over, with this enum plx_status. */
 void plx_record_leave(struct plx_group *g, struct plx_record *record, int status);
+/* The same long after: by now the line may tell of another operation, and then stays as it is. `recorded`: how many lines
+ * this rank had written when that was its last. */
+void plx_record_leave_late(struct plx_group *g, struct plx_record *record, uint64_t recorded, int status);
 /* As `enter`, in a quiet group too; `number` is that of the record, to pass to `end`, which may come much later. */
 struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
                                     uint32_t ndim, const uint64_t *shape, uint64_t *number);
 void plx_record_end(struct plx_group *g, uint64_t number, int status);
+/* Whether the line that was this rank's last after `recorded` ones is still that operation's. */
+int plx_record_is_kept(struct plx_group *g, uint64_t recorded);
 /* Copy the record that `owner` wrote as its `number`th, counted from 0; 0 if it is being written, or never was. */
 int plx_record_read(const struct plx_rank *owner, uint64_t number, struct plx_record *copy);
 

@@ -6,10 +6,15 @@
 
 #include "collectives.h"
 #include "copy.h"
+#include "early.h"
 #include "recorder.h"
 
-/* Fill the fields that must agree. */
-static inline struct plx_call plx_new_call(struct plx_group *g, int kind, size_t count, int dtype, int redop, int root) {
+/* Settle the turn that was left open, then fill the fields that must agree. What `call` is when that fails is undefined:
+ * there is no such call. */
+static inline int plx_begin(struct plx_group *g, struct plx_wait *w, struct plx_call *call, int kind, size_t count, int dtype,
+                            int redop, int root) {
+  int code = g->open_step != 0 ? plx_close_turn(g, w) : PLX_OK;
+  if (code != PLX_OK) return code;
   struct plx_call c = {0};
   /* A rank whose gate failed must not write into a stage of a turn that others may have passed and be reading. Whoever
    * begins after the end fails at its first gate, so nothing that it would read back is lost. */
@@ -23,7 +28,8 @@ static inline struct plx_call plx_new_call(struct plx_group *g, int kind, size_t
   c.root = root;
   c.flags = g->role;
   c.site = g->site;
-  return c;
+  *call = c;
+  return PLX_OK;
 }
 
 /* A digest of uneven sizes; 0 when they are all the same, so that even calls need none. FNV-1a over the sizes. */

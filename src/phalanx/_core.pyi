@@ -45,6 +45,19 @@ class Group:
     def broadcast(
         self, data: int, nbytes: int, dtype: int, root: int, timeout_ns: int, site: int, shape: _Shape, /
     ) -> int: ...
+    def broadcast_buffers(
+        self,
+        data: int,
+        nbytes: int,
+        area: int,
+        dtype: int,
+        root: int,
+        number: int,
+        timeout_ns: int,
+        site: int,
+        shape: _Shape,
+        /,
+    ) -> int: ...
     def reduce_scatter(
         self,
         src: tuple[int, ...],

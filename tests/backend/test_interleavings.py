@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHECKER = ROOT / "tests" / "csrc" / "interleavings"
-NAMES = ("board", "group", "attendance", "move", "all_reduce", "copy")
+NAMES = ("board", "group", "attendance", "move", "early", "all_reduce", "copy")
 
 
 def _compile(source, target):
@@ -51,13 +51,26 @@ def explore(objects, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("arguments", ["R R", "RS SR", "RB B", "B BB", "-c RB RB", "-d R R", "-d -c B B"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["R R", "RS SR", "RB B", "B BB", "-c RB RB", "-d R R", "-d -c B B", "CRC CRC", "CR RC", "CCB DDB", "-d -c CC CC"],
+)
 def test_every_order_of_two_short_programs(explore, arguments):
     assert "states" in explore(*arguments.split())
 
 
 @pytest.mark.parametrize(
-    "arguments", ["-p1 AR AR", "-p0 ARASB ARASB", "-p0 -u RARB RARB", "-p1 -u RRB RB", "-p0 -d ARB ARB"]
+    "arguments",
+    [
+        "-p1 AR AR",
+        "-p0 ARASB ARASB",
+        "-p0 -u RARB RARB",
+        "-p1 -u RRB RB",
+        "-p0 -d ARB ARB",
+        "-p0 ACRA ACRA",
+        "-p0 -u CRB CRB",
+        "-p1 CCC CCC CCC",
+    ],
 )
 def test_orders_with_few_interruptions_of_longer_programs(explore, arguments):
     assert "states" in explore(*arguments.split())
@@ -65,12 +78,21 @@ def test_orders_with_few_interruptions_of_longer_programs(explore, arguments):
 
 @pytest.mark.parametrize("arguments", ["-p0", "-p0 -u"])
 def test_all_pairs_of_programs_of_two_calls(explore, arguments):
-    assert "in 400 programs" in explore(*arguments.split(), "-a2", "-n2")
+    assert "in 900 programs" in explore(*arguments.split(), "-a2", "-n2")
 
 
 @pytest.mark.parametrize(
     "arguments",
-    ["ARARB ARARB ARARB", "-c RASB RASB RASB", "-u RRARB RARB RRARB", "-u -d RRB RB RRB", "-c -d BB BB BB", "RS RS SR"],
+    [
+        "ARARB ARARB ARARB",
+        "-c RASB RASB RASB",
+        "-u RRARB RARB RRARB",
+        "-u -d RRB RB RRB",
+        "-c -d BB BB BB",
+        "RS RS SR",
+        "CRACB CRACB CRACB",
+        "-c -d CDC CDC CDC",
+    ],
 )
 def test_random_orders_of_three_ranks(explore, arguments):
     assert "1000 random schedules" in explore("-r1000", *arguments.split())
@@ -84,6 +106,10 @@ def test_random_orders_of_three_ranks(explore, arguments):
         ("board", "another = ends_another(b, rank)", "another = 0", "RS SR", "all wait for ever"),
         ("board", "if (is_complete(b, rank)) return PLX_OK;", "", "RB RB", "a false alarm"),
         ("board", "if (!alive) return plx_poison(g, PLX_PEER_LOST, rank);", "", "-d R R", "all wait for ever"),
+        ("early", "int code = plx_await(g, w, g->open_step);", "int code = PLX_OK;", "CCC CCC", "a false alarm"),
+        ("early", "plx_await_rank(g, w, (uint32_t)root, g->step)", "PLX_OK", "C C", "a false alarm"),
+        ("early", "code == PLX_OK && !plx_calls_same(g, (uint32_t)root, &call)", "0", "BC CB", "a wrong copy"),
+        ("early", "if (!plx_calls_same(g, r, &g->open_call))", "if (0)", "CB DB", "different things unheard"),
         ("group", "    if (all_reached(g, step)) return PLX_OK;", "", "-d -c B B", "all wait for ever"),
     ],
 )

@@ -18,6 +18,7 @@
 #include "board.h"
 #include "collectives.h"
 #include "copy.h"
+#include "early.h"
 #include "p2p.h"
 #include "recorder.h"
 #include "reduce.h"
@@ -39,6 +40,7 @@
 
 #define FLAGS (512u << 10) /* where in the heap the board's flags lie, and its buckets */
 #define BUCKETS (640u << 10)
+#define AREAS (256u << 10) /* of broadcasts for which their root does not wait */
 #define NUM_BUCKETS 5u
 #define NUM_BESIDE 12u /* asynchronous calls, and rounds beside them */
 
@@ -56,6 +58,7 @@ struct thread {
   struct plx_board board;
   struct plx_bucket buckets[NUM_BUCKETS];
   uint64_t offsets[NUM_BUCKETS]; /* of the buckets, in this rank's heap */
+  uint32_t areas;  /* broadcasts through the heap, or that could have gone that way */
   uint64_t before; /* calls that were issued before the asynchronous ones */
 };
 
@@ -155,6 +158,16 @@ static void broadcast(struct thread *t) {
   uint32_t root = draw(t, t->g.world);
   fill(t, t->in, t->g.rank, 0, n);
   CHECK(plx_broadcast(&t->g, &t->wait, &here, t->in, 4 * n, PLX_I32, (int)root) == PLX_OK);
+  CHECK(holds(t, t->in, root, 0, n));
+}
+
+/* The root goes on at once; what it writes next, here or in another operation, must not be what others still read. */
+static void broadcast_buffers(struct thread *t) {
+  size_t n = draw_size(t);
+  uint32_t root = draw(t, t->g.world);
+  unsigned char *area = t->g.heaps[t->g.rank] + AREAS + (t->areas++ % 2) * 4 * MOST;
+  fill(t, t->in, t->g.rank, 0, n);
+  CHECK(plx_broadcast_buffers(&t->g, &t->wait, &here, t->in, 4 * n, area, PLX_I32, (int)root, t->operation) == PLX_OK);
   CHECK(holds(t, t->in, root, 0, n));
 }
 
@@ -421,11 +434,12 @@ static void end(struct thread *t) {
 
 static void *run(void *argument) {
   struct thread *t = argument;
-  static void (*const operations[])(struct thread *) = {all_reduce, all_reduce, reduce_scatter, gather,  broadcast,
+  static void (*const operations[])(struct thread *) = {all_reduce, all_reduce, reduce_scatter, gather,  broadcast, broadcast_buffers,
                                                         scatter,    all_to_all, pass_on,        hear_everybody, barrier,
                                                         gradients,  gradients,  exchange,       gradients_beside};
   for (t->operation = 1; t->operation <= t->operations; t->operation++)
     operations[draw(t, sizeof operations / sizeof *operations)](t);
+  CHECK(plx_close_turn(&t->g, &t->wait) == PLX_OK);
   if (t->ending == ANY_TIME)
     go_on(t);
   else if (t->ending != FINISH)

@@ -105,7 +105,13 @@ def _mismatch(symm_mem: SymmetricMemory, here: str, mine: Record | None) -> Mism
     lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
     # A round of gradients has no gate at its beginning: buckets that all ranks had are averaged already.
     in_round = any(call.startswith("gradients") for call in calls.values())
-    changed = "some gradients may be averaged already" if in_round else "no tensor was changed"
+    # Whoever finds the root's call the same as its own copies, and does not wait for what the others call.
+    is_early = any(call.startswith("broadcast_buffers") for call in calls.values())
+    changed = "no tensor was changed"
+    if in_round:
+        changed = "some gradients may be averaged already"
+    elif is_early:
+        changed = "some buffers may be the root's already"
     absence = tell_absence(symm_mem.core.absent, symm_mem.core.missed)
     short_of_data = f"If a rank has run out of data: {JOIN_ADVICE}" if in_round and not absence else ""
     advice = "Make every rank call the same operation with the same dtype, size and options, in the same order."

@@ -25,6 +25,7 @@ KINDS = {
     10: "send",
     11: "recv",
     12: "gradients",
+    13: "broadcast_buffers",
 }
 DTYPES = (
     "bytes", "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
@@ -35,7 +36,8 @@ STATUSES = ("ok", "mismatch", "peer lost", "deadline", "interrupted", "invalid",
 
 _BARRIER, _SEND, _RECV, _GRADIENTS = 1, 10, 11, 12
 _REDUCES = (3, 4, 8)
-_ROOTED = (2, 4, 6, 7)
+_ROOTED = (2, 4, 6, 7, 13)
+_FROM_ROOT = (2, 7, 13)
 
 
 def _name(names: Sequence[str], code: int, what: str) -> str:
@@ -109,7 +111,7 @@ class Record:
         if self.kind in _REDUCES:
             options.append(self.reduction)
         if self.kind in _ROOTED:
-            options.append(f"{'src' if self.kind in (2, 7) else 'dst'}={self.root}")
+            options.append(f"{'src' if self.kind in _FROM_ROOT else 'dst'}={self.root}")
         text = self.name + (f"({', '.join(options)})" if options else "")
         if self.kind not in (_BARRIER, _GRADIENTS):
             text += f" of {self.dtype_name} {tuple(self.shape)}"

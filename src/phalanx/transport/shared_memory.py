@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.coordination.bootstrap import NOTICE_S, ranks
+from phalanx.deadline import Deadline
 from phalanx.diagnostics import failures
 from phalanx.diagnostics.call_sites import short
 from phalanx.diagnostics.flight_recorder import read
@@ -18,7 +20,7 @@ from phalanx.diagnostics.whereabouts import remember, whereabouts
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError, DeadlineError
 from phalanx.log import get_logger
-from phalanx.symmetric_memory.memory import SymmetricMemory, timeout_ns
+from phalanx.symmetric_memory.memory import STAGE_BYTES, Buffer, SymmetricMemory, timeout_ns
 from phalanx.transport.uneven import UnevenInputs
 
 _logger = get_logger(__name__)
@@ -56,6 +58,7 @@ class SharedMemory:
         self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
+        self._areas: dict[int, list[Buffer]] = {}  # for `broadcast_buffers`, by their size
         self._said_at = 0
         self._say_again_s = 0.0
 
@@ -312,6 +315,45 @@ class SharedMemory:
         )
         if data is not tensor and root != self.symm_mem.rank:
             write_back(tensor, data)
+
+    def broadcast_buffers(self, tensor: Tensor, root: int, ctx: CallContext, *, number: int) -> None:
+        """As `broadcast`, but the root waits for nobody, and the others for the root alone; see csrc/early.h.
+
+        Whether all ranks called it, with the same `number`, is asked when the next collective begins.
+        """
+        data = dense(tensor)
+        # Held here until the call is over: the heap may go with the last block of it.
+        area = self._area(nbytes(data), ctx) if nbytes(data) > STAGE_BYTES and self.world_size > 1 else None
+        self._collective(
+            ctx,
+            lambda: self.core.broadcast_buffers(
+                data.data_ptr(),
+                nbytes(data),
+                ctypes.addressof(area) if area is not None else 0,
+                dtype_of(data.dtype).code,
+                root,
+                number,
+                ctx.timeout_ns,
+                ctx.site,
+                tensor.shape,
+            ),
+        )
+        if data is not tensor and root != self.symm_mem.rank:
+            write_back(tensor, data)
+
+    def _area(self, size: int, ctx: CallContext) -> Buffer:
+        """Where in this rank's heap `size` bytes lie this time; two areas take turns. Collective where they are new."""
+        areas = self._areas.get(size)
+        if areas is None:
+            with self.turn(ctx.timeout_s):
+                deadline = Deadline.after(ctx.timeout_s)
+                areas = [
+                    self.symm_mem.allocate(size, deadline, ctx.site, lambda status: self.check(status, ctx))
+                    for _ in range(2)
+                ]
+            self._areas[size] = areas
+        areas.reverse()
+        return areas[0]
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""

@@ -30,7 +30,7 @@ from phalanx.backend.process_group.observed import early_modes, num_modes, obser
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
-from phalanx.transport.shared_memory import CallContext, is_plain, write_back
+from phalanx.transport.shared_memory import CallContext, SharedMemory, is_plain, write_back
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM
@@ -127,6 +127,30 @@ class Collectives(ProcessGroupBase):
         tensor = one(tensors, "broadcast", written=True)
         root = check_rank(opts.rootRank, self._size, "broadcast", "src")
         return self._carry_out(lambda ctx: self._memory.broadcast(tensor, root, ctx), opts, [tensor])
+
+    def broadcast_buffers(self, tensor: Tensor, root: int, *, number: int = 0) -> None:
+        """`tensor` becomes rank `root`'s, which goes on at once; the others wait for that rank alone.
+
+        For a broadcast that is made again and again, as of a module's buffers before each forward: no rank waits for
+        the slowest there. Whether all ranks called it is asked when the next collective of the group begins, so a
+        mismatch, a rank that is gone or late is told then, of this call; by then `tensor` may be the root's already.
+        Only where ranks share memory.
+
+        Arguments:
+            tensor: any shape, the same number of bytes on all ranks; best contiguous.
+            number: whatever must be the same on all ranks, such as the number of the step.
+
+        Cost: two copies. More than 128 KiB go through two areas of that size, which the first call allocates, and that
+        call waits for all ranks.
+        """
+        tensor = one(tensor, "broadcast_buffers", written=True)
+        root = check_rank(root, self._size, "broadcast_buffers", "src")
+        opts = c10d.BroadcastOptions()
+        opts.asyncOp = False
+        memory = self._memory
+        if not isinstance(memory, SharedMemory):
+            raise ValueError(f"broadcast_buffers: the ranks of group {self._name!r} do not share memory")
+        self._carry_out(lambda span: memory.broadcast_buffers(tensor, root, span, number=number), opts, [tensor]).wait()
 
     @without_fakes
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
