@@ -89,6 +89,13 @@ GPU = {"gpus": ("NVIDIA L4, 535.1",), "gpu_tool": WORKS}
         (on("host", processes=200, processes_running=150), "limits", "50 more processes", "--pids-limit"),
         (on("host", clock_source="hpet"), "clock", "reads hpet", "clocksource=tsc"),
         (on("host", variables={"RANK": "0", "MASTER_ADDR": "a"}), "variables", "RANK=0 set", "unset RANK"),
+        (on("host", scheduler=Probe(False, "PMI_RANK=7")), "scheduler", "PMI_RANK=7", "set it right first"),
+        (
+            on("host", unused_hosts=2),
+            "scheduler",
+            "Slurm gave this job 2 hosts",
+            "srun --ntasks-per-node=1 phalanx run",
+        ),
         (on("host", gpu_tool=Probe(False, "version mismatch")), "GPUs", "fails: version mismatch", "driver"),
         (on("host", **GPU), "GPUs", "this PyTorch is built without CUDA", "install the CUDA build"),
         (on("kernel", core=Probe(False, "no module")), "C core", "cannot be imported: no module", "gcc"),

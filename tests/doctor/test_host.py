@@ -104,3 +104,16 @@ def test_gpus_are_listed_as_the_tool_lists_them(monkeypatch, tmp_path):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert examine_host().gpus == ("NVIDIA L4, 535.1", "NVIDIA L4, 535.1")
+
+
+def test_the_scheduler_that_started_the_command_is_seen(monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    found = examine_host().scheduler
+    assert (found.works, found.detail.startswith("MPICH: node 1 of 4 of job mpiexec-")) == (True, True)
+    monkeypatch.setenv("PMI_RANK", "4")
+    found = examine_host().scheduler
+    assert (found.works, found.detail.startswith("PMI_RANK=4, PMI_SIZE=4 in the environment: MPICH says")) == (
+        False,
+        True,
+    )

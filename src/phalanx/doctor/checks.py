@@ -335,6 +335,23 @@ def check_variables(facts: Facts) -> Finding:
     return Finding("variables", Status.OK, said or "none that steer a job")
 
 
+def check_scheduler(facts: Facts) -> Finding:
+    """Whether a scheduler has started this command, as which node; or stands ready to start more than one."""
+    scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
+    if not scheduler.works:
+        return Finding(
+            "scheduler", Status.WARNING, scheduler.detail, "`phalanx run` refuses to guess: set it right first."
+        )
+    if unused:
+        return Finding(
+            "scheduler",
+            Status.WARNING,
+            f"Slurm gave this job {unused} hosts, and a command that is started once uses one",
+            "Start it on each: srun --ntasks-per-node=1 phalanx run ...",
+        )
+    return Finding("scheduler", Status.OK, scheduler.detail or "none has started this command as one of several")
+
+
 def check_training(facts: Facts) -> Finding:
     """Whether two ranks could take a step: the one thing that all the rest is for."""
     training: Probe = facts.training
@@ -362,6 +379,7 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     check_limits,
     check_clock,
     check_variables,
+    check_scheduler,
     check_training,
 )
 

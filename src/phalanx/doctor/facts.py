@@ -36,6 +36,8 @@ class Host:
     gpus: tuple[str, ...] = ()
     gpu_tool: Probe = field(default_factory=lambda: Probe(False, "nvidia-smi is not installed"))
     variables: dict[str, str] = field(default_factory=dict)
+    scheduler: Probe = field(default_factory=lambda: Probe(True))  # what started this command; empty: nobody says so
+    unused_hosts: int = 0  # that the scheduler has given the job, of which one started command uses one
     folder: str | None = "."
 
 

@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 
 from phalanx.doctor.facts import Host, Probe
+from phalanx.errors import LaunchError
+from phalanx.launch.schedulers.find import find_allocation
+from phalanx.launch.schedulers.slurm import find_unused_hosts
 
 _PATIENCE_S = 10
 # Left in a shell, they make a program believe that it is a rank of some job; or they steer who talks to whom.
@@ -47,8 +50,18 @@ def examine_host(root: Path = Path("/")) -> Host:
         gpus=gpus,
         gpu_tool=gpu_tool,
         variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        scheduler=_scheduler(),
+        unused_hosts=find_unused_hosts(os.environ),
         folder=_folder(),
     )
+
+
+def _scheduler() -> Probe:
+    try:
+        found = find_allocation(os.environ)
+    except LaunchError as error:
+        return Probe(False, str(error).removeprefix("phalanx run: "))
+    return Probe(True, found.describe() if found else "")
 
 
 def _folder() -> str | None:

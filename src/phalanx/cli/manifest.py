@@ -1,0 +1,95 @@
+"""`phalanx manifest`: the file to submit to a scheduler."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+_WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.group("manifest", short_help="Write the file to submit to Slurm or Kubernetes.")
+def command() -> None:
+    """Write the file to submit, complete, for a command of `phalanx run`.
+
+    Behind the options stands what stands behind `phalanx run`; with options of its own, behind `--`:
+
+    \b
+      phalanx manifest slurm --nodes 2 train.py --lr 0.1 > job.sh
+      phalanx manifest kubernetes --nodes 2 --image IMAGE -- --max-restarts 3 train.py > job.yaml
+    """
+
+
+def _common(function: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed((
+        click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED),
+        click.option("--nodes", type=click.IntRange(min=1), required=True, help="How many nodes."),
+        click.option("--name", help="The job's name (default: the script's)."),
+        click.option("--cpus", type=click.IntRange(min=1), default=None, help="Cores on each node."),
+        click.option("--gpus", type=click.IntRange(min=1), default=None, help="GPUs on each node."),
+        click.option("--memory", default="", help="Memory on each node, as the scheduler writes it."),
+        click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file; else to stdout."),
+    )):  # fmt: skip
+        function = option(function)
+    return function
+
+
+@command.command("slurm", context_settings=_WORDS, short_help="A batch script for `sbatch`.")
+@_common
+@click.option("--time", "time_limit", default="", help="Time limit, as of sbatch: 2:00:00.")
+@click.option("--partition", default="", help="Partition.")
+@click.option("--log", default="%x-%j.log", show_default=True, help="Where Slurm writes the job's output.")
+@click.pass_context
+def slurm(ctx: click.Context, /, time_limit: str, partition: str, log: str, **asked: Any) -> None:
+    """Write a batch script: `srun` starts one `phalanx run` on each node, and they find each other."""
+    from phalanx.launch.manifests.slurm import write_batch_script
+
+    def write(request: Any) -> str:
+        program = [str(Path(sys.executable).parent / "phalanx")]
+        if not Path(program[0]).exists():
+            program = [sys.executable, "-m", "phalanx"]
+        return write_batch_script(request, program, time=time_limit, partition=partition, output=log)
+
+    _write(ctx, write, **asked)
+
+
+@command.command("kubernetes", context_settings=_WORDS, short_help="A Job for `kubectl apply`.")
+@_common
+@click.option("--image", required=True, help="The image; it has Phalanx and the script in it.")
+@click.option("--namespace", default="", help="Namespace.")
+@click.option("--secret", default="phalanx-key", show_default=True, help="The Secret with the job's key.")
+@click.option("--folder", default="", help="Working directory in the image.")
+@click.pass_context
+def kubernetes(ctx: click.Context, /, image: str, namespace: str, secret: str, folder: str, **asked: Any) -> None:
+    """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name."""
+    from phalanx.launch.manifests.kubernetes import Cluster, write_manifest
+
+    cluster = Cluster(image, namespace, secret, folder)
+    _write(ctx, lambda request: write_manifest(request, cluster), **asked)
+
+
+def _write(ctx: click.Context, write: Callable[[Any], str], output: str | None, **asked: Any) -> None:
+    from phalanx.errors import LaunchError
+    from phalanx.launch.manifests.request import Request, check
+    from phalanx.launch.settings import parse
+
+    words = tuple(asked["words"])
+    try:
+        check(words)
+        settings = parse(words)
+        assert settings is not None
+        target = settings.target.name.rpartition("/")[2].removesuffix(".py")
+        name = asked["name"] or re.sub(r"[^a-z0-9]+", "-", target.lower()).strip("-") or "phalanx"
+        text = write(Request(words, asked["nodes"], name, asked["cpus"] or 0, asked["gpus"] or 0, asked["memory"]))
+    except LaunchError as error:
+        click.echo(error, err=True)
+        ctx.exit(error.exit_code)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        Path(output).write_text(text)

@@ -1,0 +1,59 @@
+"""What a manifest is asked for."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import LaunchError
+from phalanx.launch.settings import USAGE_EXIT_CODE, parse
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job of `nodes` nodes with so much each; 0 and "" leave it to the scheduler. `words` follow `phalanx run`."""
+
+    words: tuple[str, ...]
+    nodes: int
+    name: str
+    cpus: int = 0
+    gpus: int = 0
+    memory: str = ""
+
+    @property
+    def run_words(self) -> tuple[str, ...]:
+        """The words behind `phalanx run`, as they go into the file."""
+        settings = parse(self.words)
+        assert settings is not None
+        if self.gpus or not self.cpus or settings.nproc != "auto":
+            return self.words
+        # A limit on processor time hides no core: counted in the job, they would be all of the machine's.
+        return (f"--nproc-per-node={self.cpus}", *self.words)
+
+
+def check(words: Sequence[str]) -> None:
+    """Whether `phalanx run` would take the words.
+
+    Raises:
+        LaunchError: it would not; or they ask for what the scheduler decides.
+    """
+    # In the file the scheduler says them; given twice, one would be wrong.
+    decided = ("nnodes", "node-rank", "rdzv-endpoint", "master-addr", "master-port", "standalone")
+    for word in words:
+        if not word.startswith("-"):
+            break
+        name = word.partition("=")[0].lstrip("-").replace("_", "-")
+        if name in decided:
+            raise LaunchError(
+                f"phalanx manifest: {word.partition('=')[0]}: leave it out. The number of nodes is --nodes, before "
+                "the command; which is which, and where they meet, they find out.",
+                exit_code=USAGE_EXIT_CODE,
+            )
+    if parse(words) is None:
+        raise LaunchError("phalanx manifest: nothing to run, only --help", exit_code=USAGE_EXIT_CODE)
+
+
+def quote(words: Sequence[str]) -> str:
+    """The words as a shell takes them."""
+    return " ".join(shlex.quote(word) for word in words)

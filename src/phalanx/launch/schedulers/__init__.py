@@ -1,0 +1,12 @@
+"""Which scheduler started this command, on which of how many hosts: read from variables, so that no option is needed.
+
+    allocation            what was found, and the line that says so
+    slurm, kubernetes,    one file each: its variables, and how it starts this command on every host
+    lsf, pbs, mpi
+    find                  which of them it is; variables that contradict each other are refused by name
+    meet                  where the agents of a job meet, if the scheduler does not say it
+    adopt                 the settings of `phalanx run`, with what was found
+
+One start of `phalanx run` is a node of the job, whatever the scheduler calls it (task, pod, MPI process): also where it
+starts several on one host.
+"""

@@ -1,0 +1,67 @@
+"""What a scheduler says of this start of the command."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.errors import LaunchError
+
+_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
+_NUM_CANDIDATES = 8
+_STEP = 1009  # prime: the candidates of two jobs that begin alike go on differently only by chance, so jump far
+
+
+def read_port(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+    """The port in the variable `name`.
+
+    Raises:
+        LaunchError: it is none.
+    """
+    text = environ.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= 0xFFFF):
+        raise LaunchError(f"phalanx run: {name}={text} in the environment: must be a port, 1 to 65535", exit_code=2)
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """This command is node `node` of `num_nodes` of a job.
+
+    `job` names the job among all that a user runs on these hosts. `first_host` is where node 0 runs, empty where the
+    scheduler does not say; `port` is 0 where nobody has chosen one. `local_node` of `num_local_nodes`: which of those
+    on this host it is. `nproc`: how many ranks it is to start, if the scheduler has a word in that. `variables` say
+    all this.
+    """
+
+    scheduler: str
+    node: int
+    num_nodes: int
+    job: str
+    variables: tuple[str, ...]
+    first_host: str = ""
+    port: int = 0
+    local_node: int = 0
+    num_local_nodes: int = 1
+    nproc: str = ""
+    hint: str = ""  # how to start the command on every host, for whoever has started it on one
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all nodes are on this host, as far as anybody knows."""
+        return self.num_local_nodes == self.num_nodes
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Where node 0 may listen, in this order: the port that was chosen, or some that follow from the job's name."""
+        if self.port:
+            return (self.port,)
+        first = zlib.crc32(self.job.encode())
+        return tuple(_PORTS[(first + i * _STEP) % len(_PORTS)] for i in range(_NUM_CANDIDATES))
+
+    def describe(self) -> str:
+        """`Slurm job 17.0: node 1 of 2 (SLURM_PROCID, …)`."""
+        return f"{self.scheduler}: node {self.node} of {self.num_nodes} of job {self.job} ({', '.join(self.variables)})"

@@ -1,0 +1,112 @@
+"""`phalanx manifest`: the files to submit. Slurm's is submitted to a real one in tests/system/test_slurm.py."""
+
+import importlib.util
+import shlex
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from phalanx.cli.commands import group
+
+yaml = pytest.importorskip("yaml", reason="reads the manifest as Kubernetes would: PyYAML")
+
+IMAGE = ("--image", "registry.example/train:1")
+
+
+def manifest(*words):
+    result = CliRunner().invoke(group, ["manifest", *words])
+    return result.exit_code, result.output
+
+
+def test_the_batch_script_starts_the_command_once_on_each_node(tmp_path):
+    path = tmp_path / "job.sh"
+    code, out = manifest("slurm", "--nodes=3", "--cpus=8", "--gpus=2", "--memory=64G", "--time=1:00:00",
+                         "--partition=long", "-o", str(path), "my train.py", "--nodes", "9")  # fmt: skip
+    assert (code, out) == (0, "")
+    text = path.read_text()
+    for option in ("job-name=my-train", "nodes=3", "ntasks-per-node=1", "cpus-per-task=8", "gpus-per-node=2", "mem=64G",
+                   "time=1:00:00", "partition=long", "output=%x-%j.log"):  # fmt: skip
+        assert f"#SBATCH --{option}\n" in text
+    subprocess.run(["bash", "-n", path], check=True)
+    command = shlex.split(text[text.index("exec srun") :].replace("\\\n", ""))
+    assert command[:5] == ["exec", "srun", "--kill-on-bad-exit=1", "--wait=0", "--cpus-per-task=8"]
+    assert command[5].endswith("/phalanx")
+    assert command[6:] == ["run", "my train.py", "--nodes", "9"]
+
+
+def test_without_a_number_of_cores_a_node_is_whole():
+    _, text = manifest("slurm", "--nodes=1", "train.py")
+    assert "#SBATCH --exclusive\n" in text
+    assert "--cpu-bind=none" in text
+
+
+def test_the_key_is_in_no_manifest(monkeypatch):
+    monkeypatch.setenv("PHALANX_KEY", "the-words-of-a-key")
+    for words in (("slurm", "--nodes=2"), ("kubernetes", "--nodes=2", *IMAGE)):
+        code, text = manifest(*words, "train.py")
+        assert code == 0
+        assert "the-words-of-a-key" not in text
+
+
+def kubernetes(*words):
+    code, text = manifest("kubernetes", *words)
+    assert code == 0, text
+    service, job = yaml.safe_load_all(text)
+    return text, service, job
+
+
+def test_the_job_of_kubernetes_has_a_pod_for_each_node_that_finds_the_first():
+    text, service, job = kubernetes("--nodes=2", "--gpus=8", "--memory=64Gi", "--namespace=ml", *IMAGE, "--",
+                                    "--max-restarts=3", "train.py", "--flag", "no", "1e3", "a: b")  # fmt: skip
+    assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == ("Service", "None", "Job")
+    assert service["metadata"] == job["metadata"] == {"name": "train", "namespace": "ml"}
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert (pod["subdomain"], pod["restartPolicy"]) == (service["metadata"]["name"], "Never")
+    (container,) = pod["containers"]
+    assert container["command"] == ["phalanx", "run", "--max-restarts=3", "train.py", "--flag", "no", "1e3", "a: b"]
+    variables = {one["name"]: one for one in container["env"]}
+    assert {name: one["value"] for name, one in variables.items() if "value" in one} == {
+        "PET_NNODES": "2",
+        "MASTER_ADDR": "train-0.train",
+        "MASTER_PORT": "29400",
+    }
+    assert variables["PHALANX_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "phalanx-key", "key": "key"}
+    assert "kubectl -n ml create secret generic phalanx-key --from-file=key=" in text
+    assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": "8"}
+
+
+def test_cores_without_gpus_say_how_many_ranks():
+    """A pod that may use two cores' time sees all cores of the machine, and would start a rank on each."""
+    container = kubernetes("--nodes=2", "--cpus=2", *IMAGE, "train.py")[2]["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"][2:] == ["--nproc-per-node=2", "train.py"]
+    assert container["resources"]["limits"] == {"cpu": "2"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="needs kubernetes-validate")
+def test_the_manifest_is_valid_by_the_schema_of_kubernetes(tmp_path):
+    path = tmp_path / "job.yaml"
+    manifest("kubernetes", "--nodes=2", "--gpus=8", "--cpus=4", "--memory=64Gi", *IMAGE, "-o", str(path), "train.py")
+    code = "import sys, kubernetes_validate, yaml\nfor one in yaml.safe_load_all(open(sys.argv[1])):\n"
+    code += "    kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)"
+    subprocess.run([sys.executable, "-c", code, path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("slurm", "--nodes=2", "--", "--nnodes", "2", "train.py"), "phalanx manifest: --nnodes: leave it out."),
+        (("slurm", "--nodes=2", "--", "--nproc", "2", "train.py"), "phalanx run: --nproc: no such option"),
+        (("slurm", "--nodes=0", "train.py"), "Invalid value for '--nodes'"),
+        (("kubernetes", "--nodes=2", "train.py"), "Missing option '--image'"),
+        (("kubernetes", "--nodes=2", *IMAGE, "--name=My_Job", "train.py"), "--name 'My_Job': a name of Kubernetes has"),
+        (("kubernetes", "--nodes=2", *IMAGE, "--memory=lots", "train.py"), "--memory 'lots': an amount of Kubernetes"),
+        (("kubernetes", "--nodes=2", "--image", " ", "train.py"), "--image ' ': name the image"),
+    ],
+)
+def test_what_no_scheduler_would_take_is_refused(words, said):
+    code, out = manifest(*words)
+    assert code == 2
+    assert said in out
