@@ -36,7 +36,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 
 TORCH_FREE = {
     "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
-    "coordination": "the launcher asks it who started the command",
+    "coordination": "the launcher asks it who started the command, and agents meet in it",
     "symmetric_memory": "the agent reads the memory of groups",
     "cli": "`phalanx run` must not pay for torch",
     "errors": "the agent raises them",
@@ -54,6 +54,7 @@ READS_ENVIRONMENT = {
     "backend/start.py": "asks whether a launcher put this process in a job",
     "backend/job.py": "finds the job that a launcher put this process in",
     "trainer/progress.py": "is told by `phalanx run` that a terminal lies behind its pipe",
+    "coordination/key_file.py": "looks for the job's key",
     "doctor/host.py": "the variables that steer a job are part of what it examines",
     "testing/child.py": "sets the thread count of a rank, a process of its own",
     "testing/leaks.py": "compares the variables before and after a test",

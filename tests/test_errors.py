@@ -7,8 +7,10 @@ import torch.distributed as dist
 
 from phalanx import errors
 from phalanx.errors import (
+    AuthenticationError,
     CheckpointError,
     ClosedError,
+    CoordinationError,
     DeadlineError,
     InternalError,
     LaunchError,
@@ -17,7 +19,10 @@ from phalanx.errors import (
     PhalanxError,
 )
 
-ALL = [CheckpointError, ClosedError, DeadlineError, InternalError, LaunchError, MismatchError, PeerLostError]
+ALL = [
+    AuthenticationError, CheckpointError, ClosedError, CoordinationError, DeadlineError, InternalError, LaunchError,
+    MismatchError, PeerLostError,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", ALL)
@@ -44,6 +49,8 @@ def test_a_passed_deadline_is_also_a_timeout_error():
         (ClosedError("said"), {}),
         (CheckpointError("said"), {}),
         (InternalError("said"), {}),
+        (CoordinationError("said"), {}),
+        (AuthenticationError("said"), {}),
         (DeadlineError("said", missing=(3, 5)), {"missing": (3, 5)}),
         (LaunchError("said", exit_code=7), {"exit_code": 7}),
         (MismatchError("said", calls={0: "broadcast", 1: "barrier"}), {"calls": {0: "broadcast", 1: "barrier"}}),

@@ -29,8 +29,10 @@ _HOME = {
     "save_checkpoint": "phalanx.checkpoint",
     "load_checkpoint": "phalanx.checkpoint",
     "PhalanxError": "phalanx.errors",
+    "AuthenticationError": "phalanx.errors",
     "CheckpointError": "phalanx.errors",
     "ClosedError": "phalanx.errors",
+    "CoordinationError": "phalanx.errors",
     "DeadlineError": "phalanx.errors",
     "InternalError": "phalanx.errors",
     "LaunchError": "phalanx.errors",
@@ -49,8 +51,10 @@ if TYPE_CHECKING:
     from phalanx.data import DistributedSampler as DistributedSampler
     from phalanx.ddp import DistributedDataParallel as DistributedDataParallel
     from phalanx.ddp import check_replicas as check_replicas
+    from phalanx.errors import AuthenticationError as AuthenticationError
     from phalanx.errors import CheckpointError as CheckpointError
     from phalanx.errors import ClosedError as ClosedError
+    from phalanx.errors import CoordinationError as CoordinationError
     from phalanx.errors import DeadlineError as DeadlineError
     from phalanx.errors import InternalError as InternalError
     from phalanx.errors import LaunchError as LaunchError

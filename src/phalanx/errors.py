@@ -7,6 +7,8 @@
         ├── PeerLostError      a peer died or left                                          (also DistBackendError)
         ├── DeadlineError      time ran out                                              (also TimeoutError)
         ├── LaunchError        the job could not be started, or one of its ranks failed
+        ├── CoordinationError  the job's coordinator cannot be reached, ended, or has given this process up
+        │   └── AuthenticationError  a key is missing, unsafe, or another than the coordinator's
         ├── CheckpointError    a checkpoint could not be written, or is not what it should be
         └── InternalError      our bug: please report it
 
@@ -50,6 +52,14 @@ class LaunchError(PhalanxError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), str(self), {"exit_code": self.exit_code})
+
+
+class CoordinationError(PhalanxError):
+    """The job's coordinator cannot be reached, has ended, or no longer counts this process as a member."""
+
+
+class AuthenticationError(CoordinationError):
+    """A key is missing, can be read by others, or is not the one of the coordinator (or of who asked to be let in)."""
 
 
 class CheckpointError(PhalanxError):

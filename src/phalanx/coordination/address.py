@@ -1,0 +1,87 @@
+"""Where a coordinator is: `host:port`, `[v6]:port`, or the path of a socket of this host."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and a port; or, with `path`, a Unix socket, for which no key is needed."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str, *, default_port: int | None = None) -> Address:
+        """The address that `text` shows.
+
+        Raises:
+            ValueError: it shows none.
+        """
+        text = text.strip()
+        text = text.removeprefix("tcp://").removeprefix("ipc://")
+        if text.startswith("/"):
+            return cls(path=text)
+        host, colon, port = text.rpartition(":")
+        if text.endswith("]") or not colon or (":" in host and not host.startswith("[")):  # no port, perhaps IPv6
+            host, port = text, "" if default_port is None else str(default_port)
+        if not port.isdecimal() or int(port) > 0xFFFF:
+            raise ValueError(f"an address is HOST:PORT (or [IPv6]:PORT), got {text!r}")
+        return cls(host.removeprefix("[").removesuffix("]"), int(port))
+
+    def __str__(self) -> str:
+        if self.path:
+            return self.path
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def endpoint(self) -> str:
+        """As ZeroMQ writes it."""
+        return f"ipc://{self.path}" if self.path else f"tcp://{self}"
+
+
+def listen(address: Address, backlog: int) -> socket.socket:
+    """A listening socket at `address`; an empty host, or `*`, is every interface, IPv4 and IPv6.
+
+    Raises:
+        OSError: the address is not ours, the port is taken, or the name leads nowhere.
+    """
+    if address.host in ("", "*"):
+        candidates: list[tuple[int, tuple[Any, ...]]] = [
+            (socket.AF_INET6, ("::", address.port)),
+            (socket.AF_INET, ("0.0.0.0", address.port)),
+        ]
+    else:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        candidates = [(family, place) for family, _, _, _, place in found]
+    problem: OSError | None = None
+    for family, place in candidates:
+        try:
+            return _listen(family, place, backlog, both=address.host in ("", "*", "::"))
+        except OSError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _listen(family: int, place: tuple[object, ...], backlog: int, *, both: bool) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM | getattr(socket, "SOCK_CLOEXEC", 0))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if both else 1)
+        if hasattr(
+            socket, "TCP_DEFER_ACCEPT"
+        ):  # a connection that says nothing stays in the kernel, and costs us nothing
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 5)
+        listener.setblocking(False)
+        listener.bind(place)
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,137 @@
+"""Who is let in through the network: those who know the key. Who is not is counted, and told with its address.
+
+ZeroMQ does the cryptography (CURVE) and asks here about each public key (its protocol ZAP). Somebody with another key
+fails before that question, in the handshake; so the monitor of the socket is read as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import OrderedDict
+from collections.abc import Callable
+
+import zmq
+from zmq.utils import z85
+
+_MAX_REMEMBERED = 1024
+_PAUSE_S = 10.0  # between two lines about the same address
+_MAX_FREQUENT = 20  # lines in such a pause, whatever the number of addresses
+_EVENT_BYTES = 6
+
+
+class Refusals:
+    """Who was refused, in few lines however many come."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # when it was told; since then
+        self._window, self._told = 0.0, 0
+        self.total = 0
+
+    def add(self, peer: str, why: str, now: float) -> None:
+        """Somebody at `peer` was refused."""
+        self.total += 1
+        said_at, since = self._seen.pop((peer, why), (-_PAUSE_S, 0))
+        if now - self._window >= _PAUSE_S:
+            self._window, self._told = now, 0
+        if now - said_at >= _PAUSE_S and self._told < _MAX_FREQUENT:
+            self._told += 1
+            more = f" ({since} more since the last such line)" if since else ""
+            self._say(f"refused a connection from {peer}: {why}{more}")
+            said_at, since = now, 0
+        else:
+            since += 1
+        self._seen[peer, why] = said_at, since
+        if len(self._seen) > _MAX_REMEMBERED:
+            self._seen.popitem(last=False)
+
+
+class Admission:
+    """The answers to ZAP's questions, for one context of ZeroMQ: only this public key is let in."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], member_key: bytes, refusals: Refusals) -> None:
+        self._known = z85.decode(member_key)
+        self._refusals = refusals
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self, now: float) -> None:
+        """Answer what has been asked."""
+        while True:
+            try:
+                version, request, _, peer, _, mechanism, *credentials = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            fine = mechanism == b"CURVE" and credentials == [self._known]
+            if not fine:
+                self._refusals.add(peer.decode(errors="replace"), "it does not know the job's key", now)
+            status = (b"200", b"OK") if fine else (b"400", b"another key")
+            self.socket.send_multipart((version, request, *status, b"", b""))
+
+    def close(self) -> None:
+        """Nobody is let in any more."""
+        self.socket.close()
+
+
+class Doorkeeper:
+    """Watches the connections of a listening socket: who was refused in the handshake, and how many are open."""
+
+    def __init__(self, watched: zmq.Socket[bytes], refusals: Refusals) -> None:
+        self._watched = watched
+        self._refusals = refusals
+        self.socket = watched.get_monitor_socket(
+            zmq.EVENT_ACCEPTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CLOSED
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self._peers: dict[int, str] = {}
+        self._failed = False
+
+    @property
+    def num_open(self) -> int:
+        """How many connections are open, known or strange."""
+        return len(self._peers)
+
+    def look(self, now: float) -> None:
+        """Take note of what has happened."""
+        while True:
+            try:
+                frame, _ = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event, value = int.from_bytes(frame[:2], "little"), int.from_bytes(frame[2:_EVENT_BYTES], "little")
+            if event == zmq.EVENT_ACCEPTED:
+                self._peers[value] = _peer_name(value)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._failed = True  # of the connection that ends next: one thread of ZeroMQ does both
+            elif event == zmq.EVENT_DISCONNECTED:
+                peer = self._peers.pop(value, "an unknown address")
+                if self._failed:
+                    self._refusals.add(peer, "it does not know the job's key, or speaks another language", now)
+                self._failed = False
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._watched.disable_monitor()
+        self.socket.close(0)
+
+
+def _peer_name(fd: int) -> str:
+    """Who is at the other end of a connection of ZeroMQ's, if it is still there."""
+    with contextlib.suppress(OSError):
+        copy = os.dup(fd)
+        try:
+            connection = socket.socket(fileno=copy)
+        except OSError:  # it has gone, and the number is that of something else by now
+            os.close(copy)
+            raise
+        with connection:
+            place = connection.getpeername()
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                return str(place[0]).removeprefix("::ffff:")
+    return "an unknown address"

@@ -1,0 +1,732 @@
+"""A process's connection to the coordinator: calls that block, with a deadline; and events, without blocking.
+
+Any number of threads may call. Whoever waits reads the socket, for itself and for the others:
+
+    call ──► send ──► is somebody reading? ── no ──► read until mine has come, then let another one read
+                                           └─ yes ─► sleep until the reader wakes me
+
+so that a lone thread pays for no switch to another one. A member has a thread besides, which says that it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import zmq
+
+from phalanx.coordination.address import Address
+from phalanx.coordination.key import Key
+from phalanx.coordination.route import NoRouteError, Route, find_route, who_answers
+from phalanx.coordination.service import heartbeat_s
+from phalanx.coordination.wire import (
+    MAX_FRAME_BYTES,
+    MAX_MESSAGES,
+    MAX_VALUE_BYTES,
+    VERSION,
+    Op,
+    Status,
+    WireError,
+    pack,
+    pack_number,
+    unpack,
+    unpack_number,
+)
+from phalanx.deadline import Deadline
+from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
+
+_RESEND_S = 3.0
+_BUSY_PAUSE_S = 0.005
+_MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
+_EPOCH_BYTES = 8
+_HANDSHAKES = 2  # that must fail before we believe it is not by accident
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+)
+
+Timeout = float | timedelta | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, in the order in which the coordinator saw it.
+
+    kind: "joined" (facts), "left" or "lost" (why) of `member`; "message" (body) from `member`; or of this process
+    itself: "expelled" (why): the coordinator does not count it as a member any more; "unreachable", "reachable" (why):
+    the coordinator itself has been silent for too long, or is back.
+    """
+
+    kind: str
+    member: int = -1
+    body: bytes = b""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a member that joined has told of itself."""
+        return dict(json.loads(self.body))
+
+    @property
+    def why(self) -> str:
+        """Why a member has gone."""
+        return self.body.decode(errors="replace")
+
+
+class _Call:
+    __slots__ = ("answer", "error", "fields", "message", "number", "sent_at", "wake", "what")
+
+    def __init__(self, number: int, what: int, message: bytes) -> None:
+        self.number = number
+        self.what = what
+        self.message = message
+        self.sent_at = 0.0
+        self.answer: int | None = None
+        self.fields: list[bytes] = []
+        self.error: Exception | None = None
+        self.wake: threading.Lock | None = None
+
+
+class Client:
+    """A connection to the coordinator at `address`, which is found, tried and authenticated on construction.
+
+    Arguments:
+        address: HOST:PORT, or the path of the coordinator's socket on this host.
+        key: the job's key; a path needs none.
+        timeout: of each call that is given none of its own, and of the construction.
+        job: compared with the coordinator's, where both have one.
+
+    Raises:
+        AuthenticationError: the coordinator has another key, or there is none.
+        CoordinationError: the address leads nowhere, or to something else; the message says what came back from where.
+        DeadlineError: no answer in time.
+    """
+
+    def __init__(
+        self,
+        address: str | Address,
+        key: Key | None = None,
+        *,
+        timeout: Timeout = 30.0,
+        job: str = "",
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self.address = Address.parse(address) if isinstance(address, str) else address
+        if key is None and not self.address.path:
+            raise AuthenticationError(
+                f"the coordinator at {self.address} lets in who knows the job's key, and there is none here.\n"
+                "Give the key of the host where it runs: a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key), or "
+                "PHALANX_KEY."
+            )
+        self.timeout = timeout
+        self.member = -1
+        self.job = job
+        self.key = key
+        self._given_context = context
+        self._is_closed = False
+        self._reset()
+        try:
+            self._connect(Deadline.after(timeout))
+        except BaseException:
+            self._free()
+            raise
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # of the socket, and of all that follows
+        self._reading = threading.Lock()
+        self._room = threading.BoundedSemaphore(_MAX_CALLS)
+        self._calls: dict[int, _Call] = {}
+        self._number = 0
+        self._epoch = b""
+        self._is_connected = False
+        self._failed = 0
+        self._heard_at = time.monotonic()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._route: Route | None = None
+        self._reader: int | None = None
+        self._wake_fds: tuple[int, int] | None = None
+        self._events: deque[Event] = deque()
+        self._event_fds: tuple[int, int] | None = None
+        self._last_event = 0
+        self._taken_event = 0
+        self._beat_s = 1.0
+        self._lost_after_s = 10.0
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._is_silent = False
+
+    # Connecting.
+
+    def _connect(self, deadline: Deadline) -> None:
+        endpoint = self.address.endpoint
+        if not self.address.path:
+            self._route = self._find(deadline)
+            endpoint = self._route.address.endpoint
+        elif not os.path.exists(self.address.path):
+            raise CoordinationError(f"there is no coordinator at {self.address.path}: it has ended, or never began.")
+        self._context = self._given_context or zmq.Context(io_threads=1)
+        dealer = self._context.socket(zmq.DEALER)
+        self._socket = dealer
+        dealer.linger = 0
+        dealer.routing_id = b"\x01" + os.urandom(15)
+        dealer.maxmsgsize = MAX_FRAME_BYTES + _EPOCH_BYTES
+        dealer.sndhwm = dealer.rcvhwm = 1000
+        dealer.ipv6 = True
+        dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 1000
+        dealer.connect_timeout = 3000
+        dealer.handshake_ivl = 10000
+        dealer.heartbeat_ivl, dealer.heartbeat_timeout = 1000, 4000
+        if self.key is not None and not self.address.path:
+            pair = self.key.member_pair()
+            dealer.curve_publickey, dealer.curve_secretkey = pair.public, pair.secret
+            dealer.curve_serverkey = self.key.coordinator_pair().public
+        self._monitor = dealer.get_monitor_socket(_EVENTS)
+        self._wake_fds = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._event_fds = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()
+        for fd in (int(dealer.fd), int(self._monitor.fd), self._wake_fds[0]):
+            self._poll.register(fd, select.POLLIN)
+        dealer.connect(endpoint)
+        try:
+            job, lost_after = self._call(Op.HELLO, pack_number(VERSION), self.job.encode(), deadline=deadline)
+        except ValueError as error:
+            raise CoordinationError(f"{self._where}: {error}.") from None
+        self.job = job.decode()
+        self._lost_after_s = float(lost_after)
+        self._beat_s = heartbeat_s(self._lost_after_s)
+
+    def _find(self, deadline: Deadline) -> Route:
+        while True:
+            try:
+                return find_route(self.address, deadline)
+            except NoRouteError as error:
+                raise CoordinationError(
+                    f"the coordinator at {self.address} cannot be reached from {_hostname()}. Tried {error}.\n"
+                    "Check that it runs there, that this host can route to it, and that no firewall is in between."
+                ) from None
+
+    @property
+    def own_host(self) -> str:
+        """The address of this host from which the coordinator was reached; empty on the coordinator's own socket."""
+        return self._route.own_host if self._route is not None else ""
+
+    @property
+    def _where(self) -> str:
+        return f"the coordinator at {self.address}"
+
+    def close(self) -> None:
+        """Let go of the connection. A member that has not left will be counted as lost. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if os.getpid() == self._pid:
+            self._stop.set()
+            self._ring()
+            if self._thread is not None:
+                self._thread.join()
+            for call in list(self._calls.values()):
+                self._finish(call, ClosedError(f"{self._where}: this client was closed"))
+            with self._reading:
+                self._free()
+
+    def _free(self) -> None:
+        with self._lock:
+            if self._socket is not None:
+                self._socket.disable_monitor()
+                self._monitor.close(0)
+                self._socket.close(0)
+                self._socket = None
+            if self._context is not None and self._given_context is None:
+                self._context.term()
+            for fds in (self._wake_fds, self._event_fds):
+                for fd in fds or ():
+                    os.close(fd)
+            self._wake_fds = self._event_fds = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # Keys and values, as c10d's Store has them.
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Let `key` have `value`."""
+        self._call(Op.SET, key.encode(), _bytes(value))
+
+    def get(self, key: str, timeout: Timeout = None) -> bytes:
+        """The value of `key`; waits until it is there."""
+        return self._call(Op.GET, key.encode(), deadline=self._deadline(timeout), waits_for=(key,))[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number at `key`, zero if it is not there; the sum."""
+        return int(self._call(Op.ADD, key.encode(), pack_number(amount))[0])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Let `key` have `desired` if it has `expected`, or is not there and nothing is expected; its value then."""
+        return self._call(Op.COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired))[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Let the value of `key` end with `value`."""
+        self._call(Op.APPEND, key.encode(), _bytes(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of `keys` are there."""
+        return self._call(Op.CHECK, *[key.encode() for key in keys])[0] == b"1"
+
+    def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
+        """Wait until all of `keys` are there."""
+        self._call(Op.WAIT, *[key.encode() for key in keys], deadline=self._deadline(timeout), waits_for=keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Whether it was there."""
+        return self._call(Op.DELETE, key.encode())[0] == b"1"
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return int(self._call(Op.NUM_KEYS)[0])
+
+    def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
+        """The values of `keys`; waits until all are there."""
+        deadline = self._deadline(timeout)
+        return self._call(Op.MULTI_GET, *[key.encode() for key in keys], deadline=deadline, waits_for=keys)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Let each key have its value."""
+        if len(keys) != len(values):
+            raise ValueError(f"multi_set: {len(keys)} keys, and {len(values)} values")
+        fields = [part for key, value in zip(keys, values, strict=True) for part in (key.encode(), _bytes(value))]
+        for part in _parts(fields):
+            self._call(Op.MULTI_SET, *part)
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Append to the queue `key`."""
+        self._call(Op.QUEUE_PUSH, key.encode(), _bytes(value))
+
+    def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes | None:
+        """The oldest item of the queue `key`, which nobody else gets; without `block`, None where there is none."""
+        deadline = self._deadline(timeout)
+        found = self._call(
+            Op.QUEUE_POP, key.encode(), b"1" if block else b"0", deadline=deadline, waits_for=(key,) if block else ()
+        )
+        return found[0] if found else None
+
+    def queue_len(self, key: str) -> int:
+        """How many items are in the queue `key`."""
+        return int(self._call(Op.QUEUE_LEN, key.encode())[0])
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """The keys that start with `prefix`."""
+        return [key.decode() for key in self._call(Op.LIST_KEYS, prefix.encode())]
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete the keys that start with `prefix`; how many they were."""
+        return int(self._call(Op.DELETE_PREFIX, prefix.encode())[0])
+
+    # Membership.
+
+    def join(self, facts: Mapping[str, Any], *, watch: bool = True) -> int:
+        """Become a member; its number. Members that `watch` are told of those who join and go from now on.
+
+        `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
+        """
+        body = json.dumps(dict(facts)).encode()
+        self.member = int(self._call(Op.JOIN, body, b"1" if watch else b"0")[0])
+        self._thread = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
+        self._thread.start()
+        return self.member
+
+    def leave(self, why: str = "it has finished") -> None:
+        """Be a member no more; the others are told why."""
+        self._stop.set()
+        self._ring()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.member >= 0:
+            try:
+                self._call(Op.LEAVE, pack_number(-1), why.encode())
+            finally:
+                self.member = -1
+                self._stop.clear()
+
+    def expel(self, member: int, why: str) -> None:
+        """Count another member out: it is lost, as far as all are told."""
+        self._call(Op.LEAVE, pack_number(member), why.encode())
+
+    def members(self) -> dict[int, dict[str, Any]]:
+        """The facts of all that are members now, by number."""
+        found: dict[int, dict[str, Any]] = {}
+        start = 0
+        while page := self._call(Op.MEMBERS, pack_number(start)):
+            found.update((int(number), json.loads(facts)) for number, facts in zip(page[::2], page[1::2], strict=True))
+            start = max(found) + 1
+        return found
+
+    def post(self, to: int, body: bytes, timeout: Timeout = None) -> None:
+        """Send a message to a member, or with -1 to all others. Waits while what it got before is not taken.
+
+        Raises:
+            ValueError: there is no such member (any more).
+        """
+        deadline = self._deadline(timeout)
+        while self._call(Op.POST, pack_number(to), body, deadline=deadline) == [b"busy"]:
+            if deadline.passed:
+                raise DeadlineError(
+                    f"{self._where}: member {to} has not taken the messages that it got before, within "
+                    f"{deadline.timeout_s:.1f} s."
+                )
+            time.sleep(min(_BUSY_PAUSE_S, deadline.left_s))
+
+    def report(self, kind: str, body: bytes) -> None:
+        """Hand in a report (a failure, a flight record) for whoever asks."""
+        self._call(Op.REPORT, kind.encode(), body)
+
+    def reports(self, kind: str) -> list[tuple[int, bytes]]:
+        """All reports of a kind, with the member that handed it in."""
+        found: list[tuple[int, bytes]] = []
+        while page := self._call(Op.REPORTS, kind.encode(), pack_number(len(found))):
+            found += ((int(number), body) for number, body in zip(page[::2], page[1::2], strict=True))
+        return found
+
+    # Events.
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while there are events to take."""
+        assert self._event_fds is not None
+        return self._event_fds[0]
+
+    def take(self) -> list[Event]:
+        """The events that have come since the last call; never blocks. What is taken is not sent again."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+            taken, self._taken_event = self._taken_event, self._last_event
+            _drain(self._event_fds)
+            if self._taken_event - taken > 16:  # senders may be waiting for us
+                self._send_heartbeat()
+        return events
+
+    def wait_event(self, timeout: Timeout = None) -> list[Event]:
+        """As `take`, but waits for the first one; empty if none comes in time."""
+        deadline = self._deadline(timeout)
+        while True:
+            if events := self.take():
+                return events
+            if deadline.passed:
+                return []
+            select.select([self.fileno()], [], [], min(deadline.left_s, 3600.0))
+
+    # The protocol.
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        return Deadline.after(self.timeout if timeout is None else timeout)
+
+    def _call(
+        self, what: int, *fields: bytes, deadline: Deadline | None = None, waits_for: Iterable[str] = ()
+    ) -> list[bytes]:
+        if deadline is None:
+            deadline = Deadline.after(self.timeout)
+        if os.getpid() != self._pid:
+            self._revive(deadline)
+        if self._is_closed:
+            raise ClosedError(f"{self._where}: this client was closed")
+        if not self._room.acquire(timeout=min(deadline.left_s, threading.TIMEOUT_MAX)):
+            raise DeadlineError(f"{self._where}: {_MAX_CALLS} calls of this process wait already.")
+        try:
+            with self._lock:
+                self._number += 1
+                message = pack(what, self._number, *fields)
+                if len(message) > MAX_FRAME_BYTES:
+                    raise ValueError(f"a request of {len(message)} bytes; the longest may have {MAX_FRAME_BYTES}")
+                call = _Call(self._number, what, message)
+                self._calls[call.number] = call
+                self._transmit(call)
+                self._read()
+            while call.answer is None and call.error is None:
+                if deadline.passed:
+                    self._give_up(call, deadline, waits_for)
+                self._wait(call, deadline)
+        finally:
+            self._room.release()
+        if call.error is not None:
+            raise call.error
+        if call.answer == Status.OK:
+            return call.fields
+        if call.answer == Status.EMPTY:
+            return []
+        if call.answer == Status.BUSY:
+            return [b"busy"]
+        said = call.fields[0].decode(errors="replace") if call.fields else ""
+        if call.answer == Status.UNKNOWN:
+            raise CoordinationError(f"{self._where} does not count this process as a member: {said}.")
+        raise ValueError(said)
+
+    def _give_up(self, call: _Call, deadline: Deadline, waits_for: Iterable[str]) -> None:
+        with self._lock:
+            if call.answer is not None or call.error is not None:
+                return
+            del self._calls[call.number]
+            self._transmit_raw(pack(Op.CANCEL, 0, pack_number(call.number)))
+        silent_s = time.monotonic() - self._heard_at
+        keys = list(waits_for)
+        if keys and silent_s < 2 * _RESEND_S:
+            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            raise DeadlineError(f"wait timeout after {deadline.timeout_s * 1000:.0f}ms, keys: {shown}")
+        raise DeadlineError(
+            f"{self._where} did not answer within {deadline.timeout_s:.1f} s; it was last heard {silent_s:.1f} s ago."
+        )
+
+    def _transmit(self, call: _Call) -> None:
+        call.sent_at = time.monotonic()
+        self._transmit_raw(call.message)
+
+    def _transmit_raw(self, message: bytes) -> None:
+        try:
+            assert self._socket is not None
+            self._socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:  # its queue is full: it will be sent again
+            pass
+
+    def _wait(self, call: _Call, deadline: Deadline) -> None:
+        if self._reading.acquire(blocking=False):
+            try:
+                self._reader = threading.get_ident()
+                while call.answer is None and call.error is None and not deadline.passed and not self._is_closed:
+                    self._poll_once(deadline.left_s)
+            finally:
+                self._reader = None
+                self._reading.release()
+                self._appoint()
+            return
+        wake = call.wake = threading.Lock()
+        wake.acquire()
+        if call.answer is None and call.error is None:
+            wake.acquire(timeout=min(deadline.left_s, 0.5))
+        call.wake = None
+
+    def _appoint(self) -> None:
+        """The reader stops: one who waits takes over."""
+        with self._lock:
+            for call in self._calls.values():
+                if call.wake is not None:
+                    _release(call.wake)
+                    return
+
+    def _poll_once(self, limit_s: float) -> None:
+        """Wait for something to read, and read it. Only the one who has `_reading`."""
+        ready = self._poll.poll(min(limit_s, _RESEND_S) * 1000 + 1)
+        with self._lock:
+            if self._socket is None:
+                return
+            if any(fd == self._wake_fds[0] for fd, _ in ready):  # type: ignore[index]
+                _drain(self._wake_fds)
+            self._read()
+            now = time.monotonic()
+            late = [call for call in self._calls.values() if now - call.sent_at > _RESEND_S]
+            for call in late[:MAX_MESSAGES]:
+                self._transmit(call)
+
+    def _read(self) -> None:
+        """Take what has arrived. Under the lock."""
+        dealer, monitor = self._socket, self._monitor
+        assert dealer is not None
+        while int(monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._note(int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little"))
+        while int(dealer.get(zmq.EVENTS)) & zmq.POLLIN:
+            parts = dealer.recv_multipart(zmq.NOBLOCK)
+            self._heard_at = time.monotonic()
+            epoch = parts[0][:_EPOCH_BYTES]
+            if epoch != self._epoch:
+                if self._epoch:
+                    self._fail_all(
+                        CoordinationError(
+                            f"{self._where} is another one than before: it was started again, and the job's "
+                            "keys, members and queues are gone.\nStart the job again."
+                        )
+                    )
+                    return
+                self._epoch = epoch
+            try:
+                messages = unpack(parts[0][_EPOCH_BYTES:])
+            except WireError:
+                continue
+            for status, number, fields in messages:
+                if status <= Status.UNKNOWN:
+                    call = self._calls.pop(number, None)
+                    if call is not None:
+                        call.fields = fields
+                        call.answer = status
+                        self._awaken(call)
+                    elif status == Status.UNKNOWN and self.member >= 0 and number == self._taken_event:
+                        self._expelled(fields[0])
+                elif status == Status.EVENT:
+                    self._happened(number, fields)
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if self._is_connected:  # again: what was under way may be lost
+                for call in list(self._calls.values())[:_MAX_CALLS]:
+                    self._transmit(call)
+            self._is_connected, self._failed = True, 0
+        elif event != zmq.EVENT_CONNECTED:
+            self._failed += 1
+            if self._failed == _HANDSHAKES and self._route is not None:
+                self._diagnose(self._route)
+
+    def _diagnose(self, route: Route) -> None:
+        answer = who_answers(route.address)
+        if answer == "coordinator":
+            assert self.key is not None
+            self._fail_all(
+                AuthenticationError(
+                    f"{self._where} ({route.address}) does not accept our key: it has another one than ours "
+                    f"(fingerprint {self.key.fingerprint}).\n`phalanx key --fingerprint` shows that of a host; "
+                    "copy the key from the coordinator's host."
+                )
+            )
+        elif answer:
+            self._fail_all(
+                CoordinationError(
+                    f"at {self.address} ({route.address}) is no coordinator, but {answer}.\nCheck the port."
+                )
+            )
+        else:
+            self._failed = 0
+
+    def _happened(self, number: int, fields: list[bytes]) -> None:
+        if number != self._last_event + 1:  # sent twice, or one is missing, which will be sent again
+            return
+        self._last_event = number
+        self._tell(Event(fields[0].decode(), unpack_number(fields[1]), fields[2]))
+
+    def _expelled(self, why: bytes) -> None:
+        self._tell(Event("expelled", self.member, why))
+        self._stop.set()
+        self.member = -1
+
+    def _tell(self, event: Event) -> None:
+        self._events.append(event)
+        _signal(self._event_fds)
+
+    def _awaken(self, call: _Call) -> None:
+        if call.wake is not None:
+            _release(call.wake)
+        elif self._reader is not None and self._reader != threading.get_ident():
+            _signal(self._wake_fds)
+
+    def _finish(self, call: _Call, error: Exception) -> None:
+        call.error = error
+        self._calls.pop(call.number, None)
+        self._awaken(call)
+
+    def _fail_all(self, error: Exception) -> None:
+        for call in list(self._calls.values()):
+            self._finish(call, error)
+        if self.member >= 0:
+            self._expelled(str(error).encode())
+
+    def _ring(self) -> None:
+        _signal(self._wake_fds)
+
+    # The member's thread.
+
+    def _beat(self) -> None:
+        next_at = time.monotonic()
+        while not self._stop.is_set():
+            now = time.monotonic()
+            if now >= next_at:
+                next_at = now + self._beat_s
+                with self._lock:
+                    self._send_heartbeat()
+                    self._read()
+                    self._judge(now)
+            left_s = max(0.0, next_at - time.monotonic())
+            if self._reading.acquire(timeout=left_s):
+                try:
+                    self._reader = threading.get_ident()
+                    self._poll_once(left_s)
+                finally:
+                    self._reader = None
+                    self._reading.release()
+
+    def _send_heartbeat(self) -> None:
+        if self.member >= 0:
+            self._transmit_raw(pack(Op.HEARTBEAT, self._taken_event, pack_number(self._last_event)))
+
+    def _judge(self, now: float) -> None:
+        """Say once when the coordinator falls silent, and once when it is back."""
+        silent_s = now - self._heard_at
+        if silent_s > self._lost_after_s and not self._is_silent:
+            self._is_silent = True
+            self._tell(Event("unreachable", -1, f"nothing was heard from it for {silent_s:.1f} s".encode()))
+        elif silent_s <= self._lost_after_s and self._is_silent:
+            self._is_silent = False
+            self._tell(Event("reachable"))
+
+    def _revive(self, deadline: Deadline) -> None:
+        """In a forked child: a connection of its own. It is no member, and has nothing under way."""
+        self._reset()
+        self.member = -1
+        self._given_context = None
+        self._connect(deadline)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _parts(fields: list[bytes]) -> Iterator[list[bytes]]:
+    """Pairs of fields, as many as one request may have."""
+    part: list[bytes] = []
+    size = 0
+    for at in range(0, len(fields), 2):
+        pair = fields[at : at + 2]
+        if part and (size + len(pair[0]) + len(pair[1]) > MAX_VALUE_BYTES or len(part) >= 4096):
+            yield part
+            part, size = [], 0
+        part += pair
+        size += len(pair[0]) + len(pair[1])
+    if part:
+        yield part
+
+
+def _hostname() -> str:
+    return os.uname().nodename
+
+
+def _signal(fds: tuple[int, int] | None) -> None:
+    if fds is not None:
+        try:
+            os.write(fds[1], b"x")
+        except BlockingIOError:  # it is signalled already
+            pass
+
+
+def _drain(fds: tuple[int, int] | None) -> None:
+    if fds is not None:
+        try:
+            while len(os.read(fds[0], 4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass
+
+
+def _release(wake: threading.Lock) -> None:
+    try:
+        wake.release()
+    except RuntimeError:  # it is awake
+        pass

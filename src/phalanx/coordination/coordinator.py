@@ -1,0 +1,452 @@
+"""What the coordinator does with a request: the state of a job, without sockets and without a clock.
+
+    frame from a session ──► handle() ──► answers, for this session and for those who waited   ──► outgoing
+                    time ──► tick()   ──► members that are lost, events for the others         ──► outgoing
+
+A session is one connection of a client, through all its reconnections. A client sends a request again when no answer
+came; one that changes something is done once, since the session remembers its last answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
+from phalanx.coordination.membership import MAX_FACTS_BYTES, MAX_MEMBERS, Member, Membership
+from phalanx.coordination.reports import Reports
+from phalanx.coordination.wire import (
+    MAX_FIELDS,
+    MAX_VALUE_BYTES,
+    VERSION,
+    Message,
+    Op,
+    Status,
+    WireError,
+    pack,
+    pack_number,
+    unpack,
+    unpack_number,
+    unpack_text,
+)
+
+MAX_ANSWERS = 1024  # kept per session; a client never has half as many requests under way that change something
+MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
+MAX_PARKED = 1024  # requests of one session that wait
+MAX_PARKED_KEYS = 1 << 16  # for which they wait, all together
+MAX_SESSIONS = 1 << 16
+FORGOTTEN_AFTER_S = 600.0  # a session that is silent, waits for nothing and is no member
+UNPARKED_AFTER_S = 60.0  # a client that waits says so every few seconds
+_PAGE_BYTES = 4 << 20
+
+_CHANGES = frozenset({
+    Op.SET, Op.ADD, Op.COMPARE_SET, Op.APPEND, Op.DELETE, Op.MULTI_SET, Op.QUEUE_PUSH, Op.QUEUE_POP, Op.DELETE_PREFIX,
+    Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT,
+})  # fmt: skip
+
+Answer = bytes
+
+
+@dataclass(eq=False)
+class Session:
+    """One client. `route` is what the service needs in order to answer it."""
+
+    route: Any
+    heard_at: float
+    member: Member | None = None
+    gone: str = ""  # why it is no member any more
+    parked: dict[int, Waiter] = field(default_factory=dict)
+    num_parked_keys: int = 0
+    outgoing: list[Answer] = field(default_factory=list)
+    popped: list[tuple[int, bytes, bytes]] = field(default_factory=list)  # among outgoing: number, queue, item
+    _answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
+    _answer_bytes: int = 0
+
+    def answered(self, number: int) -> Answer | None:
+        """What was answered to this request already."""
+        return self._answers.get(number)
+
+    def remember(self, number: int, answer: Answer) -> None:
+        """Give the same answer if the request comes again."""
+        self._answers[number] = answer
+        self._answer_bytes += len(answer)
+        while len(self._answers) > MAX_ANSWERS or (self._answer_bytes > MAX_ANSWER_BYTES and len(self._answers) > 1):
+            self._answer_bytes -= len(self._answers.popitem(last=False)[1])
+
+    def unanswer(self, number: int) -> None:
+        """The answer never reached the client, and what it said is not so any more."""
+        answer = self._answers.pop(number, None)
+        if answer is not None:
+            self._answer_bytes -= len(answer)
+
+
+class Coordinator:
+    """The state of one job. `say` is told in a line what a person should know.
+
+    `outgoing` holds the sessions for which there is something to send; the service takes it from there.
+    """
+
+    def __init__(self, *, job: str = "", lost_after_s: float = 10.0, max_bytes: int = 1 << 30) -> None:
+        self.job = job
+        self.epoch = os.urandom(8)  # that tells this coordinator from one that was here before
+        self.store = KeyValueStore(max_bytes)
+        self.members = Membership(lost_after_s)
+        self.reports = Reports()
+        self.outgoing: dict[Session, None] = {}
+        self.sessions: dict[object, Session] = {}
+        self.num_malformed = 0
+        self._handlers: dict[int, Callable[[Session, Message], Answer | None]] = {
+            Op.HELLO: self._hello, Op.SET: self._set, Op.GET: self._get, Op.ADD: self._add,
+            Op.COMPARE_SET: self._compare_set, Op.APPEND: self._append, Op.CHECK: self._check, Op.WAIT: self._wait,
+            Op.DELETE: self._delete, Op.NUM_KEYS: self._num_keys, Op.MULTI_GET: self._multi_get,
+            Op.MULTI_SET: self._multi_set, Op.QUEUE_PUSH: self._queue_push, Op.QUEUE_POP: self._queue_pop,
+            Op.QUEUE_LEN: self._queue_len, Op.LIST_KEYS: self._list_keys, Op.DELETE_PREFIX: self._delete_prefix,
+            Op.CANCEL: self._cancel, Op.JOIN: self._join, Op.LEAVE: self._leave, Op.HEARTBEAT: self._heartbeat,
+            Op.MEMBERS: self._list_members, Op.POST: self._post, Op.REPORT: self._report,
+            Op.REPORTS: self._list_reports,
+        }  # fmt: skip
+
+    def handle(self, route: object, frame: bytes, now: float) -> bool:
+        """Do what a frame asks for; False: it is not one of ours, or not all of it."""
+        session = self.sessions.get(route)
+        if session is None:
+            if len(self.sessions) >= MAX_SESSIONS:
+                return False
+            session = self.sessions[route] = Session(route, now)
+        session.heard_at = now
+        if session.member is not None:
+            session.member.heard_at = now
+        try:
+            messages = unpack(frame)
+        except WireError:
+            self.num_malformed += 1
+            return False
+        fine = True
+        for message in messages:
+            fine &= self._handle(session, message)
+        return fine
+
+    def _handle(self, session: Session, message: Message) -> bool:
+        what, number, _ = message
+        handler = self._handlers.get(what)
+        if handler is None:
+            self.num_malformed += 1
+            return False
+        fine = True
+        if number in session.parked:  # sent again while it waits
+            return True
+        answer = session.answered(number) if what in _CHANGES else None
+        if answer is None:
+            try:
+                answer = handler(session, message)
+            except RefusedError as error:
+                answer = pack(Status.WRONG_CALL, number, str(error).encode())
+            except (WireError, ValueError, IndexError):  # the fields are not those of this request
+                self.num_malformed += 1
+                answer = pack(Status.WRONG_CALL, number, f"malformed request ({what})".encode())
+                fine = False
+            else:
+                if answer is not None and what in _CHANGES:
+                    session.remember(number, answer)
+        if answer is not None:
+            self._send(session, answer)
+        return fine
+
+    def tick(self, now: float) -> list[str]:
+        """Let time pass: who is lost, which sessions are over. Lines for a person."""
+        said = []
+        for member in self.members.silent(now):
+            silence_s = now - member.heard_at
+            said.append(
+                self.lose(
+                    member, f"the coordinator did not hear from it for {silence_s:.1f} s ({self._limit} are allowed)"
+                )
+            )
+        for session in list(self.sessions.values()):
+            silent_s = now - session.heard_at
+            if silent_s > UNPARKED_AFTER_S and session.parked:
+                self._unpark_all(session)
+            if silent_s > FORGOTTEN_AFTER_S and session.member is None and not session.parked:
+                del self.sessions[session.route]
+        return said
+
+    @property
+    def _limit(self) -> str:
+        return f"{self.members.lost_after_s:g} s"
+
+    def lose(self, member: Member, why: str) -> str:
+        """Count a member out; the others, and it, are told why. A line for a person."""
+        session = member.owner
+        assert isinstance(session, Session)
+        self.members.remove(member, b"lost", why)
+        session.member, session.gone = None, why
+        self._unpark_all(session)
+        self._tell_all()
+        return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
+
+    def name_of(self, member: Member) -> str:
+        """What a person calls it: its host, where it has told one."""
+        try:
+            facts = json.loads(member.facts)
+            return str(facts.get("host") or facts.get("name") or f"member {member.id}")[:200]
+        except (ValueError, AttributeError, RecursionError):
+            return f"member {member.id}"
+
+    def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
+        """What is to be sent, session by session."""
+        outgoing, self.outgoing = self.outgoing, {}
+        for session in outgoing:
+            answers, session.outgoing = session.outgoing, []
+            if session.member is not None:
+                answers.extend(session.member.unsent())
+            if answers:
+                yield session, answers
+
+    def undelivered(self, session: Session) -> None:
+        """What was just taken did not reach the session: nothing may be lost by that."""
+        for number, queue, item in reversed(session.popped):
+            session.unanswer(number)
+            self.store.push_back(queue, item)
+        session.popped.clear()
+        if session.member is not None:
+            session.member.rewind(0)
+
+    def delivered(self, session: Session) -> None:
+        """What was just taken is on its way."""
+        session.popped.clear()
+
+    # Requests. Each returns its answer, or None where it waits or needs none.
+
+    def _hello(self, session: Session, message: Message) -> Answer:
+        version, job = unpack_number(message.fields[0]), unpack_text(message.fields[1])
+        if version != VERSION:
+            raise RefusedError(f"the coordinator speaks version {VERSION} of the protocol, and you {version}")
+        if job != self.job and job and self.job:
+            raise RefusedError(f"this is the coordinator of job {self.job!r}, not of {job[:200]!r}")
+        return pack(Status.OK, message.number, self.job.encode(), repr(self.members.lost_after_s).encode())
+
+    def _set(self, session: Session, message: Message) -> Answer:
+        key, value = message.fields
+        self._wake(self.store.set(key, value))
+        return pack(Status.OK, message.number)
+
+    def _get(self, session: Session, message: Message) -> Answer | None:
+        (key,) = message.fields
+        value = self.store.get(key)
+        if value is not None:
+            return pack(Status.OK, message.number, value)
+        self._park(session, message, Waiter(session, (key,)))
+        return None
+
+    def _add(self, session: Session, message: Message) -> Answer:
+        key, amount = message.fields
+        total, ready = self.store.add(key, unpack_number(amount))
+        self._wake(ready)
+        return pack(Status.OK, message.number, pack_number(total))
+
+    def _compare_set(self, session: Session, message: Message) -> Answer:
+        key, expected, desired = message.fields
+        value, ready = self.store.compare_set(key, expected, desired)
+        self._wake(ready)
+        return pack(Status.OK, message.number, value)
+
+    def _append(self, session: Session, message: Message) -> Answer:
+        key, value = message.fields
+        self._wake(self.store.append(key, value))
+        return pack(Status.OK, message.number)
+
+    def _check(self, session: Session, message: Message) -> Answer:
+        return pack(Status.OK, message.number, b"1" if self.store.has(message.fields) else b"0")
+
+    def _wait(self, session: Session, message: Message) -> Answer | None:
+        if self._park(session, message, Waiter(session, message.fields)):
+            return None
+        return pack(Status.OK, message.number)
+
+    def _delete(self, session: Session, message: Message) -> Answer:
+        (key,) = message.fields
+        return pack(Status.OK, message.number, b"1" if self.store.delete(key) else b"0")
+
+    def _num_keys(self, session: Session, message: Message) -> Answer:
+        return pack(Status.OK, message.number, pack_number(len(self.store)))
+
+    def _multi_get(self, session: Session, message: Message) -> Answer | None:
+        values = [self.store.get(key) for key in message.fields]
+        found = [value for value in values if value is not None]
+        if len(found) < len(values):
+            self._park(session, message, Waiter(session, message.fields))
+            return None
+        if sum(map(len, found)) > MAX_VALUE_BYTES:
+            raise RefusedError(
+                f"multi_get of {len(found)} keys: the values have more than {MAX_VALUE_BYTES} bytes together; get them "
+                "one by one"
+            )
+        return pack(Status.OK, message.number, *found)
+
+    def _multi_set(self, session: Session, message: Message) -> Answer:
+        self._wake(self.store.multi_set(message.fields[::2], message.fields[1::2]))
+        return pack(Status.OK, message.number)
+
+    def _queue_push(self, session: Session, message: Message) -> Answer:
+        queue, value = message.fields
+        self._wake(self.store.push(queue, value))
+        return pack(Status.OK, message.number)
+
+    def _queue_pop(self, session: Session, message: Message) -> Answer | None:
+        queue, block = message.fields
+        item = self.store.pop(queue)
+        if item is not None:
+            session.popped.append((message.number, queue, item))
+            return pack(Status.OK, message.number, item)
+        if block != b"1":
+            return pack(Status.EMPTY, message.number)
+        self._park(session, message, Waiter(session, queue=queue))
+        return None
+
+    def _queue_len(self, session: Session, message: Message) -> Answer:
+        (queue,) = message.fields
+        return pack(Status.OK, message.number, pack_number(self.store.queue_len(queue)))
+
+    def _list_keys(self, session: Session, message: Message) -> Answer:
+        (prefix,) = message.fields
+        keys = self.store.keys(prefix)
+        if len(keys) > MAX_FIELDS or sum(map(len, keys)) > MAX_VALUE_BYTES:
+            raise RefusedError(f"{len(keys)} keys start so: too many for one answer; ask with a longer prefix")
+        return pack(Status.OK, message.number, *keys)
+
+    def _delete_prefix(self, session: Session, message: Message) -> Answer:
+        (prefix,) = message.fields
+        keys = self.store.keys(prefix)
+        for key in keys:
+            self.store.delete(key)
+        return pack(Status.OK, message.number, pack_number(len(keys)))
+
+    def _cancel(self, session: Session, message: Message) -> None:
+        (number,) = message.fields
+        self._unpark(session, unpack_number(number))
+
+    def _join(self, session: Session, message: Message) -> Answer:
+        facts, watches = message.fields
+        if session.member is not None:
+            raise RefusedError(f"this client is member {session.member.id} already")
+        if len(facts) > MAX_FACTS_BYTES or len(self.members) >= MAX_MEMBERS:
+            raise RefusedError(f"facts of {len(facts)} bytes (at most {MAX_FACTS_BYTES}), {len(self.members)} members")
+        if not isinstance(json.loads(facts), dict):
+            raise WireError("facts are not an object")
+        session.member = self.members.join(session, facts, watches == b"1", session.heard_at)
+        session.gone = ""
+        self._tell_all()
+        return pack(Status.OK, message.number, pack_number(session.member.id))
+
+    def _leave(self, session: Session, message: Message) -> Answer:
+        who, why = unpack_number(message.fields[0]), unpack_text(message.fields[1])[:4096]
+        me = session.member
+        if me is None:
+            return self._unknown(session, message)
+        if who in (-1, me.id):
+            self.members.remove(me, b"left", why)
+            session.member, session.gone = None, why or "it left"
+            self._unpark_all(session)
+            self._tell_all()
+        elif (member := self.members.get(who)) is not None:
+            self.lose(member, f"{self.name_of(me)} (member {me.id}) says: {why}")
+        return pack(Status.OK, message.number)
+
+    def _heartbeat(self, session: Session, message: Message) -> Answer:
+        if session.member is None:
+            return self._unknown(session, message)
+        taken, seen = message.number, unpack_number(message.fields[0])
+        session.member.took(taken)
+        if seen < session.member.sent:  # on their way, or lost with a connection; twice does no harm
+            session.member.rewind(seen)
+            self.outgoing[session] = None
+        return pack(Status.HEARTBEAT, taken)
+
+    def _unknown(self, session: Session, message: Message) -> Answer:
+        return pack(Status.UNKNOWN, message.number, (session.gone or "it has not joined").encode())
+
+    def _list_members(self, session: Session, message: Message) -> Answer:
+        start = unpack_number(message.fields[0]) if message.fields else 0
+        found: list[bytes] = []
+        size = 0
+        for member in self.members:
+            if member.id >= start and (not found or size < _PAGE_BYTES) and len(found) < 1024:
+                found += (pack_number(member.id), member.facts)
+                size += len(member.facts)
+        return pack(Status.OK, message.number, *found)
+
+    def _post(self, session: Session, message: Message) -> Answer:
+        to, detail = unpack_number(message.fields[0]), message.fields[1]
+        me = session.member
+        if me is None:
+            return self._unknown(session, message)
+        if len(detail) > MAX_VALUE_BYTES:
+            raise RefusedError(f"a message of {len(detail)} bytes; the longest may have {MAX_VALUE_BYTES}")
+        receivers = [member for member in self.members if member.id == to or (to == -1 and member is not me)]
+        if to != -1 and not receivers:
+            raise RefusedError(f"there is no member {to} (any more): {self.members.why_gone(to) or 'it never joined'}")
+        if not all(member.has_room(len(detail)) for member in receivers):
+            return pack(Status.BUSY, message.number)
+        for member in receivers:
+            self.members.post(me.id, member, detail)
+            assert isinstance(member.owner, Session)
+            self.outgoing[member.owner] = None
+        return pack(Status.OK, message.number)
+
+    def _report(self, session: Session, message: Message) -> Answer:
+        kind, body = message.fields
+        me = session.member
+        if me is None:
+            return self._unknown(session, message)
+        if not self.reports.add(me.id, kind, body):
+            raise RefusedError(f"{self.name_of(me)} has handed in as many reports as are kept")
+        return pack(Status.OK, message.number)
+
+    def _list_reports(self, session: Session, message: Message) -> Answer:
+        kind, start = message.fields
+        found = self.reports.page(kind, unpack_number(start), _PAGE_BYTES)
+        fields = [part for sender, body in found for part in (pack_number(sender), body)]
+        return pack(Status.OK, message.number, *fields)
+
+    # Waiting, and being told.
+
+    def _park(self, session: Session, message: Message, waiter: Waiter) -> bool:
+        if len(session.parked) >= MAX_PARKED or session.num_parked_keys + len(waiter.keys) > MAX_PARKED_KEYS:
+            raise RefusedError(f"{len(session.parked)} calls of this process wait already")
+        waiter.owner = (session, message)
+        if not self.store.wait(waiter):
+            return False
+        session.parked[message.number] = waiter
+        session.num_parked_keys += len(waiter.keys)
+        return True
+
+    def _unpark(self, session: Session, number: int) -> Waiter | None:
+        waiter = session.parked.pop(number, None)
+        if waiter is not None:
+            session.num_parked_keys -= len(waiter.keys)
+            self.store.forget(waiter)
+        return waiter
+
+    def _unpark_all(self, session: Session) -> None:
+        for number in list(session.parked):
+            self._unpark(session, number)
+
+    def _wake(self, ready: list[Waiter]) -> None:
+        for waiter in ready:
+            session, message = waiter.owner
+            self._unpark(session, message.number)
+            self._handle(session, message)
+
+    def _tell_all(self) -> None:
+        for member in self.members:
+            if member.watches:
+                assert isinstance(member.owner, Session)
+                self.outgoing[member.owner] = None
+
+    def _send(self, session: Session, answer: Answer) -> None:
+        session.outgoing.append(answer)
+        self.outgoing[session] = None

@@ -1,0 +1,96 @@
+"""The key of a job: who knows it is in, in both directions.
+
+32 random bytes, which people see as 52 characters: `plx-`, and base64 of the bytes and of a checksum of them, so that a
+key that was copied in part is told from one of another job. Two CURVE pairs follow from it, one for the coordinator and
+one for those who join. Neither is ever sent: the coordinator proves to a member that it knows the key as a member does
+to the coordinator.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+from dataclasses import dataclass, field
+
+_PREFIX = "plx-"
+_BYTES = 32
+_CHECKSUM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CurvePair:
+    """A pair of CURVE keys, as ZeroMQ takes them (Z85)."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A job's key. It never shows itself: `repr` has a fingerprint, by which people compare two keys."""
+
+    raw: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.raw) != _BYTES:
+            raise ValueError(f"a key has {_BYTES} bytes, got {len(self.raw)}")
+
+    @classmethod
+    def generate(cls) -> Key:
+        """A new key, from the system's random numbers."""
+        return cls(os.urandom(_BYTES))
+
+    @classmethod
+    def parse(cls, text: str) -> Key:
+        """The key that `text` shows, as `str(key)` printed it.
+
+        Raises:
+            ValueError: it is none; the message says what is wrong and does not repeat it.
+        """
+        text = text.strip()
+        if not text.startswith(_PREFIX):
+            raise ValueError(f"a key starts with {_PREFIX!r}, and this does not; `phalanx key` makes one")
+        try:
+            data = base64.urlsafe_b64decode(text[len(_PREFIX) :].encode("ascii"))
+        except (binascii.Error, UnicodeEncodeError):
+            data = b""
+        raw, checksum = data[:_BYTES], data[_BYTES:]
+        if len(data) != _BYTES + _CHECKSUM_BYTES or not hmac.compare_digest(checksum, _checksum(raw)):
+            raise ValueError(
+                f"the key is not whole (it has {len(text)} of {len(str(cls(bytes(_BYTES))))} characters, or "
+                "one of them is wrong); copy it again"
+            )
+        return cls(raw)
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight characters that differ between keys and tell nothing of them."""
+        return hashlib.blake2b(self.raw, digest_size=4, person=b"plx-fingerprint").hexdigest()
+
+    def coordinator_pair(self) -> CurvePair:
+        """The pair by which the coordinator proves that it knows the key."""
+        return self._pair(b"plx-coordinator")
+
+    def member_pair(self) -> CurvePair:
+        """The pair by which everybody else does."""
+        return self._pair(b"plx-member")
+
+    def _pair(self, purpose: bytes) -> CurvePair:
+        import zmq
+        from zmq.utils import z85
+
+        secret = z85.encode(hashlib.blake2b(b"", digest_size=32, key=self.raw, person=purpose).digest())
+        return CurvePair(zmq.curve_public(secret), secret)
+
+    def __str__(self) -> str:
+        return _PREFIX + base64.urlsafe_b64encode(self.raw + _checksum(self.raw)).decode()
+
+    def __repr__(self) -> str:
+        return f"Key(fingerprint={self.fingerprint!r})"
+
+
+def _checksum(raw: bytes) -> bytes:
+    return hashlib.blake2b(raw, digest_size=_CHECKSUM_BYTES, person=b"plx-checksum").digest()

@@ -1,0 +1,197 @@
+"""The keys of a job and their values: what c10d's Store promises, without a clock or a network.
+
+A request that has to wait is kept by the caller as a `Waiter` and comes back when its keys are there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.coordination.wire import MAX_VALUE_BYTES
+
+MAX_KEY_BYTES = 64 << 10
+_OVERHEAD_BYTES = 200  # of a key, or of an item of a queue, in this process's memory
+
+
+class RefusedError(ValueError):
+    """The call cannot be right, or passes a limit; nothing was changed."""
+
+
+@dataclass(eq=False)
+class Waiter:
+    """Somebody who waits until all of `missing` are there, or for the next item of `queue`."""
+
+    owner: Any
+    keys: Sequence[bytes] = ()
+    queue: bytes | None = None
+    missing: set[bytes] = field(default_factory=set)
+
+
+class KeyValueStore:
+    """Keys, values and queues, within `max_bytes`.
+
+    What `set` and its like return are the waiters that this call has made ready, in the order in which they came.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._values: dict[bytes, bytes] = {}
+        self._queues: dict[bytes, deque[bytes]] = {}
+        self._waiters: dict[bytes, dict[Waiter, None]] = {}  # for keys and for queues: the oldest first
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value, or None."""
+        return self._values.get(key)
+
+    def has(self, keys: Iterable[bytes]) -> bool:
+        """Whether all are there, as keys or as queues with something in them."""
+        return all(key in self._values or key in self._queues for key in keys)
+
+    def set(self, key: bytes, value: bytes) -> list[Waiter]:
+        """Let `key` have `value`."""
+        old = self._values.get(key)
+        if old is None:
+            self._room(key, value, len(key) + len(value) + _OVERHEAD_BYTES)
+            self._values[key] = value
+            return self._came(key) if key in self._waiters else []
+        self._room(key, value, len(value) - len(old))
+        self._values[key] = value
+        return []
+
+    def multi_set(self, keys: Sequence[bytes], values: Sequence[bytes]) -> list[Waiter]:
+        """Let each key have its value: all of them, or none where there is no room."""
+        grows = sum(len(key) + len(value) + _OVERHEAD_BYTES for key, value in zip(keys, values, strict=True))
+        if self.num_bytes + grows > self.max_bytes:
+            self._full()
+        ready = []
+        for key, value in zip(keys, values, strict=True):
+            ready += self.set(key, value)
+        return ready
+
+    def add(self, key: bytes, amount: int) -> tuple[int, list[Waiter]]:
+        """Add to the number at `key`, zero if it is not there; the sum is kept in decimal digits."""
+        try:
+            total = int(self._values.get(key, b"0")) + amount
+        except ValueError:
+            raise RefusedError(f"add: the value of {_shown(key)} is not a number") from None
+        if not -(1 << 63) <= total < 1 << 63:
+            raise RefusedError(f"add: the sum at {_shown(key)} has more than 64 bits")
+        return total, self.set(key, b"%d" % total)
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> tuple[bytes, list[Waiter]]:
+        """Replace the value if it is `expected`; a key that is not there counts as empty. The value afterwards.
+
+        As in TCPStore: where the key is not there and something else was expected, the answer is what was expected.
+        """
+        old = self._values.get(key)
+        if old is None and expected:
+            return expected, []
+        if old is not None and old != expected:
+            return old, []
+        return desired, self.set(key, desired)
+
+    def append(self, key: bytes, value: bytes) -> list[Waiter]:
+        """Let the value of `key` end with `value`."""
+        return self.set(key, self._values.get(key, b"") + value)
+
+    def delete(self, key: bytes) -> bool:
+        """Whether it was there."""
+        value = self._values.pop(key, None)
+        if value is not None:
+            self.num_bytes -= len(key) + len(value) + _OVERHEAD_BYTES
+        return value is not None
+
+    def keys(self, prefix: bytes = b"") -> list[bytes]:
+        """The keys that start with `prefix`, in the order in which they came."""
+        return [key for key in self._values if key.startswith(prefix)]
+
+    def push(self, queue: bytes, value: bytes) -> list[Waiter]:
+        """Append to a queue. Of those who wait for an item one is ready: give it `pop`."""
+        self._room(queue, value, len(queue) + len(value) + _OVERHEAD_BYTES)
+        self._queues.setdefault(queue, deque()).append(value)
+        return self._came(queue) if queue in self._waiters else []
+
+    def push_back(self, queue: bytes, value: bytes) -> None:
+        """Undo a `pop` whose taker never got it."""
+        self.num_bytes += len(queue) + len(value) + _OVERHEAD_BYTES
+        self._queues.setdefault(queue, deque()).appendleft(value)
+
+    def pop(self, queue: bytes) -> bytes | None:
+        """The oldest item, or None."""
+        items = self._queues.get(queue)
+        if items is None:
+            return None
+        value = items.popleft()
+        if not items:
+            del self._queues[queue]
+        self.num_bytes -= len(queue) + len(value) + _OVERHEAD_BYTES
+        return value
+
+    def queue_len(self, queue: bytes) -> int:
+        """How many items wait."""
+        return len(self._queues.get(queue, ()))
+
+    def wait(self, waiter: Waiter) -> bool:
+        """Keep `waiter` until it is ready; False, and not kept, if it is ready now."""
+        if waiter.queue is not None:
+            if waiter.queue in self._queues:
+                return False
+            self._waiters.setdefault(waiter.queue, {})[waiter] = None
+            return True
+        waiter.missing = {key for key in waiter.keys if key not in self._values and key not in self._queues}
+        for key in waiter.missing:
+            self._waiters.setdefault(key, {})[waiter] = None
+        return bool(waiter.missing)
+
+    def forget(self, waiter: Waiter) -> None:
+        """Let `waiter` go."""
+        for key in waiter.missing if waiter.queue is None else (waiter.queue,):
+            waiters = self._waiters.get(key, {})
+            waiters.pop(waiter, None)
+            if not waiters:
+                self._waiters.pop(key, None)
+
+    def _came(self, key: bytes) -> list[Waiter]:
+        waiters = self._waiters[key]
+        ready, takers = [], self.queue_len(key)
+        for waiter in list(waiters):
+            if waiter.queue is not None:
+                if not takers:
+                    continue
+                takers -= 1
+                ready.append(waiter)
+            else:
+                waiter.missing.discard(key)
+                if not waiter.missing:
+                    ready.append(waiter)
+            del waiters[waiter]
+        if not waiters:
+            del self._waiters[key]
+        return ready
+
+    def _room(self, key: bytes, value: bytes, grows: int) -> None:
+        if len(key) > MAX_KEY_BYTES:
+            raise RefusedError(f"a key of {len(key)} bytes; the longest may have {MAX_KEY_BYTES}")
+        if len(value) > MAX_VALUE_BYTES:
+            raise RefusedError(
+                f"the value of {_shown(key)} would have {len(value)} bytes; the longest may have {MAX_VALUE_BYTES}"
+            )
+        if self.num_bytes + grows > self.max_bytes:
+            self._full()
+        self.num_bytes += grows
+
+    def _full(self) -> None:
+        raise RefusedError(
+            f"the job's store is full: {len(self._values)} keys, {self.num_bytes} bytes, of {self.max_bytes}"
+        )
+
+
+def _shown(key: bytes) -> str:
+    return repr(key[:200].decode(errors="replace"))

@@ -1,0 +1,129 @@
+"""Who is in the job, who has gone and why; and what each member has yet to be told. No clock and no network.
+
+Every member has an outbox: numbered events that are kept until it says that it has taken them, so that a cut of the
+network loses none. An outbox has a limit; who sends to a member whose outbox is full is told to ask again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from phalanx.coordination.wire import Status, pack, pack_number
+
+MAX_FACTS_BYTES = 64 << 10
+MAX_MEMBERS = 1 << 16
+OUTBOX_BYTES = 8 << 20
+_GONE_KEPT = 4096  # members that have gone, of whom it is still known why
+_OVERHEAD_BYTES = 100
+
+
+@dataclass(eq=False)
+class Member:
+    """One process that has joined. `heard_at` is when it last said anything."""
+
+    id: int
+    owner: object
+    facts: bytes
+    watches: bool
+    heard_at: float
+    _outbox: deque[tuple[int, bytes]] = field(default_factory=deque)
+    _last: int = 0
+    _sent: int = 0
+    num_bytes: int = 0
+
+    def has_room(self, size: int) -> bool:
+        """Whether an event of `size` bytes may be put in the outbox; one always may in an empty one."""
+        return not self._outbox or self.num_bytes + size <= OUTBOX_BYTES
+
+    def put(self, kind: bytes, member: int, detail: bytes) -> None:
+        """Tell this member, sooner or later."""
+        self._last += 1
+        event = pack(Status.EVENT, self._last, kind, pack_number(member), detail)
+        self._outbox.append((self._last, event))
+        self.num_bytes += len(event) + _OVERHEAD_BYTES
+
+    def took(self, number: int) -> None:
+        """The member has all events up to `number`."""
+        while self._outbox and self._outbox[0][0] <= number:
+            self.num_bytes -= len(self._outbox.popleft()[1]) + _OVERHEAD_BYTES
+
+    def unsent(self) -> Iterator[bytes]:
+        """The events that have not been sent since the last `rewind`; they are now."""
+        if not self._outbox or self._sent == self._last:
+            return
+        start = max(0, self._sent + 1 - self._outbox[0][0])
+        for at in range(start, len(self._outbox)):
+            yield self._outbox[at][1]
+        self._sent = self._last
+
+    def rewind(self, number: int) -> None:
+        """Send again what came after `number`."""
+        self._sent = min(self._sent, max(number, 0))
+
+    @property
+    def sent(self) -> int:
+        """The number of the last event that was sent."""
+        return self._sent
+
+
+class Membership:
+    """The members of a job, by the number that each got when it joined."""
+
+    def __init__(self, lost_after_s: float) -> None:
+        self.lost_after_s = lost_after_s
+        self._members: dict[int, Member] = {}
+        self._gone: dict[int, str] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def get(self, member: int) -> Member | None:
+        """The member with this number, if it is in the job now."""
+        return self._members.get(member)
+
+    def why_gone(self, member: int) -> str:
+        """Why it is not in the job any more; empty for one that never was, or went long ago."""
+        return self._gone.get(member, "")
+
+    def join(self, owner: object, facts: bytes, watches: bool, now: float) -> Member:
+        """A new member; the others that watch are told its facts."""
+        member = Member(self._next, owner, facts, watches, now)
+        self._next += 1
+        self._tell(b"joined", member.id, facts)
+        self._members[member.id] = member
+        return member
+
+    def remove(self, member: Member, kind: bytes, why: str) -> None:
+        """A member has `left`, or is `lost`; those that watch are told why."""
+        del self._members[member.id]
+        self._gone[member.id] = why
+        if len(self._gone) > _GONE_KEPT:
+            del self._gone[next(iter(self._gone))]
+        self._tell(kind, member.id, why.encode())
+
+    def silent(self, now: float) -> list[Member]:
+        """Those that have not been heard for longer than they may."""
+        return [member for member in self if now - member.heard_at > self.lost_after_s]
+
+    def forgive(self, pause_s: float) -> None:
+        """Nobody could be heard for so long, because the coordinator did not listen."""
+        for member in self:
+            member.heard_at += pause_s
+
+    def post(self, sender: int, to: Member, detail: bytes) -> bool:
+        """A message from one member to another; False: there is no room yet."""
+        if not to.has_room(len(detail)):
+            return False
+        to.put(b"message", sender, detail)
+        return True
+
+    def _tell(self, kind: bytes, member: int, detail: bytes) -> None:
+        for other in self._members.values():
+            if other.watches:
+                other.put(kind, member, detail)

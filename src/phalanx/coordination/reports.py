@@ -1,0 +1,43 @@
+"""What members hand in for others to read: failures, flight records. Bounded: the first ones are kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+MAX_REPORTS = 1024  # of one sender
+MAX_SENDER_BYTES = 32 << 20
+MAX_BYTES = 1 << 30
+
+
+class Reports:
+    """Reports by kind, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[bytes, list[tuple[int, bytes]]] = {}
+        self._counts: Counter[int] = Counter()
+        self._sizes: Counter[int] = Counter()
+
+    def add(self, sender: int, kind: bytes, body: bytes) -> bool:
+        """Keep a report; False: its sender has handed in too much, or all have."""
+        size = len(kind) + len(body)
+        full = (
+            self._counts[sender] >= MAX_REPORTS
+            or self._sizes[sender] + size > MAX_SENDER_BYTES
+            or self._sizes.total() + size > MAX_BYTES
+        )
+        if not full:
+            self._counts[sender] += 1
+            self._sizes[sender] += size
+            self._by_kind.setdefault(kind, []).append((sender, body))
+        return not full
+
+    def page(self, kind: bytes, start: int, max_bytes: int) -> list[tuple[int, bytes]]:
+        """The reports of a kind from number `start`, as many as fit in `max_bytes`, but one at least."""
+        found: list[tuple[int, bytes]] = []
+        size = 0
+        for sender, body in self._by_kind.get(kind, [])[max(start, 0) :]:
+            size += len(body)
+            if found and size > max_bytes:
+                break
+            found.append((sender, body))
+        return found

@@ -1,0 +1,116 @@
+"""Which of a host's addresses leads to the coordinator: each is tried before one is used."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from dataclasses import dataclass, field
+
+from phalanx.coordination.address import Address
+from phalanx.deadline import Deadline
+
+_EACH_S = 3.0
+_STAGGER_S = 0.25  # before the next address is tried beside the first, as browsers do
+_LINGER_S = 0.05
+_NO_HELLO = b"\x04\xc8\x05HELLO" + bytes(194)
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A numeric address that answered, and the address of ours from which it was reached."""
+
+    address: Address
+    own_host: str
+
+
+@dataclass
+class NoRouteError(Exception):
+    """Nobody answered; what came back from each address that was tried, in words."""
+
+    tried: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{place}: {answer}" for place, answer in self.tried.items())
+
+
+def find_route(place: Address, deadline: Deadline) -> Route:
+    """The first address of `place` that takes a connection. They are tried side by side, one a little after the other.
+
+    Raises:
+        NoRouteError: none did within the time (a few seconds for each address, or `deadline`).
+    """
+    try:
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise NoRouteError({place.host: f"the name leads nowhere ({error.strerror})"}) from None
+    targets = list(dict.fromkeys((family, target) for family, _, _, _, target in found))
+    problem = NoRouteError()
+    limit = Deadline.after(min(deadline.left_s, _EACH_S + _STAGGER_S * len(targets)), deadline.clock)
+    with selectors.DefaultSelector() as selector:
+        try:
+            while True:
+                if targets:
+                    family, target = targets.pop(0)
+                    _start(selector, family, target, problem)
+                elif not selector.get_map() or limit.passed:
+                    break
+                for ready, _ in selector.select(min(limit.left_s, _STAGGER_S if targets else _EACH_S)):
+                    attempt: socket.socket = ready.fileobj  # type: ignore[assignment]
+                    selector.unregister(attempt)
+                    with attempt:
+                        code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                        if code == 0:
+                            return Route(_numeric(ready.data), attempt.getsockname()[0])
+                        problem.tried[str(_numeric(ready.data))] = _words(code)
+        finally:
+            for ready in list(selector.get_map().values()):
+                problem.tried[str(_numeric(ready.data))] = "no answer (a firewall, or a host that is not there)"
+                ready.fileobj.close()  # type: ignore[union-attr]
+    raise problem
+
+
+def _start(selector: selectors.BaseSelector, family: int, target: tuple[object, ...], problem: NoRouteError) -> None:
+    attempt = socket.socket(family, socket.SOCK_STREAM)
+    attempt.setblocking(False)
+    code = attempt.connect_ex(target)
+    if code in (0, errno.EINPROGRESS):
+        selector.register(attempt, selectors.EVENT_WRITE, target)
+    else:
+        attempt.close()
+        problem.tried[str(_numeric(target))] = _words(code)
+
+
+def _numeric(target: tuple[object, ...]) -> Address:
+    host, port = str(target[0]), int(str(target[1]))
+    if len(target) == 4 and target[3] and "%" not in host:  # a link-local address means nothing without its interface
+        host = f"{host}%{socket.if_indextoname(int(str(target[3])))}"
+    return Address(host, port)
+
+
+def _words(code: int) -> str:
+    if code == errno.ECONNREFUSED:
+        return "refused (nothing listens at this port there)"
+    return os.strerror(code)
+
+
+def who_answers(address: Address, timeout_s: float = 2.0) -> str:
+    """What listens at a numeric address: 'coordinator', what it seems to be instead, or '' where nothing answers."""
+    try:
+        with socket.create_connection((address.host, address.port), timeout_s) as probe:
+            probe.sendall(_GREETING)
+            greeting = b""
+            while len(greeting) < 64:
+                if not (part := probe.recv(64 - len(greeting))):
+                    break
+                greeting += part
+            time.sleep(_LINGER_S)
+            probe.sendall(_NO_HELLO)  # so that it is refused, and the coordinator's log has our address for certain
+    except OSError:
+        return ""
+    if len(greeting) == 64 and greeting[0] == 0xFF and greeting[12:32].rstrip(b"\0") == b"CURVE":
+        return "coordinator"
+    return f"something else ({greeting[:40]!r})" if greeting else "something that hangs up"

@@ -1,0 +1,258 @@
+"""The coordinator as a service: one thread that reads sockets, and hands frames to `Coordinator`.
+
+this host      ipc://<a folder of ours alone>/coordinator   the kernel vouches for the user; no key
+other hosts    tcp://<address>                              CURVE with the job's key
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import zmq
+
+from phalanx.coordination.address import Address, listen
+from phalanx.coordination.admission import Admission, Doorkeeper, Refusals
+from phalanx.coordination.coordinator import Coordinator
+from phalanx.coordination.key import Key
+from phalanx.coordination.wire import MAX_FRAME_BYTES, frames
+from phalanx.errors import AuthenticationError, CoordinationError
+
+BACKLOG = 4096
+_HANDSHAKE_S = 5.0
+_QUEUE_FRAMES = 64  # of a client that we have yet to read, or that has yet to read
+_ROUND_FRAMES = 256  # read before answers are sent
+_TICK_S = 0.25
+_SPARE_DESCRIPTORS = 128
+_MAX_PATH_BYTES = 100
+
+
+class Service:
+    """A coordinator that runs, until `close`. As a context manager it closes on exit.
+
+    Arguments:
+        bind: where members on other hosts find it: HOST:PORT, port 0 for a free one; None: nowhere, and no port is
+            opened.
+        key: the job's key, which a `bind` needs.
+        job: a name by which those who come to the wrong one notice.
+        lost_after_s: a member that is not heard for so long is lost.
+        say: is told in a line what a person should know (who was refused, who is lost); in the service's thread.
+
+    Raises:
+        AuthenticationError: `bind` without a key.
+        CoordinationError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        bind: str | None = None,
+        key: Key | None = None,
+        *,
+        job: str = "",
+        lost_after_s: float = 10.0,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        if bind is not None and key is None:
+            raise AuthenticationError(
+                f"the coordinator is asked to listen at {bind}, and there is no key: whoever reaches that port would "
+                "be in.\n`phalanx key` makes one, once; copy it to the other hosts (or have it in a shared home)."
+            )
+        self._say = say
+        self.coordinator = Coordinator(job=job, lost_after_s=lost_after_s)
+        self.address: Address | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context.max_sockets = 64
+        self._refusals = Refusals(say)
+        self._admission: Admission | None = None
+        self._doorkeeper: Doorkeeper | None = None
+        self._listener: socket.socket | None = None
+        self._is_listening = False
+        self._endpoint = ""
+        self._stopping = False
+        self._folder = ""
+        self.problem: BaseException | None = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._free)
+            self._local = self._open_local()
+            self._remote = self._open_remote(Address.parse(bind), key) if bind is not None and key is not None else None
+            self._alarm, self._alarm_writer = socket.socketpair()
+            self._alarm.setblocking(False)
+            undo.pop_all()
+        self._thread = threading.Thread(target=self._run, name="phalanx-coordinator", daemon=True)
+        self._thread.start()
+
+    @property
+    def local(self) -> str:
+        """Where processes of this user on this host find it."""
+        return os.path.join(self._folder, "coordinator")
+
+    @property
+    def num_refused(self) -> int:
+        """How many connections were refused."""
+        return self._refusals.total
+
+    def close(self) -> None:
+        """End: waiters and members are left to find out. A second call does nothing."""
+        if self._thread.is_alive():
+            self._stopping = True
+            self._alarm_writer.send(b"x")
+            self._thread.join()
+        if self._folder:
+            self._alarm.close()
+            self._alarm_writer.close()
+            self._free()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _free(self) -> None:
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        if self._admission is not None:
+            self._admission.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = ""
+
+    def _open_local(self) -> zmq.Socket[bytes]:
+        self._folder = tempfile.mkdtemp(prefix="phalanx-")  # 0700
+        if len(os.fsencode(self.local)) > _MAX_PATH_BYTES:
+            os.rmdir(self._folder)
+            self._folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")
+        router = self._router()
+        if sys.platform == "linux":
+            router.set(zmq.IPC_FILTER_UID, os.getuid())
+        router.bind(f"ipc://{self.local}")
+        return router
+
+    def _open_remote(self, place: Address, key: Key) -> zmq.Socket[bytes]:
+        try:
+            self._listener = listen(place, BACKLOG)
+        except OSError as error:
+            raise CoordinationError(
+                f"the coordinator cannot listen at {place}: {error.strerror or error}.\n"
+                "Give an address of this host and a port that is free (port 0 takes one), or leave the host out: :0"
+            ) from None
+        pair = key.coordinator_pair()
+        self._admission = Admission(self._context, key.member_pair().public, self._refusals)
+        router = self._router()
+        router.curve_server = True
+        router.curve_publickey, router.curve_secretkey = pair.public, pair.secret
+        router.zap_domain = b"phalanx"
+        router.ipv6 = True
+        self._doorkeeper = Doorkeeper(router, self._refusals)
+        self.address = Address(place.host, self._listener.getsockname()[1])
+        self._remote = router
+        self._listen(True)
+        return router
+
+    def _listen(self, on: bool) -> None:
+        """Accept connections, or leave them in the kernel's queue; the port is ours either way."""
+        assert self._listener is not None
+        assert self._remote is not None
+        if on:
+            family = self._listener.family
+            self._remote.use_fd = os.dup(self._listener.fileno())
+            host = "[::]" if family == socket.AF_INET6 else "0.0.0.0"
+            self._remote.bind(f"tcp://{host}:{self._listener.getsockname()[1]}")
+            self._endpoint = self._remote.get_string(zmq.LAST_ENDPOINT)
+        else:
+            self._remote.unbind(self._endpoint)
+        self._is_listening = on
+
+    def _router(self) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.maxmsgsize = MAX_FRAME_BYTES
+        router.rcvhwm = router.sndhwm = _QUEUE_FRAMES
+        router.router_mandatory = True  # we want to know whether an answer can be delivered
+        router.router_handover = True  # a client that comes again takes its own place
+        router.handshake_ivl = int(_HANDSHAKE_S * 1000)
+        router.backlog = BACKLOG
+        beat_s = heartbeat_s(self.coordinator.members.lost_after_s)
+        router.heartbeat_ivl = int(beat_s * 1000)
+        router.heartbeat_timeout = router.heartbeat_ttl = int(max(3 * beat_s, 3.0) * 1000)
+        return router
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self.problem = error
+            self._say(f"the coordinator has ended: {error!r}")
+            raise
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        routers = [router for router in (self._local, self._remote) if router is not None]
+        for router in routers:
+            poller.register(router, zmq.POLLIN)
+        if self._admission is not None:
+            poller.register(self._admission.socket, zmq.POLLIN)
+        if self._doorkeeper is not None:
+            poller.register(self._doorkeeper.socket, zmq.POLLIN)
+        poller.register(self._alarm, zmq.POLLIN)
+        max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS - len(os.listdir("/proc/self/fd"))
+        ticked_at = time.monotonic()
+        while not self._stopping:
+            poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
+            now = time.monotonic()
+            if self._doorkeeper is not None:
+                self._doorkeeper.look(now)
+                self._admission.answer(now)  # type: ignore[union-attr]
+                if self._is_listening != (fits := self._doorkeeper.num_open < max_open):
+                    self._listen(fits)
+            for router in routers:
+                self._read(router, now)
+            if now - ticked_at >= _TICK_S:
+                if now - ticked_at > 4 * _TICK_S:  # we were stopped, or the machine was asleep: nobody else's fault
+                    self.coordinator.members.forgive(now - ticked_at - _TICK_S)
+                ticked_at = now
+                for line in self.coordinator.tick(now):
+                    self._say(line)
+            self._send()
+
+    def _read(self, router: zmq.Socket[bytes], now: float) -> None:
+        recv = router.recv_multipart
+        handle = self.coordinator.handle
+        for _ in range(_ROUND_FRAMES):
+            try:
+                route, *parts = recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) != 1 or not handle((router, route), parts[0], now):
+                self._refusals.add("a member", "what it sends makes no sense", now)
+
+    def _send(self) -> None:
+        coordinator = self.coordinator
+        while coordinator.outgoing:
+            for session, answers in coordinator.take_outgoing():
+                router, route = session.route
+                try:
+                    for frame in frames(answers):
+                        router.send_multipart((route, coordinator.epoch + frame), zmq.NOBLOCK)
+                except zmq.ZMQError:  # it has gone, or reads nothing; it will ask again
+                    coordinator.undelivered(session)
+                else:
+                    coordinator.delivered(session)
+
+
+def heartbeat_s(lost_after_s: float) -> float:
+    """How often a member says that it is there."""
+    return min(1.0, lost_after_s / 5)

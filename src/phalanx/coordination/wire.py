@@ -1,0 +1,163 @@
+"""What travels between a member and the coordinator: messages of a few byte strings, one or several in a frame.
+
+    fields (u16) · what (u8) · number (u64) · length of each field (u32) · the fields
+
+`what` is an `Op` on the way to the coordinator, and a `Status` on the way back; `number` tells which request an answer
+belongs to. All little-endian. Nothing here is executed, and nothing is allocated for a length that is not there.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+VERSION = 1
+MAX_VALUE_BYTES = 8 << 20  # as TCPStore's
+MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
+MAX_MESSAGES = 256  # in a frame: what a member can have done before the next one's turn
+MAX_FIELDS = 0xFFFF
+
+_HEAD = struct.Struct("<HBQ")
+_FIELD_BYTES = 4
+
+
+class Op(enum.IntEnum):
+    """What is asked of the coordinator."""
+
+    HELLO = 1
+    SET = 2
+    GET = 3
+    ADD = 4
+    COMPARE_SET = 5
+    APPEND = 6
+    CHECK = 7
+    WAIT = 8
+    DELETE = 9
+    NUM_KEYS = 10
+    MULTI_GET = 11
+    MULTI_SET = 12
+    QUEUE_PUSH = 13
+    QUEUE_POP = 14
+    QUEUE_LEN = 15
+    LIST_KEYS = 16
+    DELETE_PREFIX = 17
+    CANCEL = 18
+    JOIN = 19
+    LEAVE = 20
+    HEARTBEAT = 21
+    MEMBERS = 22
+    POST = 23
+    REPORT = 24
+    REPORTS = 25
+
+
+class Status(enum.IntEnum):
+    """What the coordinator says."""
+
+    OK = 0
+    WRONG_CALL = 1  # of the caller: a value that is no number, a limit that is passed
+    EMPTY = 2  # nothing is there, and the caller did not want to wait
+    BUSY = 3  # the receiver has yet to take what was sent before: ask again
+    UNKNOWN = 4  # this process is no member, or not any more
+    EVENT = 5  # not an answer: something happened
+    HEARTBEAT = 6
+
+
+class Message(NamedTuple):
+    """One message of a frame."""
+
+    what: int
+    number: int
+    fields: list[bytes]
+
+
+class WireError(ValueError):
+    """The frame is not one of ours."""
+
+
+def pack(what: int, number: int, *fields: bytes) -> bytes:
+    """One message; several of them, one after another, are a frame."""
+    n = len(fields)
+    if n == 1:
+        (field,) = fields
+        return _ONE.pack(1, what, number, len(field)) + field
+    return b"".join((_HEAD.pack(n, what, number), struct.pack(f"<{n}I", *map(len, fields)), *fields))
+
+
+_ONE = struct.Struct("<HBQI")
+
+
+def unpack(frame: bytes) -> list[Message]:
+    """The messages of a frame.
+
+    Raises:
+        WireError: it is not made of messages, or of too many.
+    """
+    messages: list[Message] = []
+    at, end = 0, len(frame)
+    while at < end:
+        if end - at < _HEAD.size or len(messages) == MAX_MESSAGES:
+            raise WireError(f"{end - at} bytes after {len(messages)} messages")
+        n, what, number = _HEAD.unpack_from(frame, at)
+        at += _HEAD.size
+        if end - at < n * _FIELD_BYTES:
+            raise WireError(f"{n} fields, and {end - at} bytes")
+        lengths = struct.unpack_from(f"<{n}I", frame, at)
+        at += n * _FIELD_BYTES
+        if sum(lengths) > end - at:
+            raise WireError(f"fields of {sum(lengths)} bytes, and {end - at} bytes")
+        fields = []
+        for length in lengths:
+            fields.append(frame[at : at + length])
+            at += length
+        messages.append(Message(what, number, fields))
+    return messages
+
+
+def pack_number(value: int) -> bytes:
+    """A number as a field."""
+    return b"%d" % value
+
+
+def unpack_number(field: bytes) -> int:
+    """The number in a field.
+
+    Raises:
+        WireError: it is none of 64 bits.
+    """
+    if len(field) > 20:
+        raise WireError("a number of more than 20 digits")
+    try:
+        value = int(field)
+    except ValueError:
+        raise WireError("not a number") from None
+    if not -(1 << 63) <= value < 1 << 63:
+        raise WireError("a number of more than 64 bits")
+    return value
+
+
+def unpack_text(field: bytes) -> str:
+    """The text in a field.
+
+    Raises:
+        WireError: it is not UTF-8.
+    """
+    try:
+        return field.decode()
+    except UnicodeDecodeError:
+        raise WireError("not UTF-8") from None
+
+
+def frames(messages: Sequence[bytes]) -> list[bytes]:
+    """Messages packed into as few frames as the limits allow."""
+    made: list[list[bytes]] = []
+    size = 0
+    for message in messages:
+        if not made or size + len(message) > MAX_FRAME_BYTES or len(made[-1]) == MAX_MESSAGES:
+            made.append([])
+            size = 0
+        made[-1].append(message)
+        size += len(message)
+    return [b"".join(part) for part in made]

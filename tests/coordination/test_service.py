@@ -1,0 +1,115 @@
+"""The coordinator and its clients, over real sockets."""
+
+import contextlib
+import threading
+
+import pytest
+
+from phalanx.coordination.client import Client, Event
+from phalanx.coordination.key import Key
+from phalanx.coordination.service import Service
+from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError
+
+KEY = Key.generate()
+
+
+@contextlib.contextmanager
+def service(bind="127.0.0.1:0", key=KEY, **options):
+    """A service, what it said, and a way to make clients of it that are closed at the end."""
+    said = []
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(Service(bind, key, say=said.append, **options))
+
+        def connect(local=False, key=KEY, **options):
+            place = running.local if local else running.address
+            return stack.enter_context(Client(place, None if local else key, **options))
+
+        yield running, connect, said
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_keys_values_queues_and_waits_over_the_network_and_on_the_host(local):
+    with service() as (_, connect, _):
+        one, other = connect(local), connect(local)
+        one.set("a", "1")
+        assert other.get("a") == b"1"
+        assert [other.add("n", 5), one.add("n", -2)] == [5, 3]
+        assert one.compare_set("c", "", "first") == b"first"
+        assert other.compare_set("c", "other", "second") == b"first"
+        assert other.compare_set("absent", "x", "y") == b"x"
+        one.append("a", b"\x00\xff")
+        assert other.get("a") == b"1\x00\xff"
+        one.multi_set(["k/1", "k/2"], ["v1", b"v2"])
+        assert other.multi_get(["k/2", "k/1"]) == [b"v2", b"v1"]
+        assert one.list_keys("k/") == ["k/1", "k/2"]
+        assert other.check(["a", "k/1"])
+        assert not other.check(["a", "nothing"])
+        assert one.num_keys() == 5
+        assert [one.delete_key("a"), other.delete_key("a")] == [True, False]
+        one.queue_push("q", "x")
+        one.queue_push("q", b"y")
+        assert other.queue_len("q") == 2
+        assert [other.queue_pop("q"), one.queue_pop("q"), one.queue_pop("q", block=False)] == [b"x", b"y", None]
+        results = []
+        waiting = threading.Thread(target=lambda: results.append((other.get("late"), other.queue_pop("late queue"))))
+        waiting.start()
+        one.set("late", "came")
+        one.queue_push("late queue", "too")
+        waiting.join()
+        assert results == [(b"came", b"too")]
+        with pytest.raises(DeadlineError, match="wait timeout after 100ms, keys: late, never"):
+            one.wait(["late", "never"], timeout=0.1)
+        with pytest.raises(ValueError, match="add: the value of 'late' is not a number"):
+            one.add("late", 1)
+
+
+def test_members_hear_of_each_other_in_order_and_send_messages():
+    with service(None, None) as (running, _, _), contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(Client(running.local)) for _ in range(2))
+        assert first.join({"host": "anna"}) == 0
+        assert second.join({"host": "bert"}) == 1
+        assert first.members() == {0: {"host": "anna"}, 1: {"host": "bert"}}
+        (event,) = first.wait_event()
+        assert (event.kind, event.member, event.facts) == ("joined", 1, {"host": "bert"})
+        first.post(1, b"to you")
+        first.post(-1, b"to all")
+        events = []
+        while len(events) < 2:
+            events += second.wait_event()
+        assert events == [Event("message", 0, b"to you"), Event("message", 0, b"to all")]
+        second.report("failure", b"it broke")
+        assert first.reports("failure") == [(1, b"it broke")]
+        second.leave("it is done")
+        (event,) = first.wait_event()
+        assert (event.kind, event.member, event.why) == ("left", 1, "it is done")
+        with pytest.raises(ValueError, match="there is no member 1"):
+            first.post(1, b"too late")
+        first.leave()
+
+
+def test_without_a_key_nothing_listens_on_the_network():
+    with pytest.raises(AuthenticationError, match=r"listen at :0, and there is no key(.|\n)*`phalanx key` makes one"):
+        Service(":0", None)
+    with service(None, None) as (running, _, _):
+        assert running.address is None
+
+
+def test_a_client_with_another_key_hears_so_and_the_coordinator_says_from_where():
+    with service() as (running, connect, said):
+        with pytest.raises(AuthenticationError, match=rf"at {running.address} .* does not accept our key"):
+            connect(key=Key.generate())
+        with pytest.raises(AuthenticationError, match="there is none here"):
+            connect(key=None)
+        connect().set("a", "1")
+    assert any("refused a connection from 127.0.0.1: it does not know the job's key" in line for line in said)
+
+
+def test_an_address_where_nothing_listens_is_told_with_what_came_back():
+    with service() as (running, _, _):
+        place = str(running.address)
+    with pytest.raises(CoordinationError, match=rf"Tried {place}: refused \(nothing listens at this port there\)"):
+        Client(place, KEY)
+    with pytest.raises(CoordinationError, match="the name leads nowhere"):
+        Client("no-such-host.invalid:1", KEY)
+    with pytest.raises(CoordinationError, match="there is no coordinator at /nowhere"):
+        Client("/nowhere")
