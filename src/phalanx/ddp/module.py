@@ -26,7 +26,7 @@ from phalanx.ddp.join import JoinShadow, Stance, find_last, gather_join_state, r
 from phalanx.ddp.membership import Membership, explain_newcomers
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.reducer import Reducer
-from phalanx.ddp.replicate import broadcast_tensors, replicate
+from phalanx.ddp.replicate import BufferBroadcast, broadcast_tensors, replicate
 from phalanx.ddp.structure import describe, verify_same
 from phalanx.ddp.uneven import UnevenInputs, decide_source
 from phalanx.nn.sync_batchnorm import find_batchnorms
@@ -174,6 +174,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             watch=FirstSteps([name for name, _ in trained], parameters, self.process_group) if watched else None,
             uneven=UnevenInputs(self.process_group, parameters) if uneven else None,
         )
+        self._buffer_broadcast = BufferBroadcast(self.process_group)
         self._membership = Membership(module, parameters, self._ignored)
         self._epoch_order = EpochOrder() if watched and self.process_group.rank() == 0 else None
         self._has_comm_hook = False
@@ -210,13 +211,20 @@ class DistributedDataParallel(nn.Module, Joinable):
                 raise RuntimeError(explain_newcomers(newcomers, self.process_group.rank()))
             self._look_at(inputs)
         if self.broadcast_buffers and self._buffers_stale:
-            # In evaluation it is where ranks that have run out of data wait for the others. In Join nobody waits so.
-            in_step = grad_enabled and not self._join_config.enable
-            with training_step(self.process_group) if in_step else nullcontext():
-                broadcast_tensors(self._synced_buffers(), self.process_group, source)
+            self._broadcast_buffers(source, grad_enabled)
         # As in PyTorch: the forward after one that trained starts from rank 0's buffers, in evaluation as well.
         self._buffers_stale = sync
         return sync if grad_enabled else None
+
+    def _broadcast_buffers(self, source: int, grad_enabled: bool) -> None:
+        if self._join_config.enable:
+            broadcast_tensors(self._synced_buffers(), self.process_group, source)
+        elif getattr(self.process_group, "_uneven_inputs", None) is None:
+            self._buffer_broadcast.from_first(self._synced_buffers())
+        else:
+            # In evaluation it is where ranks that have run out of data wait for the others.
+            with training_step(self.process_group) if grad_enabled else nullcontext():
+                broadcast_tensors(self._synced_buffers(), self.process_group)
 
     def _look_at(self, inputs: object) -> None:
         """Decide what depends on the batch, and watch for mistakes."""

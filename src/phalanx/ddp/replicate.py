@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # torch's own DDP packs with them
 
+from phalanx.transport.shares_memory import shares_memory
+
 _MESSAGE_BYTES = 32 * 1024 * 1024  # bounds the memory beside the model
+_ALIGN = 64
 
 Broadcast = Callable[[Tensor], bool]
 """Makes one rank's tensor everybody's; whether it may have been another rank's."""
@@ -49,6 +53,57 @@ def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
                 message, num_bytes = [], 0
         if message:
             _broadcast(message, broadcast)
+
+
+class BufferBroadcast:
+    """Rank 0's buffers, made everybody's before a forward: the same tensors each time, as a rule.
+
+    Where ranks share memory rank 0 does not wait for those who read, nor they for each other; whether all have called
+    is settled at the group's next collective. Elsewhere, and for what does not lie on the CPU, it is a broadcast.
+
+    Cost: the bytes are copied twice on every rank, and nothing is sent; P is not in it but on rank 0's memory bus.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: Any = group
+        self._shares = shares_memory(group)
+        self._number = 0
+        self._forms: list[_Form] = []
+        self._packed = torch.empty(0, dtype=torch.uint8)
+        self._places: list[Tensor] = []  # in `_packed`, one for each tensor
+
+    def from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite `tensors` with rank 0's, bit by bit; version counters stay, as in `replicate`."""
+        members = [tensor.data for tensor in tensors if tensor.numel()]
+        if not self._shares or not all(member.is_cpu for member in members):
+            broadcast_tensors(members, self._group)
+            return
+        if not members:
+            return
+        forms = [(member.dtype, member.shape) for member in members]
+        if forms != self._forms:
+            self._forms = forms
+            self._packed, self._places = _pack(forms)
+        is_source = self._group.rank() == 0
+        if is_source:
+            torch._foreach_copy_(self._places, members)
+        self._group.broadcast_buffers(self._packed, 0, number=self._number)
+        self._number += 1
+        if not is_source:
+            torch._foreach_copy_(members, self._places)
+
+
+_Form = tuple[torch.dtype, torch.Size]
+
+
+def _pack(forms: Sequence[_Form]) -> tuple[Tensor, list[Tensor]]:
+    """One piece of memory, and in it a tensor of each form, at a place where every dtype may lie."""
+    sizes = [-(-shape.numel() * dtype.itemsize // _ALIGN) * _ALIGN for dtype, shape in forms]
+    packed = torch.zeros(sum(sizes), dtype=torch.uint8)
+    return packed, [
+        piece[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for piece, (dtype, shape) in zip(torch.split(packed, sizes), forms, strict=True)
+    ]
 
 
 def _width(tensor: Tensor) -> tuple[int, str]:

@@ -1,0 +1,172 @@
+"""Buffers before each forward: rank 0's, bit for bit as with PyTorch's wrapper, and rank 0 waits for nobody."""
+
+import copy
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx import DeadlineError, DistributedDataParallel, MismatchError, PeerLostError
+from phalanx.testing import run_ranks
+
+
+class Odd(nn.Module):
+    """Buffers of many forms, which each forward changes, on each rank in another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.conv = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+        self.register_buffer("bfloat", torch.randn(7).to(torch.bfloat16))
+        self.register_buffer("complex", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("small", torch.tensor([1, 2, 3], dtype=torch.int8))
+        self.register_buffer("wide", torch.randn(5, dtype=torch.float64))
+        self.register_buffer("transposed", torch.randn(3, 5).t())
+        self.register_buffer("last", torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+        self.register_buffer("whole", torch.randn(6))
+        self.register_buffer("part", self.whole[2:4])
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("scalar", torch.tensor(0.5))
+        self.register_buffer("unsaved", torch.randn(2), persistent=False)
+        self.register_buffer("none", None)
+        self.register_buffer("large", torch.randn(70000))  # more than the core keeps a place for
+
+    def forward(self, inputs, shift):
+        if self.training:
+            with torch.no_grad():
+                for buffer in (
+                    self.bfloat,
+                    self.complex,
+                    self.wide,
+                    self.transposed,
+                    self.last,
+                    self.whole,
+                    self.large,
+                ):
+                    buffer.add_(shift)
+                self.scalar += shift
+                if hasattr(self, "flags"):
+                    self.flags.logical_not_()
+                self.small.add_(1 + int(shift))
+        hidden = self.norm(self.linear(inputs))
+        return self.conv(hidden[:, None, :, None]).sum() + self.whole.sum()
+
+
+def _replace(model):
+    model.whole = torch.arange(8.0)
+    model.part = model.whole[1:3]
+    del model.flags
+    model.register_buffer("late", torch.ones(3))
+    model.norm._buffers["running_mean"] = torch.full((4,), 2.0)
+    model.conv.append(nn.BatchNorm2d(2, affine=False))
+
+
+def _train(wrapper, rank, kind):
+    torch.manual_seed(1)
+    ddp = wrapper(Odd())
+    generator = torch.Generator().manual_seed(100 + rank)
+
+    def forward():
+        return ddp(torch.randn(4, 3, generator=generator), float(rank + 1))
+
+    seen = []
+
+    def look():
+        seen.append({name: buffer.clone() for name, buffer in ddp.module.named_buffers(remove_duplicate=False)})
+
+    for step in range(4):
+        if kind == "replaced" and step == 2:
+            _replace(ddp.module)
+        if kind == "no_sync" and step in (1, 2):
+            with ddp.no_sync():
+                forward().backward()
+        else:
+            forward().backward()
+        look()
+        if kind == "written between":
+            ddp.module.whole.data = ddp.module.whole.clone().mul_(rank)
+        if kind == "eval" and step % 2:
+            ddp.eval()
+            with torch.no_grad():
+                forward()
+            look()
+            ddp.train()
+    return seen
+
+
+KINDS = ("plain", "no_sync", "eval", "written between", "replaced")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_buffers_are_those_of_pytorch_bit_for_bit(world_size):
+    def fn(rank, world_size):
+        for kind in KINDS:
+            ours = _train(lambda module: DistributedDataParallel(module, check=False), rank, kind)
+            theirs = _train(nn.parallel.DistributedDataParallel, rank, kind)
+            assert len(ours) == len(theirs)
+            for step, (mine, reference) in enumerate(zip(ours, theirs, strict=True)):
+                assert mine.keys() == reference.keys()
+                for name, buffer in reference.items():
+                    assert torch.equal(mine[name], buffer), (kind, step, name)
+                    assert mine[name].stride() == buffer.stride()
+
+    run_ranks(fn, world_size)
+
+
+def test_rank_0_goes_on_while_others_have_not_come_to_their_forward():
+    """Each forward was a meeting of all ranks: two waits a step, where one is needed."""
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), check=False)
+        store = dist.group.WORLD._store
+        for step in range(6):
+            if rank:  # not before rank 0 has been through
+                store.wait([f"forward {step}"])
+            loss = ddp(torch.randn(4, 3)).sum()
+            if rank == 0:
+                store.set(f"forward {step}", "")
+            loss.backward()
+
+    run_ranks(fn, 3)
+
+
+def test_a_forward_that_one_rank_leaves_out_is_told_on_all():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), check=False)
+        dist.barrier()
+        for _ in range(2):
+            ddp(torch.randn(4, 3)).sum().backward()
+        dist.group.WORLD.set_timeout(timedelta(seconds=2))
+
+        def leave_out():
+            if rank != 1:
+                ddp(torch.randn(4, 3)).sum().backward()
+            dist.all_reduce(torch.ones(1))
+
+        with pytest.raises((MismatchError, PeerLostError, DeadlineError)) as told:
+            leave_out()
+        return str(told.value)
+
+    for text in run_ranks(fn, 3):
+        assert "rank 1" in text or "Rank 1" in text
+
+
+def test_two_wrappers_of_one_group_keep_their_buffers_apart():
+    def fn(rank, world_size):
+        torch.manual_seed(rank)
+        first = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), check=False)
+        second = DistributedDataParallel(copy.deepcopy(first.module), check=False)
+        for _ in range(3):
+            loss = first(torch.randn(4, 3)).sum() + second(torch.randn(4, 3)).sum()
+            loss.backward()
+        first.eval(), second.eval()
+        with torch.no_grad():
+            first(torch.randn(4, 3)), second(torch.randn(4, 3))
+        return [ddp.module[1].running_mean for ddp in (first, second)]
+
+    for mine, *theirs in zip(*run_ranks(fn, 3), strict=True):
+        assert all(torch.equal(mine, other) for other in theirs)
