@@ -48,6 +48,14 @@ static int look(struct dl_phdr_info *info, size_t size, void *context) {
   (void)size;
   const char *slash = strrchr(info->dlpi_name, '/'), *name = slash != NULL ? slash + 1 : info->dlpi_name;
   if (strcmp(name, s->library) != 0) return 0;
+  uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+  for (int i = 0; i < info->dlpi_phnum; i++) {
+    if (info->dlpi_phdr[i].p_type == PT_GNU_RELRO) { /* whole pages, as the loader of glibc counts them */
+      uintptr_t start = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+      s->slots->sealed_from = start & ~(page - 1);
+      s->slots->sealed_to = (start + info->dlpi_phdr[i].p_memsz) & ~(page - 1);
+    }
+  }
   for (int i = 0; i < info->dlpi_phnum; i++) {
     if (info->dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
     const ElfW(Rela) *calls = NULL, *others = NULL;
@@ -76,17 +84,20 @@ void plx_find_slots(const char *library, const char *symbol, struct plx_slots *s
   struct search s = {library, symbol, slots};
   slots->count = 0;
   slots->definition = NULL;
+  slots->sealed_from = slots->sealed_to = 0;
   dl_iterate_phdr(look, &s);
 }
 
 int plx_fill_slots(const struct plx_slots *slots, void *function) {
   uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
   for (size_t i = 0; i < slots->count; i++) {
-    /* Part of the table is read-only once the loader is done. It stays writable then: other slots share the page, and
-     * the loader may still be filling them. */
-    void *start = (void *)((uintptr_t)slots->at[i] & ~(page - 1));
-    if (mprotect(start, page, PROT_READ | PROT_WRITE) != 0) return -1;
+    /* Part of the table is read-only since the loader was done with it (RELRO), so that a stray write cannot send a call
+     * elsewhere. The rest stays writable: there the loader fills slots when they are first used. */
+    uintptr_t start = (uintptr_t)slots->at[i] & ~(page - 1);
+    int is_sealed = start >= slots->sealed_from && start < slots->sealed_to;
+    if (is_sealed && mprotect((void *)start, page, PROT_READ | PROT_WRITE) != 0) return -1;
     __atomic_store_n(slots->at[i], function, __ATOMIC_RELEASE);
+    if (is_sealed && mprotect((void *)start, page, PROT_READ) != 0) return -1;
   }
   return 0;
 }

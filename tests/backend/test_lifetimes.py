@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.backend.shared_reducer import SharedReducer
+from phalanx.diagnostics.flight_recorder import read
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.testing import run_ranks
 
@@ -250,8 +252,6 @@ def _interrupt_each_other(rank, handler):
 
 def _await_begun(kind):
     """Until rank 1 is inside an operation of that kind; it will not come out before rank 0 joins."""
-    from phalanx.diagnostics.flight_recorder import read
-
     core = dist.group.WORLD._memory.core
     while not ((records := read(core, 1)) and records[-1].name == kind and records[-1].leave_ns == 0):
         pass
@@ -293,6 +293,54 @@ def test_a_collective_in_a_signal_handler_is_told_at_once_that_it_would_wait_for
     _, told = run_ranks(check, 2)
     assert len(told) == 4
     assert all("signal handler" in text for text in told), told
+
+
+def test_a_collective_in_a_signal_handler_at_the_end_of_a_round_of_gradients_is_told_so_too():
+    """The others heard a mismatch that was none: a round takes no lock, so the handler's collective went its way at once.
+
+    They stood at the end of the round with one collective less, by which they judge that a rank will never come.
+    """
+
+    def check(rank, world_size):
+        def handler():
+            for call in (
+                lambda: dist.all_reduce(torch.ones(1)),
+                lambda: dist.broadcast(torch.ones(1), 0),
+                lambda: phalanx.shared_empty(10),
+                reducer.begin,
+                lambda: behind.append(work := dist.all_reduce(queued, async_op=True)) or work.wait(),
+            ):
+                try:
+                    call()
+                except PhalanxError as error:
+                    told.append(str(error))
+            dist.send(torch.ones(1), 0, tag=9)
+
+        told, behind, queued = [], [], torch.ones(1) + rank
+        tensor = phalanx.shared_empty(10).fill_(float(rank + 1))
+        reducer = SharedReducer(dist.group.WORLD, [tensor], dist.ReduceOp.SUM)
+        beside = torch.ones(1)
+        pid = _interrupt_each_other(rank, handler)
+        reducer.begin()
+        work = dist.all_reduce(beside, async_op=True)  # what was called before is not held back
+        if rank == 0:
+            while not any(r.name == "gradients" and not r.leave_ns for r in read(dist.group.WORLD.symm_mem.core, 1)):
+                pass
+            os.kill(pid, signal.SIGUSR1)
+            dist.recv(torch.ones(1), 1, tag=9)  # the handler is over
+        reducer.ready(0)
+        reducer.finish()
+        work.wait()
+        if rank == 0:
+            dist.all_reduce(queued)
+        else:
+            behind[0].wait()
+        assert tensor.tolist() == [3.0] * 10
+        assert (beside.item(), queued.item()) == (2, 3)
+        return told
+
+    _, told = run_ranks(check, 2)
+    assert ["signal handler" in text for text in told] == [True] * 5, told
 
 
 def test_messages_in_a_signal_handler_run_while_one_waits():

@@ -95,3 +95,23 @@ def test_the_pool_steps_aside_for_a_tool_that_takes_its_own_place_and_says_so_on
         assert "copied" in said[0]
 
     run_ranks(fn, 2)
+
+
+def _torchs_mappings():
+    mappings = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split()[:2] for line in mappings if line.endswith(("/libc10.so", "/libtorch_cpu.so"))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interposition knows ELF")
+def test_the_pages_of_torchs_tables_that_were_read_only_are_so_again():
+    """They stayed writable for the life of the process: a stray write there would send torch's calls anywhere."""
+
+    def fn(rank, world_size):
+        before = _torchs_mappings()
+        assert any(mode.startswith("r--") for _, mode in before)
+        ddp = _build()
+        _step(ddp)
+        assert _is_in_pool(ddp)
+        assert _torchs_mappings() == before
+
+    run_ranks(fn, 2)

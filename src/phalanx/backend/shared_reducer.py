@@ -52,6 +52,7 @@ class SharedReducer:
         """Open a round; the last one has finished."""
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
+        self._group.refuse_nested("a round of gradients")
         if self._memory.uneven is not None and self._memory.uneven.apart:
             self._group.drain()  # the collective at which all meet again may still be under way, with old round numbers
         self._board.begin()
@@ -80,7 +81,8 @@ class SharedReducer:
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         ctx = self._span()
-        status = self._board.finish(ctx.timeout_ns, ctx.site, ())
+        with self._group.postponing():  # a handler's collective would pass the others, who stand here, too
+            status = self._board.finish(ctx.timeout_ns, ctx.site, ())
         if status == APART:
             if self._memory.uneven is not None:
                 self._memory.uneven.apart = True

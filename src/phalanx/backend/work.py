@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -281,6 +282,8 @@ class SerialExecutor:
         self._ledger = ledger
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
+        self._postponing = 0  # the thread in the block of `postponing`
+        self._postponed: deque[tuple[Action, PhalanxWork]] = deque()
         self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the executor meanwhile
         self._items: deque[tuple[Action, PhalanxWork]] = deque()
         self._busy = False
@@ -290,8 +293,8 @@ class SerialExecutor:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued or running."""
-        return not self._busy and not self._items
+        """Whether nothing is queued or running, and what is called now need not wait."""
+        return not (self._busy or self._items or self._postponing)
 
     @property
     def is_over(self) -> bool:
@@ -304,6 +307,12 @@ class SerialExecutor:
             self._carry_out((action, work), nested=True)
             return work
         work.executor = self
+        if self._postponing == threading.get_ident():
+            self._postponed.append((action, work))
+            return work
+        return self._enqueue(action, work)
+
+    def _enqueue(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         with self._changed:
             if self._closing:  # by another thread, since the caller found the group open
                 work.settle(
@@ -321,7 +330,26 @@ class SerialExecutor:
 
     def is_below(self) -> bool:
         """Whether what is queued waits for the calling thread, which runs a signal handler in the middle of it."""
-        return (self._busy and self._carrier == threading.get_ident()) or self._interrupts()
+        me = threading.get_ident()
+        return (self._busy and self._carrier == me) or self._postponing == me or self._interrupts()
+
+    @contextlib.contextmanager
+    def postponing(self) -> Iterator[None]:
+        """What this thread queues inside, as a signal handler does that interrupts it, waits for the end of the block.
+
+        What was queued before is carried out meanwhile, and so is what other threads queue.
+        """
+        self._postponing = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._put_postponed()
+            self._postponing = 0
+            self._put_postponed()  # what a handler brought in between
+
+    def _put_postponed(self) -> None:
+        while self._postponed:
+            self._enqueue(*self._postponed.popleft())
 
     def help(self, work: PhalanxWork) -> None:
         """Carry out `work` here, if it is next in line and nobody has begun it."""

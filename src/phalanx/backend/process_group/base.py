@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -201,8 +202,9 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
 
     def _is_free(self) -> bool:
         """Whether a call that is waited for can be carried out without asking any further."""
+        executor = self._executor  # its `idle`, spelt out
         return (
-            self._executor.idle
+            not (executor._busy or executor._items or executor._postponing)
             and self._interrupted is None
             and not self._closed
             and not self._memory.closed
@@ -217,12 +219,25 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
             operation(ctx)
             return self._done
         ctx.awaited = waits
-        if waits and self._executor.is_below():
-            raise nested("a collective", self._name, self._rank)
+        if waits:
+            self.refuse_nested()
         work = self._queue(self._executor, lambda: operation(ctx), outputs)
         if waits and self._interrupted is not None:
             work.wait()
         return work
+
+    def refuse_nested(self, what: str = "a collective") -> None:
+        """Raise if this is a signal handler, in an operation that must be over before what is called now can begin.
+
+        Raises:
+            PhalanxError: it is.
+        """
+        if self._executor.is_below():
+            raise nested(what, self._name, self._rank)
+
+    def postponing(self) -> contextlib.AbstractContextManager[None]:
+        """For what has its own place among the group's collectives: a handler's collectives wait for its end."""
+        return self._executor.postponing()
 
     def _interrupts_collective(self) -> bool:
         memory = self._memory
@@ -235,6 +250,7 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
         """
         if self._executor.idle:
             return operation()
+        self.refuse_nested()
         results: list[Result] = []
         self._queue(self._executor, lambda: results.append(operation()), []).wait()
         return results[0]
