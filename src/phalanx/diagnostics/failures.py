@@ -9,6 +9,8 @@ from phalanx.coordination.bootstrap import ranks
 from phalanx.diagnostics.absence import JOIN_ADVICE, tell_absence
 from phalanx.diagnostics.divergence import ADVICE, tell_earlier_parting, tell_left_alone, tell_parting
 from phalanx.diagnostics.flight_recorder import Record, describe_position, read
+from phalanx.diagnostics.misuse import closed as closed
+from phalanx.diagnostics.misuse import nested as nested
 from phalanx.diagnostics.whereabouts import whereabouts
 from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
 from phalanx.symmetric_memory.memory import SymmetricMemory
@@ -190,21 +192,3 @@ def late(core: _core.Group, rank: int, world_size: int) -> list[int]:
     """The ranks that have not come as far as `rank` has."""
     mine = core.state(rank)[3]
     return [r for r in range(world_size) if core.state(r)[3] < mine]
-
-
-def nested(what: str, group: str, rank: int) -> PhalanxError:
-    """The error for an operation of a signal handler that could only end after the one that it interrupted."""
-    return PhalanxError(
-        f"{what} in group {group!r} on rank {rank}: it was called in a signal handler that interrupted an operation of "
-        "the same group, which goes on when the handler returns: it would wait for itself.\n"
-        "Let the handler set a flag, and look at it between two steps, on every rank; or call with async_op=True in "
-        "the handler, which queues the operation behind the interrupted one, and wait after the handler."
-    )
-
-
-def closed(group: str) -> ClosedError:
-    """The error for a group that this process has left."""
-    return ClosedError(
-        f"group {group!r}: it was destroyed in this process, or this process was forked from a rank.\n"
-        "Create the group again, or start processes that communicate with spawn."
-    )

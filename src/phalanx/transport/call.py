@@ -46,6 +46,15 @@ class Call:
         return (head.ljust(_HEAD_BYTES, b"\0") + payload).ljust(BLOCK_BYTES, b"\0")
 
 
+class Disagreement(Exception):
+    """The ranks called different things. `complete`: all ranks' calls are known, not only some."""
+
+    def __init__(self, calls: dict[int, str], *, complete: bool = True) -> None:
+        super().__init__(calls)
+        self.calls = calls
+        self.complete = complete
+
+
 def digest_of(block: bytes | bytearray) -> int:
     """The digest as a number."""
     return int.from_bytes(block[:_DIGEST_BYTES], "little")

@@ -25,22 +25,14 @@ from phalanx.diagnostics.call_sites import short
 from phalanx.diagnostics.failure_store import FailureReport, Position
 from phalanx.engines.mpi import EngineClosed, MpiEngine, PeerLeft, TimedOut, Underway
 from phalanx.engines.mpi.polling import wait_until
-from phalanx.transport.call import BLOCK_BYTES, Call, disagreement, split_blocks
-from phalanx.transport.shared_memory import CallContext
+from phalanx.transport.base import CallContext, Transport
+from phalanx.transport.call import BLOCK_BYTES, Call, Disagreement, disagreement, split_blocks
 
 _ROLL_CALL_S = 0.5
 _ADVICE = "Read the log of the missing rank first; if it is only slow, raise `timeout`."
 
 
-class Disagreement(Exception):
-    """The ranks called different things."""
-
-    def __init__(self, calls: dict[int, str]) -> None:
-        super().__init__(calls)
-        self.calls = calls
-
-
-class Session:
+class MpiSession(Transport):
     """One rank's side of a group over MPI. `names` is how people call each rank's process: 'pid 17 on node3'.
 
     One collective at a time: `lock` is held while it runs.
@@ -51,7 +43,7 @@ class Session:
         self.rank = engine.rank
         self.world_size = engine.world_size
         self.lock = threading.Lock()
-        self.seq = 0
+        self._seq = 0
         self._engine = engine
         self._mpi = engine.runtime.mpi
         self._names = tuple(names)
@@ -68,6 +60,11 @@ class Session:
     def closed(self) -> bool:
         """Whether this process has left."""
         return (self._engine.is_closed and self._report is None) or self._engine.runtime.is_over
+
+    @property
+    def seq(self) -> int:
+        """How many collectives this rank has begun."""
+        return self._seq
 
     def site(self, place: tuple[str, int]) -> int:
         """A number for a (file, line)."""
@@ -101,8 +98,8 @@ class Session:
         """
         with self.lock, torch.no_grad():
             self._check_open(call.name)
-            self.seq += 1
-            label = f"{call.name} #{self.seq}"
+            self._seq += 1
+            label = f"{call.name} #{self._seq}"
             place = f" ({call.place})" if call.place else ""
             self._position = Position(self.seq, True, f"is in {label}{place}")
             deadline = Deadline.after(ctx.timeout_s)
