@@ -76,7 +76,9 @@ def mpi_job(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)  # mpiexec takes its ranks along
             output = "time was up\n" + process.communicate(timeout=10)[0].decode(errors="replace")
-        returned = {int(path.name): pickle.loads(path.read_bytes()) for path in Path(folder).glob("[0-9]*")}
+        # A file that is empty is one that its rank was about to write when the job was ended.
+        files = [path for path in Path(folder).glob("[0-9]*") if path.stat().st_size]
+        returned = {int(path.name): pickle.loads(path.read_bytes()) for path in files}
     return Outcome(process.returncode, output, returned)
 
 

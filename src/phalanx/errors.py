@@ -21,11 +21,24 @@ They are built on first use, because the launcher raises errors of this module a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 
 class PhalanxError(RuntimeError):
-    """The root of the tree: an operation failed, and the message says where, why and what to do."""
+    """The root of the tree: an operation failed, and the message says where, why and what to do.
+
+    Of a failed operation of a group the same is in the fields `operation` ('all_reduce'), `seq` (its number), `group`
+    (its name), `rank` (of this process in it), `call_site` ('train.py:88') and `positions` (of other ranks that the
+    message tells of: what each did last). What is not known is empty; a number that is not known is 0, a rank -1.
+    """
+
+    operation = ""
+    seq = 0
+    group = ""
+    rank = -1
+    call_site = ""
+    positions: Mapping[int, str] = MappingProxyType({})
 
 
 class ClosedError(PhalanxError):
@@ -40,7 +53,7 @@ class DeadlineError(PhalanxError, TimeoutError):
         self.missing = missing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), {"missing": self.missing})
+        return _rebuild, (type(self), str(self), {"missing": self.missing}), self.__dict__
 
 
 class LaunchError(PhalanxError):
@@ -106,7 +119,7 @@ def _define_torch_errors() -> None:
             self.calls = dict(calls or {})
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return _rebuild, (type(self), str(self), {"calls": self.calls})
+            return _rebuild, (type(self), str(self), {"calls": self.calls}), self.__dict__
 
     class PeerLostError(PhalanxError, DistBackendError):
         """A peer died or left. `ranks` names who, in the group's numbering."""
@@ -116,7 +129,7 @@ def _define_torch_errors() -> None:
             self.ranks = ranks
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return _rebuild, (type(self), str(self), {"ranks": self.ranks})
+            return _rebuild, (type(self), str(self), {"ranks": self.ranks}), self.__dict__
 
     for cls in (MismatchError, PeerLostError):
         cls.__module__, cls.__qualname__ = __name__, cls.__name__

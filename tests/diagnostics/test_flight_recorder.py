@@ -6,7 +6,7 @@ import pytest
 
 from phalanx import dtypes
 from phalanx.diagnostics import flight_recorder
-from phalanx.diagnostics.flight_recorder import Record, tell
+from phalanx.diagnostics.flight_recorder import Record, position_of
 
 CALL = Record(7, 3, 12, 0, -1, -1, 6, (2, 3), 1_000_000_000, 0, 0, "train.py:88")
 
@@ -28,12 +28,13 @@ def test_a_call_is_told_as_it_was_made():
         ([], "has called nothing yet"),
         ([CALL], "is in all_reduce #7 (train.py:88) for 2.5 s"),
         ([replace(CALL, leave_ns=1_100_000_000)], "last finished all_reduce #7 (train.py:88)"),
+        ([replace(CALL, leave_ns=1_100_000_000, status=2)], "was in all_reduce #7 (train.py:88), which failed"),
         ([replace(CALL, kind=10, peer=3, site="")], "is in send to rank 3 for 2.5 s"),
         ([replace(CALL, kind=11, peer=-1, leave_ns=2)], "last finished recv from any rank (train.py:88)"),
     ],
 )
 def test_a_clause_says_where_a_rank_is(records, clause):
-    assert tell(records, 3_500_000_000) == clause
+    assert str(position_of(records, 3_500_000_000)) == clause
 
 
 def test_numbers_from_a_newer_core_are_shown_as_numbers():

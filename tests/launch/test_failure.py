@@ -73,7 +73,7 @@ def test_the_first_failure_is_told_last_with_its_traceback() -> None:
     text = describe_failures(decide_failures(exits, reports, {signal.SIGTERM: 4.9}), 4, "box")
     assert text == (
         "After it, and probably because of it:\n"
-        "  ranks 0,3: ValueError: boom at train.py:3 (exit code 1)\n"
+        "  ranks 0, 3: ValueError: boom at train.py:3 (exit code 1)\n"
         "  rank 2: stopped by phalanx run\n"
         "\n"
         "First failure: rank 1 of 4 on box (pid 101): ValueError: boom at train.py:3 (exit code 1)\n"

@@ -26,7 +26,7 @@ def test_who_waited_and_who_did_not_come_is_told():
     )
     assert story.splitlines() == [
         "Last in group 'dp' (flight recorder):",
-        "  ranks 0,2 was in all_reduce #2 (train.py:88) for 3.0 s",
+        "  ranks 0, 2 were in all_reduce #2 (train.py:88) for 3.0 s",
         "  rank 1 last finished all_reduce #1 (train.py:88)",
     ]
 

@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from phalanx.launch.output.fold import Folder, format_ranks
+from phalanx.diagnostics.rank_list import format_ranks
+from phalanx.launch.output.fold import Folder
 
 
 def show(folder: Folder, now: float) -> list[str]:

@@ -55,7 +55,7 @@ def test_a_failing_rank_stops_the_others_and_is_told_last(
     assert finished.code == code
     before, separator, last = finished.err.partition("First failure: rank 1 of 3 on ")
     assert separator
-    assert "ranks 0,2: stopped by phalanx run" in before
+    assert "ranks 0, 2: stopped by phalanx run" in before
     for word in words:
         assert word in last
     assert "phalanx/launch" not in finished.err

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from phalanx.coordination.bootstrap import ranks
 from phalanx.coordination.rank_info import RankInfo
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.engine import Engine
 from phalanx.engines.gloo import GlooEngine
 from phalanx.errors import PhalanxError
@@ -64,7 +64,7 @@ def build_engine(
 def _unreachable(error: RuntimeError, infos: Sequence[RankInfo], layout: Layout, name: str) -> PhalanxError:
     """Gloo could not connect this rank with all others: who was to be reached where."""
     hosts = "\n".join(
-        f"  {ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"
+        f"  {name_ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"
         for host in layout.topology.hosts
     )
     return PhalanxError(

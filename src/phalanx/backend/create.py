@@ -19,9 +19,10 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from phalanx.backend import device_backends
 from phalanx.backend.rendezvous import agent_address
 from phalanx.backend.tcp_store import is_kept_here
-from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange, ranks
+from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange
 from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.gloo import local_address
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.log import get_logger, warn_once
@@ -29,7 +30,6 @@ from phalanx.symmetric_memory import memfd
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
-from phalanx.transport.base import CallContext
 from phalanx.transport.options import Options
 
 try:
@@ -145,7 +145,7 @@ def _cannot_share(infos: Sequence[RankInfo]) -> str:
         if info.obstacle:
             hindered.setdefault(info.obstacle, []).append(r)
     if hindered:
-        return "; ".join(f"on {ranks(which)} {obstacle}" for obstacle, which in hindered.items())
+        return "; ".join(f"on {name_ranks(which)} {obstacle}" for obstacle, which in hindered.items())
     if len({info.core for info in infos}) > 1:
         return "the ranks run different versions of Phalanx"
     hosts = {info.host for info in infos}
@@ -153,21 +153,21 @@ def _cannot_share(infos: Sequence[RankInfo]) -> str:
 
 
 def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
-    from phalanx.transport.shared_memory import SharedMemoryTransport  # here, because it needs the C core
+    from phalanx.transport.shared_memory import CallContext, SharedMemory
 
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
-    transport = SharedMemoryTransport(name)
-    symm_mem = _open_symmetric_memory(server, infos, range(len(infos)), options, deadline, transport.idle)
-    transport.attach(symm_mem)
+    memory = SharedMemory(name)
+    symm_mem = _open_symmetric_memory(server, infos, range(len(infos)), options, deadline, memory.idle)
+    memory.attach(symm_mem)
     try:
         if rank == 0:
             bootstrap.forget()
-        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.site(("", 0))))
+        memory.barrier(CallContext(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
         symm_mem.close()
         raise
     return _group_class()(
-        options.store, transport, rank, options.group_size, options.timeout, name, options.global_ranks_in_group
+        options.store, memory, rank, options.group_size, options.timeout, name, options.global_ranks_in_group
     )
 
 
@@ -286,15 +286,16 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     """Share memory on each host, and build the engine between all ranks."""
     from phalanx.backend.connect import build_engine
     from phalanx.diagnostics.failure_store import FailureStore
-    from phalanx.transport.hierarchical import HierarchicalTransport
+    from phalanx.transport.hierarchical import AcrossHosts
     from phalanx.transport.hierarchical.layout import Layout
+    from phalanx.transport.shared_memory import CallContext
 
     rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     word = infos[0].token
     people = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
-    transport = HierarchicalTransport(name, layout, settings, people, options.global_ranks_in_group)
-    symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
+    memory = AcrossHosts(name, layout, settings, people, options.global_ranks_in_group)
+    symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, memory.idle)
     try:
         engine = build_engine(options.store, word, infos, layout, settings, name, deadline)
     except BaseException:
@@ -306,18 +307,18 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
         word,
         rank,
         size,
-        keeper=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
+        server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
     )
-    transport.attach(symm_mem, engine, failure_store)
+    memory.attach(symm_mem, engine, failure_store)
     try:
         if rank == 0:
             bootstrap.forget()
-        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.site(("", 0))))
+        memory.barrier(CallContext(max(deadline.left_s, 0.001), memory.site(("", 0))))
     except BaseException:
-        transport.close()
+        memory.close()
         raise
-    return _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
+    return _group_class()(options.store, memory, rank, size, options.timeout, name, options.global_ranks_in_group)
 
 
 _exit_watched = False
@@ -345,6 +346,6 @@ def leave_at_exit() -> None:
 
 def _leave() -> None:
     from phalanx.backend.process_group.base import leave_all
-    from phalanx.diagnostics.failures import QUIET_END
+    from phalanx.diagnostics.failure_report import QUIET_END
 
     leave_all(_last_words or QUIET_END)

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from phalanx.coordination.rank_info import Arrival, Failure, RankInfo, find_dead, find_problem, host_identity
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.watch import ProcessId
@@ -285,7 +286,7 @@ class Bootstrap:
             size = self._me.world_size
             where = _address_of(self._store)
             text = (
-                f"{ranks(missing)} of {size} never came{f' to {where}' if where else ''} within "
+                f"{name_ranks(missing)} of {size} never came{f' to {where}' if where else ''} within "
                 f"{self._deadline.timeout_s:.1f} s.\n"
                 f"Check that {size} processes were started and that each reached init_process_group; "
                 "the log of a missing rank comes first."
@@ -347,7 +348,9 @@ class Bootstrap:
     def _waiting(self, patience: Deadline) -> str:
         waited = patience.timeout_s - patience.left_s
         missing = self._missing()
-        whom = ranks(missing) if missing else f"rank {self._known[min(self._known)].rank} to say that all have come"
+        whom = (
+            name_ranks(missing) if missing else f"rank {self._known[min(self._known)].rank} to say that all have come"
+        )
         before = f" Before this start, {self._before['how']}." if self._before else ""
         return (
             f"init_process_group of group {self._group!r}: waiting for {whom} for {waited:.0f} s; "
@@ -407,8 +410,3 @@ def _file_of(store: Any) -> str:
     """The path of a store in a file that has a name, and so outlives its job; else nothing."""
     path = str(getattr(base_of(store), "path", ""))
     return "" if path.startswith("/proc/") else path
-
-
-def ranks(which: Sequence[int]) -> str:
-    """'rank 3' or 'ranks 1, 3, 5'."""
-    return f"rank {which[0]}" if len(which) == 1 else "ranks " + ", ".join(map(str, which))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
 from phalanx.ddp.uneven import are_shared
-from phalanx.diagnostics.absence import EVEN_ADVICE
+from phalanx.diagnostics.divergence import EVEN_ADVICE
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
 

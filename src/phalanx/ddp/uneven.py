@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.backend.shared import shares_memory
-from phalanx.coordination.bootstrap import ranks
-from phalanx.diagnostics.absence import EVEN_ADVICE
-from phalanx.diagnostics.flight_recorder import describe_position
+from phalanx.diagnostics.divergence import EVEN_ADVICE
+from phalanx.diagnostics.flight_recorder import read_position
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import MismatchError
 from phalanx.log import get_logger
+from phalanx.transport.shares_memory import shares_memory
 
 _LEFT = 2  # enum plx_life
 
@@ -54,7 +54,7 @@ class UnevenInputs:
 
             self._group.symm_mem.core.set_poison(MISMATCH, self._group.rank())
             raise MismatchError(
-                f"DistributedDataParallel on rank {self._group.rank()}: {ranks(absent)} ran out of data after "
+                f"DistributedDataParallel on rank {self._group.rank()}: {name_ranks(absent)} ran out of data after "
                 f"{_steps(num_steps)}, and with ZeroRedundancyOptimizer every rank updates a part of the parameters, "
                 f"which nobody else can. {EVEN_ADVICE}."
             )
@@ -63,11 +63,11 @@ class UnevenInputs:
         self._said = True
         present = [rank for rank in range(self._group.size()) if rank not in absent]
         if self._group.rank() == present[0]:
-            _logger.warning("%s", describe(absent, present, num_steps, self._stories(absent)))
+            _logger.warning("%s", describe(absent, present, num_steps, self._positions(absent)))
 
-    def _stories(self, absent: Sequence[int]) -> list[str]:
+    def _positions(self, absent: Sequence[int]) -> list[str]:
         core = self._group.symm_mem.core
-        return ["has left" if core.state(rank)[0] == _LEFT else describe_position(core, rank) for rank in absent]
+        return ["has left" if core.state(rank)[0] == _LEFT else str(read_position(core, rank)) for rank in absent]
 
 
 def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
@@ -75,13 +75,11 @@ def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
     return shares_memory(group) and any(group.symm_mem.holds(parameter.data_ptr()) for parameter in parameters)
 
 
-def describe(absent: Sequence[int], present: Sequence[int], num_steps: int, stories: Sequence[str]) -> str:
-    """The line about ranks that are out of a step for the first time; `stories` say where they are instead."""
-    where = "; ".join(
-        f"rank {rank} {describe_position}" for rank, describe_position in zip(absent, stories, strict=True)
-    )
-    go_on = f"{ranks(present)} {'goes' if len(present) == 1 else 'go'} on, averaging over those that are left"
-    return f"{ranks(absent)} ran out of data after {_steps(num_steps)} ({where}); {go_on}"
+def describe(absent: Sequence[int], present: Sequence[int], num_steps: int, positions: Sequence[str]) -> str:
+    """The line about ranks that are out of a step for the first time; `positions` say where they are instead."""
+    where = "; ".join(f"rank {rank} {position}" for rank, position in zip(absent, positions, strict=True))
+    go_on = f"{name_ranks(present)} {'goes' if len(present) == 1 else 'go'} on, averaging over those that are left"
+    return f"{name_ranks(absent)} ran out of data after {_steps(num_steps)} ({where}); {go_on}"
 
 
 def decide_source(num_steps: Sequence[int]) -> int | None:

@@ -1,74 +1,63 @@
-"""A collective that only some ranks reach, told as such: who stands in it, and where the others are instead."""
+"""Ranks that are not where the others are, in words: in another line of the program, or out of data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from phalanx.coordination.bootstrap import ranks
 from phalanx.diagnostics.flight_recorder import Record
+from phalanx.diagnostics.rank_list import name_ranks
 
-ADVICE = (
+DIVERGENCE_ADVICE = (
     "A call under `if rank == 0`, or another condition that not every rank meets, is one that only some ranks ever "
     "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group)."
 )
 
+EVEN_ADVICE = "Give every rank the same number of batches: phalanx.DistributedSampler does, and drop_last=True"
+"""For ranks that run out of data where the others can't go on without them."""
 
-def tell_parting(calls: Mapping[int, Record | None]) -> str:
-    """The sentence on ranks that stand in different lines of the program; empty when they stand in the same.
+JOIN_ADVICE = (
+    f"{EVEN_ADVICE}; or pass uneven_inputs=True to phalanx's DistributedDataParallel, on one host; or train inside "
+    "`with torch.distributed.algorithms.Join([model]):`."
+)
+"""The same where the others can, if they are asked to."""
 
-    `calls` is what each rank called as its operation of one number. Ranks that are in one operation and one line, and
-    differ in a size or an option, have come to the same place: nothing to tell.
+
+def describe_divergence(operations: Mapping[int, str]) -> str:
+    """The sentence on ranks that are in different lines of the program; empty when they are in the same.
+
+    `operations` says of each rank what it called as its operation of one number, 'all_reduce #42 (train.py:88)', or
+    nothing. Ranks that are in one operation and one line, and differ in a size or an option, do not diverge.
     """
     places: dict[str, list[int]] = {}
-    for rank, call in calls.items():
-        places.setdefault(_place(call), []).append(rank)
+    for rank, operation in operations.items():
+        places.setdefault(operation, []).append(rank)
     if len(places) < 2:
         return ""
     # The few who went astray come first; of two ranks the lower, since it is rank 0 that does extra work.
     (place, who), *others = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
-    if place == _NOTHING:
+    if not place:
         (place, who), others = others[0], [(place, who), *others[1:]]
     absent = sorted(rank for _, away in others for rank in away)
     if len(others) == 1:
-        instead = f"{_they(absent)} {_are(absent, others[0][0])}"
+        instead = f"{'it' if len(absent) == 1 else 'they'} {_are(absent, others[0][0])}"
     else:
-        instead = "; ".join(f"{ranks(away)} {_are(away, there)}" for there, away in others)
+        instead = "; ".join(f"{name_ranks(away)} {_are(away, there)}" for there, away in others)
     have = "has" if len(absent) == 1 else "have"
-    return f"{_start(who)} {_are(who, place)}, which {ranks(absent)} {have} not reached: {instead}."
+    return (
+        f"{name_ranks(who).capitalize()} {_are(who, place)}, which {name_ranks(absent)} {have} not reached: {instead}."
+    )
 
 
-def tell_left_alone(mine: Record, here: Sequence[int], gone: Sequence[int], behind: Mapping[int, str]) -> str:
+def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int], behind: Mapping[int, str]) -> str:
     """The sentence on an operation whose missing ranks have ended in good order: they can never come.
 
-    `here` are the ranks that have come to `mine`, `gone` those that have left, `behind` where the rest is.
+    `here` are the ranks that have come to it, `gone` those that have left, `behind` where the rest is.
     """
-    rest = "".join(f"; rank {rank} {where}" for rank, where in behind.items())
-    return f"{_start(here)} {_are(here, mine.place)}, which {ranks(list(gone))} can never reach{rest}."
+    rest = "".join(f"; rank {rank} {position}" for rank, position in behind.items())
+    return f"{name_ranks(here).capitalize()} {_are(here, operation)}, which {name_ranks(gone)} can never reach{rest}."
 
 
-_NOTHING = ""
-
-
-def _place(call: Record | None) -> str:
-    return call.place if call is not None else _NOTHING
-
-
-def _are(who: Sequence[int], place: str) -> str:
-    if place == _NOTHING:
-        return "has called nothing yet" if len(who) == 1 else "have called nothing yet"
-    return f"{'is' if len(who) == 1 else 'are'} in {place}"
-
-
-def _they(who: Sequence[int]) -> str:
-    return "it" if len(who) == 1 else "they"
-
-
-def _start(who: Sequence[int]) -> str:
-    said = ranks(list(who))
-    return said[0].upper() + said[1:]
-
-
-def tell_earlier_parting(records: Sequence[Sequence[Record]], before: int) -> str:
+def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int) -> str:
     """The sentence on the latest operation before number `before` that the ranks called from different lines, if any.
 
     Calls that are alike are no disagreement, but one that is answered by another line's is how ranks fall out of step:
@@ -81,3 +70,21 @@ def tell_earlier_parting(records: Sequence[Sequence[Record]], before: int) -> st
             where = ", ".join(f"rank {rank} at {call.site}" for rank, call in enumerate(calls[:8]) if call.site)
             return f"They had called {calls[0].label} from different lines, too: {where}."
     return ""
+
+
+def describe_absence(absent: Sequence[int], num_steps: int) -> str:
+    """The sentence on ranks that were out of the latest steps when a collective did not match; empty if none were."""
+    if not absent or not num_steps:
+        return ""
+    was, steps = "were" if len(absent) > 1 else "was", "steps" if num_steps > 1 else "step"
+    return (
+        f"{name_ranks(absent).capitalize()} {was} out of the last {num_steps} training {steps}, as ranks are that have "
+        "run out of data: where they wait, the others must come as well, to the same line."
+    )
+
+
+def _are(who: Sequence[int], place: str) -> str:
+    one = len(who) == 1
+    if not place:
+        return f"{'has' if one else 'have'} called nothing yet"
+    return f"{'is' if one else 'are'} in {place}"

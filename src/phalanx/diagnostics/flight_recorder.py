@@ -45,6 +45,30 @@ def _name(names: Sequence[str], code: int, what: str) -> str:
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a rank is: in its `seq`-th collective, `operation`, for so many `seconds`, or (`inside` false) past it."""
+
+    seq: int = 0
+    operation: str = ""  # 'all_reduce #42 (train.py:88)'; empty: it has called nothing
+    inside: bool = False
+    seconds: float = 0.0
+    failed: bool = False
+    elsewhere: str = ""  # the operation of another group in which it waits meanwhile
+
+    def __str__(self) -> str:
+        """One clause: 'is in all_reduce #42 (train.py:88) for 3.1 s'."""
+        if not self.operation:
+            here = "has called nothing yet"
+        elif self.inside:
+            here = f"is in {self.operation} for {self.seconds:.1f} s"
+        elif self.failed:
+            here = f"was in {self.operation}, which failed"
+        else:
+            here = f"last finished {self.operation}"
+        return f"{here}; it is in {self.elsewhere}" if self.elsewhere else here
+
+
+@dataclass(frozen=True)
 class Record:
     """One operation of one rank. Times are CLOCK_MONOTONIC nanoseconds; `leave_ns` is 0 while it runs."""
 
@@ -123,16 +147,16 @@ def read(core: _core.Group, rank: int) -> list[Record]:
     return [Record(*record) for record in core.records(rank)]
 
 
-def describe_position(core: _core.Group, rank: int) -> str:
-    """One clause on where `rank` is: 'is in all_reduce #42 (train.py:88) for 3.1 s'."""
-    return tell(read(core, rank), time.monotonic_ns())
-
-
-def tell(records: Sequence[Record], now_ns: int) -> str:
-    """As `describe_position`, for a rank whose operations are `records`."""
+def position_of(records: Sequence[Record], now_ns: int) -> Position:
+    """Where a rank is whose operations are `records`, and since when."""
     if not records:
-        return "has called nothing yet"
+        return Position()
     last = records[-1]
-    if last.leave_ns == 0:
-        return f"is in {last.place} for {(now_ns - last.enter_ns) / 1e9:.1f} s"
-    return f"last finished {last.place}"
+    inside = last.leave_ns == 0
+    seconds = (now_ns - last.enter_ns) / 1e9 if inside else 0.0
+    return Position(last.seq, last.place, inside, seconds, failed=not inside and last.status != 0)
+
+
+def read_position(core: _core.Group, rank: int) -> Position:
+    """Where `rank` is now; it may be running, hanging or dead."""
+    return position_of(read(core, rank), time.monotonic_ns())

@@ -1,35 +1,45 @@
-"""Where a missing rank is instead: in this group, or in another one that this process and that rank are both in."""
+"""Where the ranks of this host are, and how they ended: what the shared memory of a group says of each.
+
+A missing rank may be in another group that this process and that rank are both in: those are looked at, too.
+"""
 
 from __future__ import annotations
 
-import time
+import signal
 import weakref
-from typing import Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
-from phalanx.diagnostics.flight_recorder import describe_position, read
+from phalanx.diagnostics.failure_report import KILLED, LEFT, ended_well
+from phalanx.diagnostics.flight_recorder import Position, read_position
 from phalanx.symmetric_memory.memory import SymmetricMemory
+from phalanx.symmetric_memory.watch import wait_status
+
+if TYPE_CHECKING:
+    from phalanx import _core
+
+_LEFT = 2  # enum plx_life
 
 
-class Seen(Protocol):
+class ObservedGroup(Protocol):
     """A group of this process whose memory can be read."""
 
     group: str
     symm_mem: SymmetricMemory
 
 
-_groups: weakref.WeakSet[Seen] = weakref.WeakSet()
+_groups: weakref.WeakSet[ObservedGroup] = weakref.WeakSet()
 
 
-def remember(group: Seen) -> None:
-    """JobSnapshot into this group too, as long as it lives."""
+def remember(group: ObservedGroup) -> None:
+    """Look for missing ranks in this group, too, as long as it lives."""
     _groups.add(group)
 
 
-def whereabouts(symm_mem: SymmetricMemory, rank: int) -> str:
-    """One clause: what `rank` did last in this group, and in which other group it is waiting now, if it is in one."""
-    here = describe_position(symm_mem.core, rank)
-    there = _waits_in_another(symm_mem, rank)
-    return f"{here}; {there}" if there else here
+def find_position(symm_mem: SymmetricMemory, rank: int) -> Position:
+    """Where `rank` is in this group, and in which other group it is waiting now, if it is in one."""
+    here = read_position(symm_mem.core, rank)
+    return replace(here, elsewhere=_waits_in_another(symm_mem, rank))
 
 
 def _waits_in_another(symm_mem: SymmetricMemory, rank: int) -> str:
@@ -38,9 +48,44 @@ def _waits_in_another(symm_mem: SymmetricMemory, rank: int) -> str:
         if group.symm_mem is symm_mem or group.symm_mem.closed:
             continue
         number = group.symm_mem.rank_of(process)
-        records = read(group.symm_mem.core, number) if number is not None else []
-        if records and records[-1].leave_ns == 0:
-            last = records[-1]
-            seconds = (time.monotonic_ns() - last.enter_ns) / 1e9
-            return f"it is in {last.place} of group {group.group!r} for {seconds:.1f} s"
+        there = read_position(group.symm_mem.core, number) if number is not None else Position()
+        if there.inside:
+            return f"{there.operation} of group {group.group!r} for {there.seconds:.1f} s"
     return ""
+
+
+def late_ranks(core: _core.Group, rank: int, world_size: int) -> list[int]:
+    """The ranks that have not come as far as `rank` has."""
+    mine = core.state(rank)[3]
+    return [r for r in range(world_size) if core.state(r)[3] < mine]
+
+
+def name_process(symm_mem: SymmetricMemory, rank: int) -> str:
+    """What people know the process of `rank` by: 'pid 17'."""
+    theirs, ours = symm_mem.process_of(rank), symm_mem.process_of(symm_mem.rank)
+    return f"pid {theirs.pid}" + (" in another pid namespace" if theirs.namespace != ours.namespace else "")
+
+
+def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
+    """How a rank's process ended, from the best witness that there is."""
+    life, _, _, _, _, note = symm_mem.core.state(rank)
+    if note:
+        return note
+    if life == _LEFT:
+        return LEFT
+    status = wait_status(symm_mem.process_of(rank))
+    if status is None:
+        return KILLED
+    if status & 0x7F:
+        number = status & 0x7F
+        name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+        return f"killed by {name}"
+    return f"it exited with code {status >> 8}"
+
+
+def has_finished(symm_mem: SymmetricMemory, rank: int) -> bool:
+    """Whether a rank has left, or its process has ended, because its program was over."""
+    life, _, _, _, _, note = symm_mem.core.state(rank)
+    if note or life == _LEFT:
+        return not note or ended_well(note)
+    return not symm_mem.core.alive(rank) and wait_status(symm_mem.process_of(rank)) == 0

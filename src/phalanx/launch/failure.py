@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 
-from phalanx.launch.output.fold import format_ranks
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.processes import name_signal
 
 # How much later than its cause a silent death (a signal, os._exit) may be seen: the kernel closes the dying rank's
@@ -157,7 +157,7 @@ def describe_failures(
             same["stopped by phalanx run"] = stopped
         if abandoned:
             same["not started any more"] = list(abandoned)
-        lines += [f"  rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}: {how}" for how, ranks in same.items()]
+        lines += [f"  {name_ranks(ranks)}: {how}" for how, ranks in same.items()]
         lines.append("")
     lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {first.pid}): {summarise(first)}")
     if first.report and first.report.traceback:

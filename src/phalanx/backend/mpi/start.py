@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from phalanx.backend.rendezvous import launcher
-from phalanx.coordination.bootstrap import ranks
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.mpi import Runtime, start, why_not
 from phalanx.errors import DeadlineError, PhalanxError
 
@@ -50,7 +50,7 @@ def _refuse(here: str, problems: list[str]) -> None:
             by_text.setdefault(problem, []).append(r)
     if by_text:
         text, who = max(by_text.items(), key=lambda item: len(item[1]))
-        raise PhalanxError(f"{here}: no MPI on {ranks(who)} of {len(problems)}.\n{text}")
+        raise PhalanxError(f"{here}: no MPI on {name_ranks(who)} of {len(problems)}.\n{text}")
 
 
 def _tell(store: Any, here: str, what: str, rank: int, world_size: int, words: str, deadline: Deadline) -> list[str]:
@@ -61,7 +61,7 @@ def _tell(store: Any, here: str, what: str, rank: int, world_size: int, words: s
         if deadline.passed:
             missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
             raise DeadlineError(
-                f"{here}: {ranks(missing)} of {world_size} did not come within {deadline.timeout_s:.1f} s.\n"
+                f"{here}: {name_ranks(missing)} of {world_size} did not come within {deadline.timeout_s:.1f} s.\n"
                 "Read the log of the missing rank first.",
                 missing=missing,
             )

@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from phalanx.backend.device_backends import DeviceBackend, available, find_device, no_backend_for
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group import PhalanxProcessGroup
-from phalanx.diagnostics.misuse import closed
+from phalanx.diagnostics.failure_report import closed
 
 _IDENTITY_BYTES = 128  # of a device, in UTF-8
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket
@@ -25,7 +26,6 @@ from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_rank_environment
 from phalanx.launch.failure import Exit, Report, summarise
 from phalanx.launch.output.display import Display
-from phalanx.launch.output.fold import format_ranks
 from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
@@ -382,7 +382,7 @@ def _create_store() -> int | None:
 def describe_overdue(state: Supervision) -> str:
     """One line on ranks that had to be stopped because the others had ended."""
     return (
-        f"phalanx run: rank{'s' * (len(state.overdue) > 1)} {format_ranks(state.overdue)} did not end within "
+        f"phalanx run: {name_ranks(state.overdue)} did not end within "
         f"{state.exit_timeout_s:g} s of the first (--exit-timeout), and had to be "
         f"{'killed' if state.killed else 'stopped'}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from phalanx.diagnostics.flight_recorder import tell
+from phalanx.diagnostics.flight_recorder import position_of
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.launch.processes import read_state
 
@@ -42,4 +42,4 @@ def _tell_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
     seats = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
     if not seats:
         return ""
-    return tell(max(seats, key=lambda records: records[-1].enter_ns), time.monotonic_ns())
+    return str(position_of(max(seats, key=lambda records: records[-1].enter_ns), time.monotonic_ns()))

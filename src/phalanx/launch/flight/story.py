@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.diagnostics.flight_recorder import Record
 from phalanx.diagnostics.observer import GroupLog, RankLog
-from phalanx.launch.output.fold import format_ranks
+from phalanx.diagnostics.rank_list import name_ranks
 
 _MAX_GROUPS = 4
 _MAX_LINES = 12
@@ -51,7 +51,9 @@ def _tell_group(group: GroupLog, ended_ns: Mapping[int, int], waited_s: float) -
         numbers = [number for number, _ in who]
         span = f" for {max(seconds for _, seconds in who):.1f} s" if how else ""
         ending = how if how != "." else ""
-        lines.append(f"  rank{'s' * (len(numbers) > 1)} {format_ranks(numbers)} {where}{span}{ending}")
+        if len(numbers) > 1:
+            where = where.replace("was ", "were ", 1) if where.startswith("was ") else where
+        lines.append(f"  {name_ranks(numbers)} {where}{span}{ending}")
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"  … and {len(lines) - _MAX_LINES} lines more; --log-dir keeps all"]
     return "\n".join([f"Last in group {group.name!r} (flight recorder):", *lines])

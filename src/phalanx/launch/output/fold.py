@@ -105,14 +105,3 @@ class Folder:
     def next_due(self) -> float | None:
         """When `release` will next have something to do by time alone; None when nothing is pending."""
         return self._pending[0].due if self._pending else None
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """`0-3,7` for 0, 1, 2, 3, 7."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
-from phalanx.launch.output.fold import format_ranks
+from phalanx.diagnostics.rank_list import format_ranks
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: readable on dark and light
 _DIM = 2

@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 
-from phalanx.diagnostics.flight_recorder import tell
+from phalanx.diagnostics.flight_recorder import position_of
 from phalanx.diagnostics.observer import GroupLog, Observer
 from phalanx.errors import LaunchError
 from phalanx.launch.processes import STACKS_SIGNAL
@@ -43,7 +43,7 @@ def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Map
         lines += ["", f"rank {rank} (pid {pid})"]
         seats = [(group, log) for group in groups for log in group.ranks if log.pid == pid and not log.left]
         used = [seat for seat in seats if seat[1].records]  # groups are often made in numbers and used by few
-        lines += [f"  group {group.name!r}: {tell(log.records, now_ns)}" for group, log in used or seats[:1]]
+        lines += [f"  group {group.name!r}: {position_of(log.records, now_ns)}" for group, log in used or seats[:1]]
         stack = stacks[rank]
         lines += textwrap.indent(stack, "  ").splitlines() if "\n" in stack else [f"  {stack}"]
     lines += ["", f"(innermost call first; the ranks go on; they were asked with {STACKS_SIGNAL.name})"]

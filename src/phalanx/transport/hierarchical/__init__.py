@@ -9,14 +9,11 @@ messages    point to point
 
 from __future__ import annotations
 
-from phalanx.transport.base import Transport
 from phalanx.transport.hierarchical.collectives import Collectives
 from phalanx.transport.hierarchical.messages import Messages
 
-__all__ = ["HierarchicalTransport"]
+__all__ = ["AcrossHosts"]
 
 
-class HierarchicalTransport(Collectives, Messages, Transport):
-    """Ranks on several hosts: shared memory in each, an engine between."""
-
-    hears_signals = False  # an engine's wait hears none
+class AcrossHosts(Collectives, Messages):
+    """What `SharedMemory` is for one host, for several. Tensors are on the CPU and checked by the caller."""

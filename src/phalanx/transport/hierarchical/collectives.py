@@ -22,12 +22,14 @@ from torch import Tensor
 from phalanx import _core
 from phalanx.collectives.schedule import Operation, Schedule, chunk_bounds
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.failure_report import RankCall
 from phalanx.dtypes import dtype_of
 from phalanx.symmetric_memory.memory import timeout_ns
 from phalanx.transport.call import PAYLOAD_BYTES, Call
+from phalanx.transport.hierarchical.failure_reports import Disagreement
 from phalanx.transport.hierarchical.rails import Message, data_tag, plan, talking_to
 from phalanx.transport.hierarchical.segments import Turns
-from phalanx.transport.hierarchical.session import Disagreement, Session
+from phalanx.transport.hierarchical.session import Session
 from phalanx.transport.shared_memory import CallContext, dense, is_plain, nbytes, scaled, write_back
 
 _SUM, _AVG = 0, 1  # enum plx_redop
@@ -506,7 +508,7 @@ def _compare_sizes(sizes: Sequence[Sequence[Sequence[int]]]) -> None:
                 calls.setdefault(r, f"all_to_all that sends {sent[peer]} bytes to rank {peer}")
                 calls.setdefault(peer, f"all_to_all that awaits {awaited[r]} bytes from rank {r}")
     if calls:
-        raise Disagreement(calls, complete=True)
+        raise Disagreement({rank: RankCall(text) for rank, text in calls.items()}, complete=True)
 
 
 def _wait_all(messages: Sequence[Message]) -> None:

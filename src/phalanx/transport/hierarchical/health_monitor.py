@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from phalanx.diagnostics.failure_store import FailureReport, FailureStore, Position
+from phalanx.diagnostics.failure_report import FailureReport
+from phalanx.diagnostics.failure_store import FailureStore
+from phalanx.diagnostics.flight_recorder import Position
 
 _EVERY_S = 0.2
 _JOIN_S = 2.0  # it may hang in a store whose host was cut off
@@ -32,7 +34,7 @@ class HealthMonitor:
         self._is_over = is_over
         self._over = over
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name=f"phalanx-{name}-attendant", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name=f"phalanx-{name}-health-monitor", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:

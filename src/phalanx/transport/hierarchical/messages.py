@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.deadline import Deadline
-from phalanx.diagnostics import failures
-from phalanx.diagnostics.failure_store import FailureReport
+from phalanx.diagnostics.failure_report import FailureReport, Operation, RankCall, closed
 from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.rails import Message, talking_to
@@ -24,11 +23,11 @@ class Messages(Session):
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it; waits for the receive."""
-        self._check_open(tag)
+        self._check_open(f"send to rank {dst}", tag, ctx)
         data = dense(tensor.detach())
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
-        here = self._here(f"send to rank {dst}")
+        here = self._operation(f"send to rank {dst}", ctx)
         with self._recorded(self._message("send", data, ctx), ctx, peer=dst), self._told(here, ctx, deadline, dst):
             messages = []
             with talking_to(dst):
@@ -40,11 +39,11 @@ class Messages(Session):
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
-        self._check_open(tag)
+        self._check_open(f"recv from rank {src}" if src >= 0 else "recv from any rank", tag, ctx)
         data = dense(tensor.detach())
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(ctx.timeout_s)
-        here = self._here(f"recv from rank {src}" if src >= 0 else "recv from any rank")
+        here = self._operation(f"recv from rank {src}" if src >= 0 else "recv from any rank", ctx)
         recorded = self._recorded(self._message("recv", data, ctx), ctx, peer=src)
         with recorded, self._told(here, ctx, deadline, src), torch.no_grad():
             with talking_to(src):
@@ -70,26 +69,22 @@ class Messages(Session):
         code = dtype_of(data.dtype).code
         return Call(name, code, count=data.numel(), shape=tuple(data.shape), place=self._place(ctx))
 
-    def _check_open(self, tag: int) -> None:
+    def _operation(self, label: str, ctx: CallContext) -> Operation:
+        return Operation(label, self.group, self.rank, call_site=self._place(ctx))
+
+    def _check_open(self, label: str, tag: int, ctx: CallContext) -> None:
         if self.closed:
-            raise failures.closed(self.group)
+            raise closed(self.group)
         if not 0 <= tag < (num_tags := self._engine.num_tags):
             raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1} in a group across hosts, got {tag}")
         if self._report is not None:
-            raise self._report.error(self._here())
+            raise self._report.error(self._operation(label, ctx))
 
-    def _refuse(self, here: str, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
+    def _refuse(self, here: Operation, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
         calls = {
-            source: f"send of {sent[0]} bytes of {dtype_name(sent[1])} to rank {self.rank}",
-            self.rank: f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}",
+            source: RankCall(f"send of {sent[0]} bytes of {dtype_name(sent[1])} to rank {self.rank}"),
+            self.rank: RankCall(f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}"),
         }
-        lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
-        report = FailureReport(
-            "mismatch",
-            f"the message does not fit; the tensor was not changed.\n{lines}\n"
-            "Make the receiver's tensor as large as the sender's, with the same dtype.",
-            calls=calls,
-        )
-        self._report = self._failure_store.post(report)
+        self._report = self._failure_store.post(FailureReport("mismatch", calls=calls, is_collective=False))
         self._end()
         raise self._report.error(here)

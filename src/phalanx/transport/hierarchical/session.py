@@ -13,23 +13,34 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from phalanx import _core
-from phalanx.coordination.bootstrap import NOTICE_S, ranks
+from phalanx.coordination.bootstrap import NOTICE_S
 from phalanx.deadline import Deadline
 from phalanx.diagnostics import failures
-from phalanx.diagnostics.failure_store import OVER, FailureReport, FailureStore, Position
-from phalanx.diagnostics.flight_recorder import KINDS
+from phalanx.diagnostics.failure_report import (
+    LEFT,
+    LEFT_IN_FLIGHT,
+    FailureReport,
+    Operation,
+    closed,
+    describe_interruption,
+    describe_wait,
+)
+from phalanx.diagnostics.failure_store import FailureStore
+from phalanx.diagnostics.flight_recorder import KINDS, Position
 from phalanx.engines.engine import Engine
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import SymmetricMemory, timeout_ns
 from phalanx.transport.call import BLOCK_BYTES, Call, digest_of, disagreement, payload_of, split_blocks
 from phalanx.transport.hierarchical.compression import Wire
+from phalanx.transport.hierarchical.failure_reports import Disagreement, LocalFailure, Reports
 from phalanx.transport.hierarchical.health_monitor import HealthMonitor
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Message, Rail
@@ -39,31 +50,9 @@ from phalanx.transport.shared_memory import CallContext, SharedMemory
 _logger = get_logger(__name__)
 _KINDS = {name: kind for kind, name in KINDS.items()}
 
-# How long a broken connection waits for somebody who saw the cause: the dead rank's neighbours notice within 50 ms.
-_PATIENCE_S = 0.4
-_ROLL_CALL_PATIENCE_S = 1.5
-_SOON_S = 0.01  # an engine counts milliseconds, and may give up one early
 
-
-class LocalFailure(Exception):
-    """The C core returned `status`, not zero."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
-
-
-class Disagreement(Exception):
-    """The ranks called different things. `complete`: all ranks' calls are known, not only this host's."""
-
-    def __init__(self, calls: dict[int, str], *, complete: bool) -> None:
-        super().__init__(calls)
-        self.calls = calls
-        self.complete = complete
-
-
-class Session:
-    """One rank's side of a group whose ranks are on several hosts: its host's memory, the engine and the bulletin.
+class Session(Reports):
+    """One rank's side of a group whose ranks are on several hosts: its host's memory, the engine and the failure store.
 
     One collective at a time: `lock` is held while it runs.
     """
@@ -82,12 +71,14 @@ class Session:
         self._memory = SharedMemory(group)
         self._seq = 0
         self._said_seq = -1
-        self._position = Position(0, False, "has called nothing yet")
+        self._has_said = False  # how this rank ends
+        self._position = Position()
+        self._entered_s = 0.0
         self._report: FailureReport | None = None
         self._wire = Wire(options.wire_dtype, error_feedback=options.error_feedback)
         self._engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemory
         self._failure_store: FailureStore = None  # type: ignore[assignment]
-        self._attendant: HealthMonitor | None = None
+        self._monitor: HealthMonitor | None = None
         self._rail: Rail | None = None
         self._blocks = bytearray(BLOCK_BYTES * self.world_size)  # all ranks' fingerprints, host after host
         self._mine = bytearray(BLOCK_BYTES)
@@ -95,7 +86,7 @@ class Session:
         self._answers: list[Message] = []  # the other hosts' fingerprints, under way
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
-        """Take the seat; before the first operation."""
+        """Take the memory, the engine and the store; before the first operation."""
         self._memory.attach(symm_mem)
         self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self._engine = engine
@@ -103,7 +94,7 @@ class Session:
         if self.layout.rail:
             options = self._options
             self._rail = Rail(engine, self.layout.rail, self.layout.host, options.algorithm, self._wire, options.link)
-        self._attendant = HealthMonitor(self.group, failure_store, lambda: self._position, self._is_over, self._heard)
+        self._monitor = HealthMonitor(self.group, failure_store, self._where, self._is_over, self._take_report)
 
     @property
     def symm_mem(self) -> SymmetricMemory:
@@ -133,29 +124,38 @@ class Session:
         # What the others do is told when time runs out; to ask them now would cost a question where everybody is.
         if waited_s >= NOTICE_S and self._said_seq != self._seq and not self.closed:
             self._said_seq = self._seq
-            _logger.warning("%s: waiting for ranks of this host for %.0f s", self._here(), waited_s)
+            operation, where = self._position.operation or "operation", "ranks of this host"
+            _logger.warning("%s", describe_wait(operation, self.group, self.rank, (), waited_s, where))
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def leave_note(self, note: str) -> None:
         """How this process ends, for those who will miss it."""
         self._memory.leave_note(note)
-        self._failure_store.leave_note(note)
+        self._say_exit_reason(note)
         self._linger()
 
     def leave_in_flight(self) -> None:
         """Operations are still running here: wake them, for their memory is about to go."""
-        self._memory.leave_note("it left the group while its operations were in flight (destroy_process_group)")
+        self._memory.leave_note(LEFT_IN_FLIGHT)
+        self._say_exit_reason(LEFT_IN_FLIGHT)
         self._end()
 
     def close(self) -> None:
         """Leave. Whoever waits for this rank hears it at once."""
-        if self._attendant is not None:
-            self._attendant.close()
+        if self._monitor is not None:
+            self._monitor.close()
         if not self._memory.closed:
+            self._say_exit_reason(LEFT)
             self._linger()
             self._memory.close()
             self._engine.close()
+
+    def _say_exit_reason(self, reason: str) -> None:
+        """Before the connections close: whoever loses one asks the store why. What is said first stands."""
+        if self._report is None and not self._has_said:
+            self._has_said = True
+            self._failure_store.leave_exit_reason(reason, self._where())
 
     def _linger(self) -> None:
         if self._report is not None:
@@ -164,11 +164,11 @@ class Session:
     def _is_over(self) -> bool:
         return self._core.poison()[0] != failures.OK
 
-    def _heard(self, report: FailureReport | None) -> None:
+    def _take_report(self, report: FailureReport | None) -> None:
         """The group is over. Keep the report: the store may be gone when this rank comes to the next operation."""
         self._report = self._report or report
         if report is not None:
-            self._failure_store.mark_heard()
+            self._failure_store.acknowledge()
         self._end()
 
     def _end(self) -> None:
@@ -198,21 +198,21 @@ class Session:
         """
         with self.lock, torch.no_grad():
             if self.closed:
-                raise failures.closed(self.group)
+                raise closed(self.group)
             self._seq += 1
-            label = f"{call.name} #{self._seq}"
-            place = f" ({call.place})" if call.place else ""
-            self._position = Position(self._seq, True, f"is in {label}{place}")
+            operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
+            self._entered_s = time.monotonic()
+            self._position = Position(self._seq, operation.place, inside=True)
             deadline = Deadline.after(ctx.timeout_s)
             self._core.set_awaited(ctx.awaited)  # a thread in the background leaves the core to who computes
-            with self._recorded(call, ctx), self._told(self._here(label), ctx, deadline):
+            with self._recorded(call, ctx), self._told(operation, ctx, deadline):
                 self._begin_to_agree(call, ctx, deadline, payload or b"")
                 if not early:
                     self._agree()
                 if payload is not None:
                     self._share_what_came(ctx, deadline)
                 yield deadline
-            self._position = Position(self._seq, False, f"last finished {label}{place}")
+            self._position = Position(self._seq, operation.place)
 
     @contextlib.contextmanager
     def _recorded(self, call: Call, ctx: CallContext, *, peer: int = -1) -> Iterator[None]:
@@ -233,27 +233,29 @@ class Session:
                 self._core.end_record(number, status)
 
     @contextlib.contextmanager
-    def _told(self, here: str, ctx: CallContext, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
-        """Turn what fails inside into the group's story. `peer`: only that rank is waited for."""
+    def _told(
+        self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int | None = None
+    ) -> Iterator[None]:
+        """Turn what fails inside into the error that all ranks raise. `peer`: only that rank is waited for."""
         try:
             yield
         except (LocalFailure, ConnectionBroken, Disagreement) as cause:
             if self._report is None:
-                report = self._failure_store.report() or self._tell(cause, ctx, deadline, peer)
-                self._report = self._failure_store.post(report)
-            self._failure_store.mark_heard()
+                report = self._failure_store.report() or self._explain(cause, ctx, deadline, peer)
+                report = self._failure_store.post(report)
+                # The monitor may have read the report of another rank meanwhile: that rank may be gone by now, with
+                # the store, for it was told that this one knows.
+                self._report = self._report or report
+            self._failure_store.acknowledge()
             self._end()
-            raise self._report.error(here) from None
+            raise self._report.error(operation) from None
         except BaseException as error:
             self._broke(error)
             raise
 
-    def _here(self, label: str = "operation") -> str:
-        return f"{label} in group {self.group!r} on rank {self.rank}"
-
     def _broke(self, error: BaseException) -> None:
         """Something that is no failure of the group ended the operation: the peers should hear what."""
-        self._give_up(f"stopped ({type(error).__name__}) while the group waited; it {self._position.text}.")
+        self._give_up(type(error).__name__, self._where())
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
         """Whoever waits for an operation of this group was interrupted (Ctrl-C, a signal handler that raised).
@@ -263,24 +265,25 @@ class Session:
         """
         if self.closed or self._report is not None:
             return
-        name = type(error).__name__
-        text = self._position.text.removeprefix("is in ") if self._position.inside else "no operation"
+        where = self._where()
         if what:
-            text, missing, answers = what, [peer] if peer >= 0 else [], {}
+            missing, positions = [peer] if peer >= 0 else [], None
+            where = replace(where, operation=what, inside=True)
         else:
-            answers = self._failure_store.collect_positions()
-            missing = self._missing(answers)
-        self._give_up(f"was interrupted ({name}) in {text} while the group waited.")
-        awaited = f"waiting for {ranks(missing)}" if missing else "under way"
-        lines = [f"Rank {r} ({self._names[r]}) {_whereabouts(answers.get(r))}." for r in missing if not what]
+            positions = self._failure_store.collect_positions()
+            missing = self._missing(positions)
+        self._give_up(type(error).__name__, where)
         if not error.args:
-            error.args = ("\n".join([f"{self._here(text)}: interrupted ({name}); it was {awaited}.", *lines, OVER]),)
+            label = where.operation if where.inside else "no operation"
+            operation = Operation(label, self.group, self.rank)
+            error.args = (describe_interruption(operation, error, self._processes(*missing), positions),)
 
-    def _give_up(self, text: str) -> None:
+    def _give_up(self, reason: str, position: Position) -> None:
         if self.closed:
             return
-        who = f"rank {self.rank} ({self._names[self.rank]})"
-        self._report = self._failure_store.post(FailureReport("lost", f"{who} {text}", ranks=(self.rank,)))
+        me = self.rank
+        report = FailureReport("interrupted", (me,), self._processes(me), {me: position}, reason=reason)
+        self._report = self._failure_store.post(report)
         self._end()
 
     def _begin_to_agree(self, call: Call, ctx: CallContext, deadline: Deadline, payload: bytes) -> None:
@@ -301,7 +304,7 @@ class Session:
             self._answers = self._rail.exchange(
                 here, [p if h != layout.host else None for h, p in enumerate(parts)], deadline
             )
-        if disagreement(self._known(layout.local_ranks)):
+        if disagreement(self._known(layout.local_ranks), self._seq):
             self._agree()
 
     def _agree(self) -> None:
@@ -310,7 +313,7 @@ class Session:
             answer.wait()
         self._answers = []
         everybody = self._rail is not None
-        if calls := disagreement(self._known(self.layout.by_host if everybody else self.layout.local_ranks)):
+        if calls := disagreement(self._known(self.layout.by_host if everybody else self.layout.local_ranks), self._seq):
             raise Disagreement(calls, complete=everybody)
 
     def _share_what_came(self, ctx: CallContext, deadline: Deadline) -> None:
@@ -355,116 +358,3 @@ class Session:
         """`data` (bytes) becomes that of `local_root`, on every rank of the host."""
         at, size = data.data_ptr(), len(data)
         self._checked(self._core.broadcast(at, size, 0, local_root, timeout_ns(deadline.left_s), ctx.site, data.shape))
-
-    # -- stories -------------------------------------------------------------------------------------------------
-
-    def _tell(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
-        """What this rank makes of `cause`, unless somebody who knows more speaks first."""
-        if isinstance(cause, Disagreement):
-            return self._told_by_others(_PATIENCE_S if not cause.complete else 0.0) or _mismatch(cause.calls)
-        if isinstance(cause, ConnectionBroken):
-            if deadline.left_s < _SOON_S:
-                return self._late(ctx.timeout_s, peer)
-            return (
-                self._told_by_others(_PATIENCE_S)
-                or self._told_by_silence(ctx.timeout_s, deadline)
-                or self._lost(cause.peer, "its connection closed without a word (killed, crashed, or cut off)")
-            )
-        assert isinstance(cause, LocalFailure)
-        if cause.status == failures.DEADLINE:
-            return self._late(ctx.timeout_s, peer)
-        if cause.status == failures.PEER_LOST:
-            local = self._core.poison()[1]
-            if local != self.layout.local_rank:  # our own number: the attendant ended the memory for another cause
-                return self._lost(self.layout.local_ranks[local], failures.how_it_ended(self.symm_mem, local))
-        return (
-            self._told_by_others(_PATIENCE_S)
-            or self._told_by_silence(ctx.timeout_s, deadline)
-            or FailureReport("broken", f"the core answered {cause.status}.")
-        )
-
-    def _told_by_silence(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
-        """Where nobody can tell anything, because the rank that keeps the store cannot: then it is that one.
-
-        Its neighbours heard of it first and closed their connections, without being able to say why: whoever lost
-        those would blame them.
-        """
-        fate = self._failure_store.keeper_fate()
-        if fate is None:
-            return None
-        who, what = fate
-        if what == "ended":
-            return self._lost(who, "the job's store, which it kept, is gone with it (killed, or crashed)")
-        ctx = f" within {timeout_s:.1f} s" if deadline.left_s < _SOON_S else ""
-        return FailureReport(
-            "late",
-            f"no answer from rank {who}{ctx}.\nRank {who} ({self._names[who]}) keeps the job's store, which does not "
-            "answer, though its host does: it hangs, or is stopped.\n"
-            "Read the log of the missing rank first; if it is only slow, raise `timeout`.",
-            ranks=(who,),
-        )
-
-    def _told_by_others(self, patience_s: float) -> FailureReport | None:
-        report = self._failure_store.await_report(patience_s)
-        if report is None and self._failure_store.wants_positions():
-            return self._failure_store.await_report(_ROLL_CALL_PATIENCE_S)
-        return report
-
-    def _lost(self, who: int, how: str) -> FailureReport:
-        how = self._failure_store.note_of(who) or how
-        text = f"rank {who} ({self._names[who]}) is gone: {how}.\nRead its log first."
-        return FailureReport("lost", text, ranks=(who,))
-
-    def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
-        here = self._late_here()  # before they come after all: the question where everybody is gives them time
-        answers = self._failure_store.collect_positions()
-        if report := self._told_by_silence(timeout_s, Deadline.after(0.0)):
-            return report
-        if peer is None:
-            missing = self._missing(answers, here)
-        else:
-            missing = [peer] if peer >= 0 else [r for r in range(self.world_size) if r != self.rank]
-        if not missing:
-            return FailureReport(
-                "late",
-                f"time ran out after {timeout_s:.1f} s; by now every rank has come.\n"
-                "A rank or the network is too slow: raise `timeout`.",
-            )
-        if (
-            self._failure_store.is_gone
-        ):  # nobody can be asked: those of this host have come, or the core would have said
-            missing = [r for r in missing if r not in self.layout.local_ranks] or missing
-        lines = [f"Rank {r} ({self._names[r]}) {_whereabouts(answers.get(r))}." for r in missing]
-        if self._failure_store.is_gone:
-            lines.append("The job's store does not answer either: this host may be cut off.")
-        text = "\n".join(
-            (
-                f"no answer from {ranks(missing)} within {timeout_s:.1f} s.",
-                *lines,
-                "Read the log of the missing rank first; if it is only slow, raise `timeout`.",
-            )
-        )
-        return FailureReport("late", text, ranks=tuple(missing))
-
-    def _late_here(self) -> list[int]:
-        late = failures.late(self._core, self.layout.local_rank, len(self.layout.local_ranks))
-        return [self.layout.local_ranks[r] for r in late]
-
-    def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
-        """Who has not come as far as this rank, or does not answer."""
-        late = {*late_here, *self._late_here()}
-        others = (r for r in range(self.world_size) if r != self.rank)
-        return [r for r in others if r in late or r not in answers or answers[r].seq < self._seq]
-
-
-def _whereabouts(position: Any) -> str:
-    return position.text if position is not None else "does not answer: it hangs, is stopped, or is cut off"
-
-
-def _mismatch(calls: dict[int, str]) -> FailureReport:
-    lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
-    text = (
-        f"the ranks called different things; no tensor was changed.\n{lines}\n"
-        "Make every rank call the same operation with the same dtype, size and options, in the same order."
-    )
-    return FailureReport("mismatch", text, calls=calls)

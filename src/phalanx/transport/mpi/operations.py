@@ -1,4 +1,4 @@
-"""The operations of a group over MPI: every collective is one of MPI's."""
+"""The operations of a group over MPI: what `SharedMemory` is for the ranks of one host. Tensors are on the CPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from phalanx.deadline import Deadline
-from phalanx.dtypes import dtype_name, dtype_of
+from phalanx.diagnostics.failure_report import Operation, RankCall
+from phalanx.dtypes import REDUCTIONS, dtype_name, dtype_of
 from phalanx.engines.mpi import Underway
-from phalanx.transport.base import AVG, CallContext
-from phalanx.transport.call import Call, Disagreement
+from phalanx.transport.call import Call
 from phalanx.transport.mpi.datatypes import datatype_of, element_of, operation_of, summand
-from phalanx.transport.mpi.session import MpiSession
-from phalanx.transport.tensors import dense, nbytes, scaled, write_back
+from phalanx.transport.mpi.session import Disagreement, Session
+from phalanx.transport.shared_memory import CallContext, dense, nbytes, scaled, write_back
+
+_SUM, _AVG = (REDUCTIONS[torch.distributed.ReduceOp.SUM], REDUCTIONS[torch.distributed.ReduceOp.AVG])
 
 
-class MpiTransport(MpiSession):
+class OverMpi(Session):
     """Every collective is one of MPI's, started without waiting and asked for until it is over.
 
     Numerics: MPI adds up, in an order of its own: the same for the same job, perhaps another for another number of
@@ -35,6 +37,10 @@ class MpiTransport(MpiSession):
         """Return when every rank has come: the agreement is a barrier already."""
         with self._collective(Call("barrier", place=self._place(ctx)), ctx):
             pass
+
+    def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
+        """As `all_reduce` with SUM."""
+        self.all_reduce(tensor, _SUM, CallContext(timeout_s, self.site(place)))
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
@@ -94,7 +100,7 @@ class MpiTransport(MpiSession):
 
     def _give(self, tensor: Tensor, work: Tensor, redop: int) -> None:
         """Write what MPI has reduced into `work`, which may be the memory of `tensor`, to `tensor`."""
-        if redop == AVG:
+        if redop == _AVG:
             exact = work.is_floating_point() or work.is_complex()
             work.div_(self.world_size, rounding_mode=None if exact else "trunc")
         if work.data_ptr() != tensor.data_ptr():
@@ -197,7 +203,7 @@ class MpiTransport(MpiSession):
                     calls.setdefault(r, f"all_to_all that sends {sizes[r][0][peer]} bytes to rank {peer}")
                     calls.setdefault(peer, f"all_to_all that awaits {sizes[peer][1][r]} bytes from rank {r}")
         if calls:
-            raise Disagreement(calls)
+            raise Disagreement({rank: RankCall(text) for rank, text in calls.items()})
 
     def _elements(self, tensor: Tensor) -> list[Any]:
         return [self._engine.memory(tensor), tensor.numel(), element_of(self._mpi, tensor.dtype)]
@@ -229,19 +235,6 @@ class MpiTransport(MpiSession):
 
     # -- point to point ------------------------------------------------------------------------------------------
 
-    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Return when the bytes of `tensor` have left it."""
-        self.end_send(self.begin_send(dense(tensor.detach()), dst, tag), dst, Deadline.after(ctx.timeout_s))
-
-    def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
-        tensor = tensor.detach()
-        data = dense(tensor)
-        source = self.end_recv(self.begin_recv(data, src, tag), data, src, Deadline.after(ctx.timeout_s))
-        if data is not tensor:
-            write_back(tensor, data)
-        return source
-
     def begin_send(self, data: Tensor, dst: int, tag: int) -> Underway:
         """Start to send a dense tensor."""
         self._check_tag(tag)
@@ -254,7 +247,7 @@ class MpiTransport(MpiSession):
 
     def end_send(self, message: Underway, dst: int, deadline: Deadline) -> None:
         """Return when the bytes have left the tensor."""
-        with self._told(self._here(f"send to rank {dst}"), deadline, dst):
+        with self._told(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst):
             message.finish(deadline.left_s, message.watch().look)
 
     def end_recv(self, message: Underway, data: Tensor, src: int, deadline: Deadline) -> int:
@@ -263,8 +256,8 @@ class MpiTransport(MpiSession):
         Raises:
             MismatchError: the message is not as long as the tensor.
         """
-        here = self._here(f"recv from rank {src}" if src >= 0 else "recv from any rank")
-        with self._told(here, deadline, src):
+        label = f"recv from rank {src}" if src >= 0 else "recv from any rank"
+        with self._told(Operation(label, self.group, self.rank), deadline, src):
             try:
                 message.finish(deadline.left_s, message.watch().look)
             except self._mpi.Exception as error:
@@ -280,12 +273,13 @@ class MpiTransport(MpiSession):
         wanted = f"{nbytes(data)} bytes of {dtype_name(dtype_of(data.dtype).code)}"
         raise Disagreement(
             {
-                source: f"send of {more}{sent} bytes to rank {self.rank}",
-                self.rank: f"recv of {wanted} from rank {source}",
-            }
+                source: RankCall(f"send of {more}{sent} bytes to rank {self.rank}"),
+                self.rank: RankCall(f"recv of {wanted} from rank {source}"),
+            },
+            is_collective=False,
         )
 
     def _check_tag(self, tag: int) -> None:
-        self._check_open("send and recv")
+        self._check_open(Operation("send and recv", self.group, self.rank))
         if not 0 <= tag < self._engine.num_tags:
             raise ValueError(f"send and recv: tag must be in 0..{self._engine.num_tags - 1}, got {tag}")

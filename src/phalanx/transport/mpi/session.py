@@ -4,35 +4,52 @@ MPI compares nothing, waits for ever and does not say for whom. So the ranks fir
 say where they are when one of them runs out of time:
 
     every rank   gather all fingerprints     they differ: every rank knows every rank's call
-    who is late  calls the roll              whoever waits, or computes, answers where it is; then it says goodbye, with
-                                             the report, and all who hear it tell the same
+    on timeout   ask for all positions       whoever waits, or computes, answers where it is; then it says goodbye, with
+                                             the report, and all who receive it raise the same
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from phalanx.coordination.bootstrap import ranks
 from phalanx.deadline import Deadline
-from phalanx.diagnostics import failures
 from phalanx.diagnostics.call_sites import short
-from phalanx.diagnostics.failure_store import FailureReport, Position
+from phalanx.diagnostics.divergence import describe_left_alone
+from phalanx.diagnostics.failure_report import (
+    LEFT,
+    LEFT_IN_FLIGHT,
+    FailureReport,
+    Operation,
+    RankCall,
+    closed,
+    ended_well,
+)
+from phalanx.diagnostics.flight_recorder import Position
 from phalanx.engines.mpi import EngineClosed, MpiEngine, PeerLeft, TimedOut, Underway
 from phalanx.engines.mpi.polling import wait_until
-from phalanx.transport.base import CallContext, Transport
-from phalanx.transport.call import BLOCK_BYTES, Call, Disagreement, disagreement, split_blocks
+from phalanx.transport.call import BLOCK_BYTES, Call, disagreement, split_blocks
+from phalanx.transport.shared_memory import CallContext
 
-_ROLL_CALL_S = 0.5
-_ADVICE = "Read the log of the missing rank first; if it is only slow, raise `timeout`."
+_COLLECT_S = 0.5
 
 
-class MpiSession(Transport):
+class Disagreement(Exception):
+    """The ranks called different things."""
+
+    def __init__(self, calls: Mapping[int, RankCall], *, is_collective: bool = True) -> None:
+        super().__init__(calls)
+        self.calls = calls
+        self.is_collective = is_collective
+
+
+class Session:
     """One rank's side of a group over MPI. `names` is how people call each rank's process: 'pid 17 on node3'.
 
     One collective at a time: `lock` is held while it runs.
@@ -43,15 +60,16 @@ class MpiSession(Transport):
         self.rank = engine.rank
         self.world_size = engine.world_size
         self.lock = threading.Lock()
-        self._seq = 0
+        self.seq = 0
         self._engine = engine
         self._mpi = engine.runtime.mpi
         self._names = tuple(names)
         self._sites: list[str] = [""]
-        self._position = Position(0, False, "has called nothing yet")
+        self._position = Position()
+        self._entered_s = 0.0
         self._answers: dict[int, Position] = {}
         self._report: FailureReport | None = None
-        self._note = "it left the group (destroy_process_group)"
+        self._note = LEFT
         engine.on_word = self._hear
 
     # -- what the process group asks -----------------------------------------------------------------------------
@@ -60,11 +78,6 @@ class MpiSession(Transport):
     def closed(self) -> bool:
         """Whether this process has left."""
         return (self._engine.is_closed and self._report is None) or self._engine.runtime.is_over
-
-    @property
-    def seq(self) -> int:
-        """How many collectives this rank has begun."""
-        return self._seq
 
     def site(self, place: tuple[str, int]) -> int:
         """A number for a (file, line)."""
@@ -79,12 +92,12 @@ class MpiSession(Transport):
 
     def leave_in_flight(self) -> None:
         """Operations are still running here: wake them."""
-        self._note = "it left the group while its operations were in flight (destroy_process_group)"
+        self._note = LEFT_IN_FLIGHT
         self.close()
 
     def close(self) -> None:
         """Leave. Whoever waits for this rank hears it at once."""
-        self._engine.close(seq=self.seq, note=self._note)
+        self._engine.close(seq=self.seq, note=self._note, position=asdict(self._where()))
 
     # -- around a collective -------------------------------------------------------------------------------------
 
@@ -97,55 +110,58 @@ class MpiSession(Transport):
             PeerLostError, DeadlineError: a rank left or is late.
         """
         with self.lock, torch.no_grad():
-            self._check_open(call.name)
-            self._seq += 1
-            label = f"{call.name} #{self._seq}"
-            place = f" ({call.place})" if call.place else ""
-            self._position = Position(self.seq, True, f"is in {label}{place}")
+            self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
+            self.seq += 1
+            operation = Operation(f"{call.name} #{self.seq}", self.group, self.rank, self.seq, call.place)
+            self._entered_s = time.monotonic()
+            self._position = Position(self.seq, operation.place, inside=True)
             deadline = Deadline.after(ctx.timeout_s)
-            with self._told(self._here(label), deadline):
+            with self._told(operation, deadline):
                 self._agree(call, deadline)
                 yield deadline
-            self._position = Position(self.seq, False, f"last finished {label}{place}")
+            self._position = Position(self.seq, operation.place)
 
-    def _check_open(self, operation: str) -> None:
+    def _check_open(self, operation: Operation) -> None:
         if self.closed:
-            raise failures.closed(self.group)
+            raise closed(self.group)
         if self._report is not None:
-            raise self._report.error(self._here(operation))
+            raise self._report.error(operation)
 
-    def _here(self, label: str) -> str:
-        return f"{label} in group {self.group!r} on rank {self.rank}"
+    def _where(self) -> Position:
+        """Where this rank is now."""
+        position = self._position
+        return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
 
     @contextlib.contextmanager
-    def _told(self, here: str, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
-        """Turn what fails inside into the group's story. `peer`: only that rank is waited for, below zero any."""
+    def _told(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+        """Turn what fails inside into the error that all ranks raise. `peer`: only it is waited for, below zero any."""
         try:
             yield
         except Disagreement as error:
-            self._report = _mismatch(error.calls)
+            self._report = FailureReport("mismatch", calls=error.calls, is_collective=error.is_collective)
         except TimedOut:
             self._report = self._report or self._late(deadline.timeout_s, peer)
         except PeerLeft as error:
-            self._report = self._left(error.peer, error.words)
+            self._report = self._lost(error.peer, error.words, peer)
         except EngineClosed:
             if self._report is None:
-                raise failures.closed(self.group) from None
+                raise closed(self.group) from None
         except self._mpi.Exception as error:
-            self._report = FailureReport("broken", f"MPI failed: {error}.")
+            self._report = FailureReport("broken", reason=f"MPI failed: {error}")
         except BaseException as error:
             self._interrupted(error)
             raise
         else:
             return
         self._engine.close(seq=self.seq, report=self._report.to_json())
-        raise self._report.error(here) from None
+        raise self._report.error(operation) from None
 
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
-        who = f"rank {self.rank} ({self._names[self.rank]})"
-        what = f"{who} was interrupted ({type(error).__name__}) while the group waited; it {self._position.text}."
-        self._report = FailureReport("lost", what, ranks=(self.rank,))
+        me = self.rank
+        positions = {me: self._where()}
+        reason = type(error).__name__
+        self._report = FailureReport("interrupted", (me,), self._processes(me), positions, reason=reason)
         self._engine.close(seq=self.seq, report=self._report.to_json())
 
     def _agree(self, call: Call, deadline: Deadline) -> None:
@@ -153,7 +169,7 @@ class MpiSession(Transport):
         blocks = bytearray(BLOCK_BYTES * self.world_size)
         byte = self._mpi.BYTE
         self._run(lambda comm: comm.Iallgather([mine, byte], [blocks, byte]), (mine, blocks), deadline)
-        if calls := disagreement(split_blocks(bytes(blocks), range(self.world_size))):
+        if calls := disagreement(split_blocks(bytes(blocks), range(self.world_size)), self.seq):
             raise Disagreement(calls)
 
     def _run(self, start: Callable[[Any], Any], memory: Any, deadline: Deadline) -> None:
@@ -169,59 +185,51 @@ class MpiSession(Transport):
             if words["seq"] < self.seq or "report" in words:
                 raise PeerLeft(peer, words)
 
-    # -- stories -------------------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------
 
     def _hear(self, src: int, words: dict[str, Any]) -> None:
         """Called by the thread that listens."""
-        if words["kind"] == "roll":
+        if words["kind"] == "positions":
             with contextlib.suppress(RuntimeError):
-                self._engine.tell({"kind": "here", **asdict(self._position)}, [src])
-        elif words["kind"] == "here":
-            self._answers[src] = Position(words["seq"], words["inside"], words["text"])
+                self._engine.tell({"kind": "position", **asdict(self._where())}, [src])
+        elif words["kind"] == "position":
+            del words["kind"]
+            self._answers[src] = Position(**words)
 
-    def _left(self, peer: int, words: dict[str, Any]) -> FailureReport:
+    def _processes(self, *ranks: int) -> dict[int, str]:
+        return {rank: self._names[rank] for rank in ranks}
+
+    def _lost(self, who: int, words: dict[str, Any], peer: int | None) -> FailureReport:
+        """`who` has left and said `words`. `peer`: a message was waited for, not a collective."""
         if "report" in words:
             return FailureReport.from_json(words["report"])
-        return FailureReport(
-            "lost",
-            f"rank {peer} ({self._names[peer]}) is gone: {words.get('note')}.\nRead its log first.",
-            ranks=(peer,),
-        )
+        position, reason = Position(**words["position"]), words["note"]
+        remarks: tuple[str, ...] = ()
+        if peer is None and position.seq < self.seq and ended_well(reason):
+            remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)
+        return FailureReport("lost", (who,), self._processes(who), {who: position}, reason=reason, remarks=remarks)
 
     def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
         others = [r for r in range(self.world_size) if r != self.rank]
         with contextlib.suppress(RuntimeError):
-            self._engine.tell({"kind": "roll"})
-            wait_until(lambda: len(self._answers) == len(others), lambda: None, _ROLL_CALL_S)
+            self._engine.tell({"kind": "positions"})
+            wait_until(lambda: len(self._answers) == len(others), lambda: None, _COLLECT_S)
         for r, words in list(self._engine.departed.items()):  # somebody was faster
             if "report" in words:
-                return self._left(r, words)
+                return self._lost(r, words, peer)
         if peer is None:
             missing = [r for r in others if r not in self._answers or self._answers[r].seq < self.seq]
         else:
             missing = [peer] if peer >= 0 else others
-        if not missing:
-            return FailureReport(
-                "late",
-                f"time ran out after {timeout_s:.1f} s; by now every rank has come.\n"
-                "A rank or the network is too slow: raise `timeout`.",
-            )
-        lines = [f"Rank {r} ({self._names[r]}) {self._whereabouts(r)}." for r in missing]
-        text = "\n".join((f"no answer from {ranks(missing)} within {timeout_s:.1f} s.", *lines, _ADVICE))
-        return FailureReport("late", text, ranks=tuple(missing))
-
-    def _whereabouts(self, rank: int) -> str:
-        answer = self._answers.get(rank)
-        return answer.text if answer is not None else "does not answer: it hangs, is stopped, or is cut off"
+        return FailureReport(
+            "late",
+            tuple(missing),
+            self._processes(*missing),
+            {r: self._answers[r] for r in missing if r in self._answers},
+            timeout_s=timeout_s,
+            waiter=self.rank,
+            is_collective=peer is None,
+        )
 
     def _place(self, ctx: CallContext) -> str:
         return self._sites[ctx.site]
-
-
-def _mismatch(calls: dict[int, str]) -> FailureReport:
-    lines = "\n".join(f"  rank {r}: {call}" for r, call in calls.items())
-    text = (
-        f"the ranks called different things; no tensor was changed.\n{lines}\n"
-        "Make every rank call the same operation with the same dtype, size and options, in the same order."
-    )
-    return FailureReport("mismatch", text, calls=calls)

@@ -1,0 +1,171 @@
+"""What a rank makes of a failure: the report that all ranks of the group then tell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from phalanx import _core
+from phalanx.deadline import Deadline
+from phalanx.diagnostics import failures
+from phalanx.diagnostics.divergence import describe_left_alone
+from phalanx.diagnostics.failure_report import FailureReport, RankCall, ended_well
+from phalanx.diagnostics.failure_store import FailureStore
+from phalanx.diagnostics.flight_recorder import Position, read_position
+from phalanx.diagnostics.whereabouts import how_it_ended, late_ranks
+from phalanx.symmetric_memory.memory import SymmetricMemory
+from phalanx.transport.hierarchical.layout import Layout
+from phalanx.transport.hierarchical.rails import ConnectionBroken
+from phalanx.transport.shared_memory import CallContext
+
+# How long a broken connection waits for somebody who saw the cause: the dead rank's neighbours notice within 50 ms.
+_PATIENCE_S = 0.4
+_COLLECT_PATIENCE_S = 1.5
+_SOON_S = 0.01  # an engine counts milliseconds, and may give up one early
+
+
+class LocalFailure(Exception):
+    """The C core returned `status`, not zero."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class Disagreement(Exception):
+    """The ranks called different things. `complete`: all ranks' calls are known, not only this host's."""
+
+    def __init__(self, calls: Mapping[int, RankCall], *, complete: bool) -> None:
+        super().__init__(calls)
+        self.calls = calls
+        self.complete = complete
+
+
+class Reports:
+    """What `Session` knows of its group, as far as a report tells it."""
+
+    layout: Layout
+    rank: int
+    world_size: int
+    _names: tuple[str, ...]
+    _seq: int
+    _position: Position
+    _entered_s: float
+    _failure_store: FailureStore
+
+    @property
+    def symm_mem(self) -> SymmetricMemory:
+        """The memory of this host."""
+        raise NotImplementedError
+
+    @property
+    def _core(self) -> _core.Group:
+        return self.symm_mem.core
+
+    def _where(self) -> Position:
+        """Where this rank is now."""
+        position = self._position
+        return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
+
+    def _explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
+        """What this rank makes of `cause`, unless a rank that knows more posts its report first."""
+        if isinstance(cause, Disagreement):
+            known = self._reported_by_others(_PATIENCE_S if not cause.complete else 0.0)
+            return known or FailureReport("mismatch", calls=cause.calls)
+        if isinstance(cause, ConnectionBroken):
+            if deadline.left_s < _SOON_S:
+                return self._late(ctx.timeout_s, peer)
+            return (
+                self._reported_by_others(_PATIENCE_S)
+                or self._server_lost(ctx.timeout_s, deadline)
+                or self._lost(cause.peer, "its connection closed without a word (killed, crashed, or cut off)", peer)
+            )
+        assert isinstance(cause, LocalFailure)
+        if cause.status == failures.DEADLINE:
+            return self._late(ctx.timeout_s, peer)
+        if cause.status == failures.PEER_LOST:
+            local = self._core.poison()[1]
+            if local != self.layout.local_rank:  # our own number: the monitor ended the memory for another cause
+                return self._lost(self.layout.local_ranks[local], how_it_ended(self.symm_mem, local), peer)
+        return (
+            self._reported_by_others(_PATIENCE_S)
+            or self._server_lost(ctx.timeout_s, deadline)
+            or FailureReport("internal", reason=f"the core answered {cause.status}")
+        )
+
+    def _reported_by_others(self, patience_s: float) -> FailureReport | None:
+        report = self._failure_store.await_report(patience_s)
+        if report is None and self._failure_store.wants_positions():
+            return self._failure_store.await_report(_COLLECT_PATIENCE_S)
+        return report
+
+    def _server_lost(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
+        """If the store is silent because the rank whose process serves it is gone or hangs: then it is that rank.
+
+        Its neighbours heard of it first and closed their connections, without being able to say why: whoever lost
+        those would blame them.
+        """
+        fate = self._failure_store.server_fate()
+        if fate is None:
+            return None
+        who, what = fate
+        if what == "ended":
+            return self._lost(who, "the job's store, which it served, is gone with it (killed, or crashed)", None)
+        return FailureReport(
+            "late",
+            (who,),
+            self._processes(who),
+            timeout_s=timeout_s if deadline.left_s < _SOON_S else 0.0,
+            remarks=("It serves the job's store, which does not answer, though its host does.",),
+        )
+
+    def _processes(self, *ranks: int) -> dict[int, str]:
+        return {rank: self._names[rank] for rank in ranks}
+
+    def _lost(self, who: int, how: str, peer: int | None) -> FailureReport:
+        """`who` is gone. `peer`: a message was waited for, not a collective."""
+        reason, position = self._failure_store.exit_reason(who)
+        if position is None and who in self.layout.local_ranks:
+            position = read_position(self._core, self.layout.local_ranks.index(who))
+        reason = reason or how
+        remarks: tuple[str, ...] = ()
+        if peer is None and position is not None and position.seq < self._seq and ended_well(reason):
+            remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)
+        positions = {who: position} if position is not None else {}
+        return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
+
+    def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
+        here = self._late_here()  # before they come after all: the question where everybody is gives them time
+        answers = self._failure_store.collect_positions()
+        if report := self._server_lost(timeout_s, Deadline.after(0.0)):
+            return report
+        if peer is None:
+            missing = self._missing(answers, here)
+        else:
+            missing = [peer] if peer >= 0 else [r for r in range(self.world_size) if r != self.rank]
+        remarks: tuple[str, ...] = ()
+        if missing and self._failure_store.is_gone:
+            # Nobody can be asked: those of this host have come, or the core would have said.
+            missing = [r for r in missing if r not in self.layout.local_ranks] or missing
+            remarks = ("The job's store does not answer either: this host may be cut off.",)
+        return FailureReport(
+            "late",
+            tuple(missing),
+            self._processes(*missing),
+            {r: answers[r] for r in missing if r in answers},
+            timeout_s=timeout_s,
+            waiter=self.rank,
+            is_collective=peer is None,
+            remarks=remarks,
+        )
+
+    def _late_here(self) -> list[int]:
+        late = late_ranks(self._core, self.layout.local_rank, len(self.layout.local_ranks))
+        return [self.layout.local_ranks[r] for r in late]
+
+    def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
+        """Who has not come as far as this rank, or does not answer."""
+        late = {*late_here, *self._late_here()}
+        others = (r for r in range(self.world_size) if r != self.rank)
+        return [r for r in others if r in late or r not in answers or answers[r].seq < self._seq]
