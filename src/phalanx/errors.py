@@ -68,7 +68,18 @@ class LaunchError(PhalanxError):
 
 
 class CoordinationError(PhalanxError):
-    """The job's coordinator cannot be reached, has ended, or no longer counts this process as a member."""
+    """The job's coordinator cannot be reached, has ended, or no longer counts this process as a member.
+
+    `reason`: "unreachable" (nobody answers at the address), "stranger" (something else does), "another job" (a
+    coordinator does, of another job), "lost" (it was there and has gone), "expelled" (it counts us out); or empty.
+    """
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), {"reason": self.reason})
 
 
 class AuthenticationError(CoordinationError):

@@ -1,91 +1,168 @@
-"""c10d's `Store` over the job's coordinator: what ranks meet in where the job has several hosts."""
+"""c10d's `Store` over the job's coordinator: what ranks meet in where the job has several hosts.
+
+Ranks of one host have a faster one, in memory (`phalanx.coordination.bootstrap`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING, Concatenate, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from phalanx.backend import torch_patches
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
-from phalanx.errors import DeadlineError
+from phalanx.errors import CoordinationError, DeadlineError
+
+if TYPE_CHECKING:
+    from typing_extensions import ParamSpec
+
+    P = ParamSpec("P")
+R = TypeVar("R")
 
 _DEFAULT_TIMEOUT = timedelta(seconds=300)  # as that of PyTorch's stores
 
+# torch's C++ holds a store without the Python object that does its work, which would go with the last name for it.
+_kept: set[CoordinationStore] = set()
+
+
+def _in_torchs_words(
+    method: Callable[Concatenate[CoordinationStore, P], R],
+) -> Callable[Concatenate[CoordinationStore, P], R]:
+    """Raise what PyTorch's stores raise, which its callers catch."""
+
+    @functools.wraps(method)
+    def call(self: CoordinationStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except DeadlineError as error:
+            raise dist.DistStoreError(str(error)) from None
+        except CoordinationError as error:
+            raise dist.DistNetworkError(str(error)) from error
+
+    return call
+
 
 class CoordinationStore(Store):
-    """PyTorch's Store, whose keys lie in the coordinator at `address`. Threads may share it, and so may a fork.
+    """PyTorch's Store, whose keys lie in the coordinator at `address`. Threads may share it, and a fork may use it.
 
-    Errors are those of TCPStore: `torch.distributed.DistStoreError` where a key does not come in time.
+    A call that waits keeps no other thread's call waiting; clones share one connection. It stays open until `close`, or
+    the end of the process: torch does not say when it needs a store no more.
 
     Raises:
-        AuthenticationError, CoordinationError, DeadlineError: as `Client`.
+        AuthenticationError, CoordinationError, DeadlineError: as `Client`. Its methods raise what TCPStore's do:
+            `torch.distributed.DistStoreError` for a key that does not come in time, and `DistNetworkError`.
     """
 
-    def __init__(self, address: str, key: Key | None = None, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
-        super().__init__()
-        self._timeout = timeout
-        self._client = Client(address, key, timeout=timeout)
+    if TYPE_CHECKING:
+        timeout: timedelta  # torch's stub lacks it
 
+    def __init__(
+        self,
+        address: str,
+        key: Key | None = None,
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+        *,
+        client: Client | None = None,
+    ) -> None:
+        super().__init__()
+        torch_patches.serve_prefixes()
+        self.set_timeout(timeout)  # the base has it: a PrefixStore around us sets that one
+        self._client = Client(address, key) if client is None else client
+        self._asked = threading.local()
+        _kept.add(self)
+
+    @property
+    def host(self) -> str:
+        """Where the coordinator is, as TCPStore says it; empty on its own host's socket."""
+        return self._client.address.host
+
+    @property
+    def port(self) -> int:
+        """Where the coordinator is, as TCPStore says it; 0 on its own host's socket."""
+        return self._client.address.port
+
+    def close(self) -> None:
+        """Let go of the coordinator, for all clones as well."""
+        _kept.difference_update([store for store in _kept if store._client is self._client])
+        self._client.close()
+
+    @_in_torchs_words
     def set(self, key: str, value: str | bytes) -> None:
         """Let `key` have `value`."""
         self._client.set(key, value)
 
+    @_in_torchs_words
     def get(self, key: str) -> bytes:
         """The value of `key`; waits until it is there."""
-        try:
-            return self._client.get(key, self._timeout)
-        except DeadlineError as error:
-            raise dist.DistStoreError(str(error)) from None
+        return self._client.get(key, self.timeout)
 
+    @_in_torchs_words
     def add(self, key: str, value: int) -> int:
         """Add to the number at `key`; the sum."""
         return self._client.add(key, value)
 
+    @_in_torchs_words
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of `keys` are there."""
+        if (asked := getattr(self._asked, "keys", None)) is not None:
+            asked += keys
+            return False
         return self._client.check(keys)
 
+    @_in_torchs_words
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all of `keys` are there."""
-        try:
-            self._client.wait(keys, self._timeout if timeout is None else timeout)
-        except DeadlineError as error:
-            raise dist.DistStoreError(str(error)) from None
+        self._client.wait(keys, self.timeout if timeout is None else timeout)
 
+    @_in_torchs_words
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Let `key` have the desired value if it has the expected one; what it has then."""
         return self._client.compare_set(key, expected_value, desired_value)
 
+    @_in_torchs_words
     def append(self, key: str, value: str | bytes) -> None:
         """Let the value of `key` end with `value`."""
         self._client.append(key, value)
 
+    @_in_torchs_words
     def delete_key(self, key: str) -> bool:
         """Whether it was there."""
         return self._client.delete_key(key)
 
+    @_in_torchs_words
+    def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
+        """Wait until `world_size` calls have been made with this `key`."""
+        self._client.barrier(key, world_size, self.timeout if timeout is None else timeout)
+
+    @_in_torchs_words
     def num_keys(self) -> int:
         """How many keys there are."""
         return self._client.num_keys()
 
+    @_in_torchs_words
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of `keys`; waits until all are there."""
-        try:
-            return self._client.multi_get(keys, self._timeout)
-        except DeadlineError as error:
-            raise dist.DistStoreError(str(error)) from None
+        return self._client.multi_get(keys, self.timeout)
 
+    @_in_torchs_words
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Let each key have its value."""
+        if len(keys) != len(values):
+            raise dist.DistStoreError(f"multi_set: {len(keys)} keys, and {len(values)} values")
         self._client.multi_set(keys, values)
 
+    @_in_torchs_words
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Append to the queue `key`."""
         self._client.queue_push(key, value)
 
+    @_in_torchs_words
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """The oldest item of the queue `key`.
 
@@ -93,35 +170,38 @@ class CoordinationStore(Store):
             QueueEmptyError: there is none, and `block` is False.
             DistStoreError: none came in time.
         """
-        try:
-            item = self._client.queue_pop(key, block, self._timeout)
-        except DeadlineError as error:
-            raise dist.DistStoreError(str(error)) from None
+        item = self._client.queue_pop(key, block, self.timeout)
         if item is None:
             raise dist.QueueEmptyError(f"queue {key!r} is empty")
         return item
 
+    @_in_torchs_words
     def queue_len(self, key: str) -> int:
         """How many items are in the queue `key`."""
         return self._client.queue_len(key)
 
-    def list_keys(self) -> list[str]:
-        """All keys."""
-        return self._client.list_keys()
+    @_in_torchs_words
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """All keys, or those that start with `prefix`."""
+        return self._client.list_keys(prefix)
 
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` are there."""
         return True
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long calls wait from now on."""
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long calls wait."""
-        return self._timeout
-
     def clone(self) -> CoordinationStore:
-        """Another connection to the same keys."""
-        return CoordinationStore(str(self._client.address), self._client.key, self._timeout)
+        """Another store of the same keys, with a time-out of its own."""
+        return CoordinationStore(str(self._client.address), timeout=self.timeout, client=self._client)
+
+    # What torch's C++ calls these, when a PrefixStore asks us.
+    getNumKeys = num_keys
+    deleteKey = delete_key
+
+    def name_through(self, store: Store, key: str) -> str:
+        """What `store`, some PrefixStores around this one, makes of `key`; nothing is sent."""
+        self._asked.keys = []
+        try:
+            store.check([key])
+            return str(self._asked.keys[0])
+        finally:
+            self._asked.keys = None

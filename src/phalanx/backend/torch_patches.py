@@ -171,6 +171,39 @@ def _serve_queues() -> None:
         store.queue_push, store.queue_pop, store.queue_len = queue_push, queue_pop, queue_len
 
 
+@_once
+def serve_prefixes() -> None:
+    """Let a PrefixStore around a CoordinationStore have queues and a list of keys.
+
+    torch's C++ passes neither on to a store that is written in Python; ends when it does.
+    """
+    prefixed: Any = _c10d().PrefixStore
+    home = importlib.import_module("phalanx.backend.coordination_store").CoordinationStore
+
+    def extend(name: str, ours: Callable[..., Any]) -> None:
+        theirs = getattr(prefixed, name, None)
+        if theirs is None:  # before torch 2.8
+            return
+
+        @functools.wraps(theirs)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            store = self
+            while isinstance(store, prefixed):
+                store = store.underlying_store
+            return ours(store, self, *args, **kwargs) if isinstance(store, home) else theirs(self, *args, **kwargs)
+
+        setattr(prefixed, name, call)
+
+    def list_keys(store: Any, self: Any) -> list[str]:
+        prefix = store.name_through(self, "")
+        return [key[len(prefix) :] for key in store.list_keys(prefix)]
+
+    extend("queue_push", lambda store, self, key, value: store.queue_push(store.name_through(self, key), value))
+    extend("queue_pop", lambda store, self, key, block=True: store.queue_pop(store.name_through(self, key), block))
+    extend("queue_len", lambda store, self, key: store.queue_len(store.name_through(self, key)))
+    extend("list_keys", list_keys)
+
+
 def _extend_start() -> None:
     c10d = _c10d()
     original = c10d.init_process_group

@@ -51,6 +51,7 @@ _EPOCH_BYTES = 8
 _HANDSHAKES = 2  # that must fail before we believe it is not by accident
 _EVENTS = (
     zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -149,7 +150,8 @@ class Client:
         self._calls: dict[int, _Call] = {}
         self._number = 0
         self._epoch = b""
-        self._is_connected = False
+        self._was_connected = False
+        self._cut_at: float | None = None
         self._failed = 0
         self._heard_at = time.monotonic()
         self._socket: zmq.Socket[bytes] | None = None
@@ -175,7 +177,9 @@ class Client:
             self._route = self._find(deadline)
             endpoint = self._route.address.endpoint
         elif not os.path.exists(self.address.path):
-            raise CoordinationError(f"there is no coordinator at {self.address.path}: it has ended, or never began.")
+            raise CoordinationError(
+                f"there is no coordinator at {self.address.path}: it has ended, or never began.", reason="unreachable"
+            )
         self._context = self._given_context or zmq.Context(io_threads=1)
         dealer = self._context.socket(zmq.DEALER)
         self._socket = dealer
@@ -200,10 +204,13 @@ class Client:
             self._poll.register(fd, select.POLLIN)
         dealer.connect(endpoint)
         try:
-            job, lost_after = self._call(Op.HELLO, pack_number(VERSION), self.job.encode(), deadline=deadline)
-        except ValueError as error:
-            raise CoordinationError(f"{self._where}: {error}.") from None
-        self.job = job.decode()
+            said, lost_after = self._call(Op.HELLO, pack_number(VERSION), deadline=deadline)
+        except ValueError as error:  # it speaks another version of the protocol
+            raise CoordinationError(f"{self._where}: {error}.", reason="stranger") from None
+        job = said.decode()
+        if self.job and job and self.job != job:
+            raise CoordinationError(f"{self._where} is that of job {job!r}, not of {self.job!r}.", reason="another job")
+        self.job = self.job or job
         self._lost_after_s = float(lost_after)
         self._beat_s = heartbeat_s(self._lost_after_s)
 
@@ -214,7 +221,8 @@ class Client:
             except NoRouteError as error:
                 raise CoordinationError(
                     f"the coordinator at {self.address} cannot be reached from {_hostname()}. Tried {error}.\n"
-                    "Check that it runs there, that this host can route to it, and that no firewall is in between."
+                    "Check that it runs there, that this host can route to it, and that no firewall is in between.",
+                    reason="unreachable",
                 ) from None
 
     @property
@@ -265,35 +273,35 @@ class Client:
 
     def set(self, key: str, value: str | bytes) -> None:
         """Let `key` have `value`."""
-        self._call(Op.SET, key.encode(), _bytes(value))
+        self._call(Op.SET, _name(key), _bytes(value))
 
     def get(self, key: str, timeout: Timeout = None) -> bytes:
         """The value of `key`; waits until it is there."""
-        return self._call(Op.GET, key.encode(), deadline=self._deadline(timeout), waits_for=(key,))[0]
+        return self._call(Op.GET, _name(key), deadline=self._deadline(timeout), waits_for=(key,))[0]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number at `key`, zero if it is not there; the sum."""
-        return int(self._call(Op.ADD, key.encode(), pack_number(amount))[0])
+        return int(self._call(Op.ADD, _name(key), pack_number(amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Let `key` have `desired` if it has `expected`, or is not there and nothing is expected; its value then."""
-        return self._call(Op.COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired))[0]
+        return self._call(Op.COMPARE_SET, _name(key), _bytes(expected), _bytes(desired))[0]
 
     def append(self, key: str, value: str | bytes) -> None:
         """Let the value of `key` end with `value`."""
-        self._call(Op.APPEND, key.encode(), _bytes(value))
+        self._call(Op.APPEND, _name(key), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of `keys` are there."""
-        return self._call(Op.CHECK, *[key.encode() for key in keys])[0] == b"1"
+        return self._call(Op.CHECK, *[_name(key) for key in keys])[0] == b"1"
 
     def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
         """Wait until all of `keys` are there."""
-        self._call(Op.WAIT, *[key.encode() for key in keys], deadline=self._deadline(timeout), waits_for=keys)
+        self._call(Op.WAIT, *[_name(key) for key in keys], deadline=self._deadline(timeout), waits_for=keys)
 
     def delete_key(self, key: str) -> bool:
         """Whether it was there."""
-        return self._call(Op.DELETE, key.encode())[0] == b"1"
+        return self._call(Op.DELETE, _name(key))[0] == b"1"
 
     def num_keys(self) -> int:
         """How many keys there are."""
@@ -302,39 +310,44 @@ class Client:
     def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
         """The values of `keys`; waits until all are there."""
         deadline = self._deadline(timeout)
-        return self._call(Op.MULTI_GET, *[key.encode() for key in keys], deadline=deadline, waits_for=keys)
+        return self._call(Op.MULTI_GET, *[_name(key) for key in keys], deadline=deadline, waits_for=keys)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Let each key have its value."""
         if len(keys) != len(values):
             raise ValueError(f"multi_set: {len(keys)} keys, and {len(values)} values")
-        fields = [part for key, value in zip(keys, values, strict=True) for part in (key.encode(), _bytes(value))]
+        fields = [part for key, value in zip(keys, values, strict=True) for part in (_name(key), _bytes(value))]
         for part in _parts(fields):
             self._call(Op.MULTI_SET, *part)
 
+    def barrier(self, key: str, size: int, timeout: Timeout = None) -> None:
+        """Wait until `size` calls have been made with this `key`; the number at `key` counts them."""
+        deadline = self._deadline(timeout)
+        self._call(Op.BARRIER, _name(key), pack_number(size), deadline=deadline, waits_for=(key,))
+
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Append to the queue `key`."""
-        self._call(Op.QUEUE_PUSH, key.encode(), _bytes(value))
+        self._call(Op.QUEUE_PUSH, _name(key), _bytes(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes | None:
         """The oldest item of the queue `key`, which nobody else gets; without `block`, None where there is none."""
         deadline = self._deadline(timeout)
         found = self._call(
-            Op.QUEUE_POP, key.encode(), b"1" if block else b"0", deadline=deadline, waits_for=(key,) if block else ()
+            Op.QUEUE_POP, _name(key), b"1" if block else b"0", deadline=deadline, waits_for=(key,) if block else ()
         )
         return found[0] if found else None
 
     def queue_len(self, key: str) -> int:
         """How many items are in the queue `key`."""
-        return int(self._call(Op.QUEUE_LEN, key.encode())[0])
+        return int(self._call(Op.QUEUE_LEN, _name(key))[0])
 
     def list_keys(self, prefix: str = "") -> list[str]:
         """The keys that start with `prefix`."""
-        return [key.decode() for key in self._call(Op.LIST_KEYS, prefix.encode())]
+        return [key.decode() for key in self._call(Op.LIST_KEYS, _name(prefix))]
 
     def delete_prefix(self, prefix: str) -> int:
         """Delete the keys that start with `prefix`; how many they were."""
-        return int(self._call(Op.DELETE_PREFIX, prefix.encode())[0])
+        return int(self._call(Op.DELETE_PREFIX, _name(prefix))[0])
 
     # Membership.
 
@@ -472,7 +485,9 @@ class Client:
             return [b"busy"]
         said = call.fields[0].decode(errors="replace") if call.fields else ""
         if call.answer == Status.UNKNOWN:
-            raise CoordinationError(f"{self._where} does not count this process as a member: {said}.")
+            raise CoordinationError(
+                f"{self._where} does not count this process as a member: {said}.", reason="expelled"
+            )
         raise ValueError(said)
 
     def _give_up(self, call: _Call, deadline: Deadline, waits_for: Iterable[str]) -> None:
@@ -483,11 +498,12 @@ class Client:
             self._transmit_raw(pack(Op.CANCEL, 0, pack_number(call.number)))
         silent_s = time.monotonic() - self._heard_at
         keys = list(waits_for)
-        if keys and silent_s < 2 * _RESEND_S:
+        if keys and silent_s < 3 * _RESEND_S and self._cut_at is None:
             shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
             raise DeadlineError(f"wait timeout after {deadline.timeout_s * 1000:.0f}ms, keys: {shown}")
         raise DeadlineError(
-            f"{self._where} did not answer within {deadline.timeout_s:.1f} s; it was last heard {silent_s:.1f} s ago."
+            f"{self._where} did not answer within {deadline.timeout_s:.1f} s; it was last heard {silent_s:.1f} s ago"
+            f"{', and the connection is cut' if self._cut_at is not None else ''}."
         )
 
     def _transmit(self, call: _Call) -> None:
@@ -536,6 +552,15 @@ class Client:
                 _drain(self._wake_fds)
             self._read()
             now = time.monotonic()
+            if self._cut_at is not None and now - self._cut_at > 3 * self._lost_after_s:
+                self._fail_all(
+                    CoordinationError(
+                        f"{self._where} cannot be reached any more: the connection was cut {now - self._cut_at:.0f} s "
+                        "ago, and nobody answers there.\nEither it has ended (read the output of its host first), or "
+                        "the network between the hosts is down.",
+                        reason="lost",
+                    )
+                )
             late = [call for call in self._calls.values() if now - call.sent_at > _RESEND_S]
             for call in late[:MAX_MESSAGES]:
                 self._transmit(call)
@@ -555,7 +580,8 @@ class Client:
                     self._fail_all(
                         CoordinationError(
                             f"{self._where} is another one than before: it was started again, and the job's "
-                            "keys, members and queues are gone.\nStart the job again."
+                            "keys, members and queues are gone.\nStart the job again.",
+                            reason="lost",
                         )
                     )
                     return
@@ -578,10 +604,13 @@ class Client:
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            if self._is_connected:  # again: what was under way may be lost
+            if self._was_connected:  # again: what was under way may be lost
                 for call in list(self._calls.values())[:_MAX_CALLS]:
                     self._transmit(call)
-            self._is_connected, self._failed = True, 0
+            self._was_connected, self._cut_at, self._failed = True, None, 0
+        elif event == zmq.EVENT_DISCONNECTED:
+            if self._was_connected and self._cut_at is None:
+                self._cut_at = time.monotonic()
         elif event != zmq.EVENT_CONNECTED:
             self._failed += 1
             if self._failed == _HANDSHAKES and self._route is not None:
@@ -601,7 +630,8 @@ class Client:
         elif answer:
             self._fail_all(
                 CoordinationError(
-                    f"at {self.address} ({route.address}) is no coordinator, but {answer}.\nCheck the port."
+                    f"at {self.address} ({route.address}) is no coordinator, but {answer}.\nCheck the port.",
+                    reason="stranger",
                 )
             )
         else:
@@ -685,8 +715,18 @@ class Client:
         self._connect(deadline)
 
 
+def _name(key: str) -> bytes:
+    if not isinstance(key, str):
+        raise TypeError(f"a key is a str, got {type(key).__name__}")
+    return key.encode()
+
+
 def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    if isinstance(value, str):
+        return value.encode()
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError(f"a value is a str or bytes, got {type(value).__name__}")
+    return bytes(value)
 
 
 def _parts(fields: list[bytes]) -> Iterator[list[bytes]]:

@@ -45,7 +45,7 @@ _PAGE_BYTES = 4 << 20
 
 _CHANGES = frozenset({
     Op.SET, Op.ADD, Op.COMPARE_SET, Op.APPEND, Op.DELETE, Op.MULTI_SET, Op.QUEUE_PUSH, Op.QUEUE_POP, Op.DELETE_PREFIX,
-    Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT,
+    Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT, Op.BARRIER,
 })  # fmt: skip
 
 Answer = bytes
@@ -107,7 +107,7 @@ class Coordinator:
             Op.QUEUE_LEN: self._queue_len, Op.LIST_KEYS: self._list_keys, Op.DELETE_PREFIX: self._delete_prefix,
             Op.CANCEL: self._cancel, Op.JOIN: self._join, Op.LEAVE: self._leave, Op.HEARTBEAT: self._heartbeat,
             Op.MEMBERS: self._list_members, Op.POST: self._post, Op.REPORT: self._report,
-            Op.REPORTS: self._list_reports,
+            Op.REPORTS: self._list_reports, Op.BARRIER: self._barrier,
         }  # fmt: skip
 
     def handle(self, route: object, frame: bytes, now: float) -> bool:
@@ -138,6 +138,7 @@ class Coordinator:
             return False
         fine = True
         if number in session.parked:  # sent again while it waits
+            self._send(session, pack(Status.HEARTBEAT, number))
             return True
         answer = session.answered(number) if what in _CHANGES else None
         if answer is None:
@@ -222,11 +223,9 @@ class Coordinator:
     # Requests. Each returns its answer, or None where it waits or needs none.
 
     def _hello(self, session: Session, message: Message) -> Answer:
-        version, job = unpack_number(message.fields[0]), unpack_text(message.fields[1])
+        version = unpack_number(message.fields[0])
         if version != VERSION:
             raise RefusedError(f"the coordinator speaks version {VERSION} of the protocol, and you {version}")
-        if job != self.job and job and self.job:
-            raise RefusedError(f"this is the coordinator of job {self.job!r}, not of {job[:200]!r}")
         return pack(Status.OK, message.number, self.job.encode(), repr(self.members.lost_after_s).encode())
 
     def _set(self, session: Session, message: Message) -> Answer:
@@ -263,7 +262,7 @@ class Coordinator:
         return pack(Status.OK, message.number, b"1" if self.store.has(message.fields) else b"0")
 
     def _wait(self, session: Session, message: Message) -> Answer | None:
-        if self._park(session, message, Waiter(session, message.fields)):
+        if self._park(session, message, Waiter(session, message.fields, takes_queues=True)):
             return None
         return pack(Status.OK, message.number)
 
@@ -412,6 +411,17 @@ class Coordinator:
         fields = [part for sender, body in found for part in (pack_number(sender), body)]
         return pack(Status.OK, message.number, *fields)
 
+    def _barrier(self, session: Session, message: Message) -> Answer | None:
+        key, size = message.fields[0], unpack_number(message.fields[1])
+        count, ready = self.store.add(key, 1)
+        self._wake(ready)
+        gate = b"\0barrier/" + key
+        if count < size:
+            self._park(session, message, Waiter(session, (gate,), takes_queues=True))
+            return None
+        self._wake(self.store.release(gate))
+        return pack(Status.OK, message.number)
+
     # Waiting, and being told.
 
     def _park(self, session: Session, message: Message, waiter: Waiter) -> bool:
@@ -439,7 +449,11 @@ class Coordinator:
         for waiter in ready:
             session, message = waiter.owner
             self._unpark(session, message.number)
-            self._handle(session, message)
+            if message.what == Op.BARRIER:  # it has been counted
+                session.remember(message.number, answer := pack(Status.OK, message.number))
+                self._send(session, answer)
+            else:
+                self._handle(session, message)
 
     def _tell_all(self) -> None:
         for member in self.members:

@@ -27,6 +27,7 @@ class Waiter:
     owner: Any
     keys: Sequence[bytes] = ()
     queue: bytes | None = None
+    takes_queues: bool = False  # whether a queue of the name will do for a key
     missing: set[bytes] = field(default_factory=set)
 
 
@@ -53,6 +54,9 @@ class KeyValueStore:
     def has(self, keys: Iterable[bytes]) -> bool:
         """Whether all are there, as keys or as queues with something in them."""
         return all(key in self._values or key in self._queues for key in keys)
+
+    def _has_values(self, keys: Iterable[bytes]) -> bool:
+        return all(key in self._values for key in keys)
 
     def set(self, key: bytes, value: bytes) -> list[Waiter]:
         """Let `key` have `value`."""
@@ -145,10 +149,15 @@ class KeyValueStore:
                 return False
             self._waiters.setdefault(waiter.queue, {})[waiter] = None
             return True
-        waiter.missing = {key for key in waiter.keys if key not in self._values and key not in self._queues}
+        there = self.has if waiter.takes_queues else self._has_values
+        waiter.missing = {key for key in waiter.keys if not there((key,))}
         for key in waiter.missing:
             self._waiters.setdefault(key, {})[waiter] = None
         return bool(waiter.missing)
+
+    def release(self, gate: bytes) -> list[Waiter]:
+        """Those who wait for a key that never comes: let them go."""
+        return self._came(gate) if gate in self._waiters else []
 
     def forget(self, waiter: Waiter) -> None:
         """Let `waiter` go."""
@@ -167,10 +176,12 @@ class KeyValueStore:
                     continue
                 takers -= 1
                 ready.append(waiter)
-            else:
+            elif waiter.takes_queues or key in self._values:
                 waiter.missing.discard(key)
                 if not waiter.missing:
                     ready.append(waiter)
+            else:
+                continue
             del waiters[waiter]
         if not waiters:
             del self._waiters[key]

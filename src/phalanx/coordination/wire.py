@@ -51,6 +51,7 @@ class Op(enum.IntEnum):
     POST = 23
     REPORT = 24
     REPORTS = 25
+    BARRIER = 26
 
 
 class Status(enum.IntEnum):
