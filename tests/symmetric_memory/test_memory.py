@@ -3,6 +3,7 @@
 import ctypes
 import os
 import resource
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,8 @@ def test_a_group_is_crowded_when_it_has_fewer_cores_than_ranks():
     assert not is_crowded(members({0}, {1}))
     assert is_crowded(members({0}, {0}))
     assert is_crowded(members({0, 1}, {0, 1}, {0, 1}))
+    assert is_crowded([replace(member, threads=2) for member in members({0, 1}, {0, 1})])
+    assert not is_crowded([replace(member, threads=2) for member in members({0, 1}, {2, 3})])
 
 
 def test_rings_are_powers_of_two_that_shrink_as_their_number_grows():

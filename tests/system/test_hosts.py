@@ -154,7 +154,7 @@ def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_tr
     def check(rank, world_size, machines):
         memory = dist.group.WORLD._memory
         log = []
-        exchange, play, agree = memory._rail.exchange, memory._rail.play, memory._agree
+        send, play, agree = memory._leaders.send, memory._rail.play, memory._agree
 
         def logged(name, call):
             def wrapped(*args, **kwargs):
@@ -163,15 +163,15 @@ def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_tr
 
             return wrapped
 
-        memory._rail.exchange = logged("fingerprints go", exchange)
+        memory._leaders.send = logged("heads go", send)
         memory._rail.play = logged("data goes", play)
-        memory._agree = logged("wait for fingerprints", agree)
-        small, larger = torch.ones(64), torch.ones(65)
+        memory._agree = logged("wait for heads", agree)
+        small, larger = torch.ones(16_384), torch.ones(16_385)
         dist.all_reduce(small)
         dist.all_reduce(larger)
         return log, small[0].item(), larger[0].item()
 
-    expected = ["fingerprints go", "wait for fingerprints", "fingerprints go", "data goes", "wait for fingerprints"]
+    expected = ["heads go", "wait for heads", "heads go", "data goes", "wait for heads"]
     assert on_hosts((1, 1), check) == [(expected, 2.0, 2.0)] * 2
 
 

@@ -30,8 +30,13 @@ class FromAnybody(Pending, Protocol):
 class Engine(Protocol):
     """One rank's end. Messages between two ranks with one tag arrive in the order in which they were sent.
 
-    Tensors are contiguous; a receive is exactly as long as its message. Whoever starts a message keeps its tensor.
+    Tensors are contiguous; a receive is as long as its message, or longer. Whoever starts a message keeps its tensor.
     """
+
+    @property
+    def hears_signals(self) -> bool:
+        """Whether a wait is interrupted by Ctrl-C, and by signal handlers that raise."""
+        ...
 
     @property
     def num_tags(self) -> int:

@@ -24,7 +24,7 @@ class GlooEngine:
     """Messages between the ranks of a group, wherever they run. Collective: all ranks build theirs.
 
     Sends and receives start at once and return something to wait for. Messages between two ranks with one tag arrive in
-    the order in which they were sent; a receive is exactly as long as its message. A wait that times out ends the
+    the order in which they were sent; a receive is as long as its message, or longer. A wait that times out ends the
     engine for this rank, and its peers' waits with it.
 
     Raises:
@@ -32,6 +32,7 @@ class GlooEngine:
     """
 
     name = "gloo"
+    hears_signals = False  # it waits in C++
     num_tags = DATA
 
     def __init__(

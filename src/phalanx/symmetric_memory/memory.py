@@ -39,10 +39,11 @@ _NO_ROOM, _DISK_FULL = -1, -2  # in place of a block's index
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of this host: its process, and the cores that it may use."""
+    """A rank of this host: its process, the cores that it may use, and how many threads work there while it waits."""
 
     process: ProcessId
     cpus: frozenset[int]
+    threads: int = 1
 
 
 def channel_bytes(world_size: int) -> int:
@@ -51,9 +52,9 @@ def channel_bytes(world_size: int) -> int:
 
 
 def is_crowded(members: Sequence[Member]) -> bool:
-    """Whether there are more ranks than cores for them: then whoever waits must sleep, not spin."""
+    """Whether there are more threads than cores for them: then whoever waits must sleep, not spin."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
-    return len(members) > len(cores)
+    return sum(member.threads for member in members) > len(cores)
 
 
 def _background_spin_ns(members: Sequence[Member]) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from phalanx.diagnostics.failure_report import RankCall
 from phalanx.dtypes import dtype_name, reduction_name
@@ -13,7 +15,8 @@ from phalanx.dtypes import dtype_name, reduction_name
 BLOCK_BYTES = 512
 PAYLOAD_BYTES = 256
 _DIGEST_BYTES = 16
-_HEAD_BYTES = BLOCK_BYTES - PAYLOAD_BYTES
+_SEQ_BYTES = 4
+HEAD_BYTES = BLOCK_BYTES - PAYLOAD_BYTES
 _SEPARATOR = "\x1f"
 _MAX_PLACE_BYTES = 120  # the end of a longer path, so that there is room for the rest
 
@@ -41,33 +44,77 @@ class Call:
             what += f" of {dtype_name(self.dtype)} {self.shape}"
         return _SEPARATOR.join((self.name, self.place.encode()[-_MAX_PLACE_BYTES:].decode(errors="ignore"), what))
 
+    def head(self, seq: int) -> bytes:
+        """A digest of what must agree, then the words; always `HEAD_BYTES` long."""
+        digest, words = self._common
+        return digest + (seq & 0xFFFFFFFF).to_bytes(_SEQ_BYTES, "little") + words
+
+    @cached_property
+    def _common(self) -> tuple[bytes, bytes]:
+        """What all heads of this call have in common."""
+        must_agree = (self.name, self.dtype, self.redop, self.root, self.count, self.sizes)
+        digest = hashlib.blake2b(repr(must_agree).encode(), digest_size=_DIGEST_BYTES - _SEQ_BYTES).digest()
+        room = HEAD_BYTES - _DIGEST_BYTES
+        return digest, self.words().encode()[:room].ljust(room, b"\0")
+
     def block(self, seq: int, payload: bytes = b"") -> bytes:
-        """A digest of what must agree, then the words, then `payload`; always `BLOCK_BYTES` long."""
-        must_agree = (seq, self.name, self.dtype, self.redop, self.root, self.count, self.sizes)
-        digest = hashlib.blake2b(repr(must_agree).encode(), digest_size=_DIGEST_BYTES).digest()
-        head = digest + self.words().encode()[: _HEAD_BYTES - _DIGEST_BYTES]
-        return (head.ljust(_HEAD_BYTES, b"\0") + payload).ljust(BLOCK_BYTES, b"\0")
+        """The head, then `payload`; always `BLOCK_BYTES` long."""
+        return (self.head(seq) + payload).ljust(BLOCK_BYTES, b"\0")
 
 
-def digest_of(block: bytes | bytearray) -> int:
-    """The digest as a number."""
-    return int.from_bytes(block[:_DIGEST_BYTES], "little")
+@lru_cache(maxsize=1024)
+def same_call(
+    name: str,
+    dtype: int,
+    redop: int,
+    root: int,
+    count: int,
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    place: str,
+) -> Call:
+    """The `Call`, with its head: a training loop makes the same calls again and again."""
+    return Call(name, dtype, redop, root, count, sizes, shape, place)
+
+
+def foreign_head(call: RankCall) -> bytes:
+    """A head that agrees with no call's, for a rank of which only its records are known."""
+    digest = hashlib.blake2b(call.text.encode(), digest_size=_DIGEST_BYTES).digest()
+    room = HEAD_BYTES - _DIGEST_BYTES
+    text, _, place = call.text.partition(" at ")
+    name = re.split(r"[( ]", text, maxsplit=1)[0]
+    what = text[len(name) :]
+    words = _SEPARATOR.join((name, place.encode()[-_MAX_PLACE_BYTES:].decode(errors="ignore"), what))
+    return digest + words.encode()[:room].ljust(room, b"\0")
+
+
+def digest_of(head: bytes | bytearray) -> int:
+    """A number that differs, most likely, where what must agree does; its last bits, too."""
+    number = int.from_bytes(head[: _DIGEST_BYTES - _SEQ_BYTES], "little")
+    seq = int.from_bytes(head[_DIGEST_BYTES - _SEQ_BYTES : _DIGEST_BYTES], "little")
+    return number ^ seq * 0x9E3779B1
+
+
+def agree(head: bytes, other: bytes) -> bool:
+    """Whether two ranks called the same."""
+    return head[:_DIGEST_BYTES] == other[:_DIGEST_BYTES]
 
 
 def payload_of(block: bytes) -> bytes:
     """What its rank brings, and zeros."""
-    return block[_HEAD_BYTES:]
+    return block[HEAD_BYTES:]
 
 
 def disagreement(blocks: Mapping[int, bytes], seq: int) -> dict[int, RankCall]:
     """What each rank called as its collective number `seq` if the ranks' calls differ; else nothing."""
     if len({block[:_DIGEST_BYTES] for block in blocks.values()}) <= 1:
         return {}
-    return {r: _rank_call(block, seq) for r, block in sorted(blocks.items())}
+    return {r: rank_call(block, seq) for r, block in sorted(blocks.items())}
 
 
-def _rank_call(block: bytes, seq: int) -> RankCall:
-    words = block[_DIGEST_BYTES:_HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
+def rank_call(block: bytes, seq: int) -> RankCall:
+    """What the rank called as its collective number `seq`."""
+    words = block[_DIGEST_BYTES:HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
     name, _, rest = words.partition(_SEPARATOR)
     place, _, what = rest.partition(_SEPARATOR)
     operation = f"{name} #{seq}"

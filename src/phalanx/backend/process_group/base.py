@@ -41,8 +41,8 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
     """What every process group answers, and the order in which this one carries things out.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
-    the group's executor, one thread, first come first served. Either way all ranks run the same calls in order.
-    Across hosts the executor carries out everything: an engine's wait hears no signal, and the main thread must.
+    the group's executor, one thread, first come first served. Either way all ranks run the same calls in order. The
+    memory sees to it that the main thread hears Ctrl-C in an operation; a wait for the executor hears it by itself.
     """
 
     def __init__(
@@ -205,7 +205,6 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
         executor = self._executor  # its `idle`, spelt out
         return (
             not (executor._busy or executor._items or executor._postponing)
-            and self._interrupted is None
             and not self._closed
             and not self._memory.closed
             and (self._uneven_inputs is None or self._uneven_inputs.role == WAITS)
@@ -215,10 +214,10 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
         waits = not getattr(options, "asyncOp", True)
         ctx = self._span(options, 4, self._role(waits=waits))
-        if waits and self._executor.idle and self._interrupted is None:
+        ctx.awaited = waits
+        if waits and self._executor.idle:
             operation(ctx)
             return self._done
-        ctx.awaited = waits
         if waits:
             self.refuse_nested()
         work = self._queue(self._executor, lambda: operation(ctx), outputs)
@@ -241,7 +240,7 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
 
     def _interrupts_collective(self) -> bool:
         memory = self._memory
-        return isinstance(memory, SharedMemory) and memory.in_turn
+        return isinstance(memory, SharedMemory | AcrossHosts) and memory.in_turn
 
     def in_order(self, operation: Callable[[], Result]) -> Result:
         """Run `operation`, whose collectives go straight to the memory, after all that was called here before; wait.

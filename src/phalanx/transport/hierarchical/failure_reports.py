@@ -10,9 +10,9 @@ from phalanx import _core
 from phalanx.deadline import Deadline
 from phalanx.diagnostics import failures
 from phalanx.diagnostics.divergence import describe_left_alone
-from phalanx.diagnostics.failure_report import FailureReport, RankCall, ended_well
+from phalanx.diagnostics.failure_report import NOTHING_CALLED, FailureReport, RankCall, ended_well
 from phalanx.diagnostics.failure_store import FailureStore
-from phalanx.diagnostics.flight_recorder import Position, read_position
+from phalanx.diagnostics.flight_recorder import Position, read, read_position
 from phalanx.diagnostics.whereabouts import how_it_ended, late_ranks
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.hierarchical.layout import Layout
@@ -50,13 +50,17 @@ class Reports:
     world_size: int
     _names: tuple[str, ...]
     _seq: int
-    _position: Position
     _entered_s: float
     _failure_store: FailureStore
 
     @property
     def symm_mem(self) -> SymmetricMemory:
         """The memory of this host."""
+        raise NotImplementedError
+
+    @property
+    def _position(self) -> Position:
+        """Where this rank is."""
         raise NotImplementedError
 
     @property
@@ -70,6 +74,9 @@ class Reports:
 
     def _explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
         """What this rank makes of `cause`, unless a rank that knows more posts its report first."""
+        if isinstance(cause, LocalFailure) and cause.status == failures.MISMATCH:  # their leader asks, and tells
+            known = self._reported_by_others(deadline.left_s + _COLLECT_PATIENCE_S)
+            return known or FailureReport("mismatch", calls=self._called_here())
         if isinstance(cause, Disagreement):
             known = self._reported_by_others(_PATIENCE_S if not cause.complete else 0.0)
             return known or FailureReport("mismatch", calls=cause.calls)
@@ -87,7 +94,9 @@ class Reports:
         if cause.status == failures.PEER_LOST:
             local = self._core.poison()[1]
             if local != self.layout.local_rank:  # our own number: the monitor ended the memory for another cause
-                return self._lost(self.layout.local_ranks[local], how_it_ended(self.symm_mem, local), peer)
+                # It may have ended this memory for a cause that it could tell nobody, without the store.
+                silence = self._server_lost(ctx.timeout_s, deadline)
+                return silence or self._lost(self.layout.local_ranks[local], how_it_ended(self.symm_mem, local), peer)
         return (
             self._reported_by_others(_PATIENCE_S)
             or self._server_lost(ctx.timeout_s, deadline)
@@ -99,6 +108,14 @@ class Reports:
         if report is None and self._failure_store.wants_positions():
             return self._failure_store.await_report(_COLLECT_PATIENCE_S)
         return report
+
+    def _called_here(self) -> dict[int, RankCall]:
+        """What the ranks of this host called last."""
+        calls = {}
+        for local, r in enumerate(self.layout.local_ranks):
+            collectives = [record for record in read(self._core, local) if record.is_collective]
+            calls[r] = RankCall(collectives[-1].call(), collectives[-1].place) if collectives else NOTHING_CALLED
+        return calls
 
     def _server_lost(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
         """If the store is silent because the rank whose process serves it is gone or hangs: then it is that rank.
@@ -167,5 +184,8 @@ class Reports:
     def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
         """Who has not come as far as this rank, or does not answer."""
         late = {*late_here, *self._late_here()}
+        leader = self.layout.local_ranks[0]  # who waits for other hosts while this rank waits for it
+        if leader in answers and answers[leader].seq >= self._seq:
+            late.discard(leader)
         others = (r for r in range(self.world_size) if r != self.rank)
         return [r for r in others if r in late or r not in answers or answers[r].seq < self._seq]

@@ -28,7 +28,7 @@ class Messages(Session):
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"send to rank {dst}", ctx)
-        with self._recorded(self._message("send", data, ctx), ctx, peer=dst), self._told(here, ctx, deadline, dst):
+        with self._recorded(self._message("send", data, ctx), ctx, dst), self._told(here, ctx, deadline, dst):
             messages = []
             with talking_to(dst):
                 messages.append(Message(self._engine.send(dst, header, tag), dst, deadline))
@@ -44,7 +44,7 @@ class Messages(Session):
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"recv from rank {src}" if src >= 0 else "recv from any rank", ctx)
-        recorded = self._recorded(self._message("recv", data, ctx), ctx, peer=src)
+        recorded = self._recorded(self._message("recv", data, ctx), ctx, src)
         with recorded, self._told(here, ctx, deadline, src), torch.no_grad():
             with talking_to(src):
                 if src >= 0:

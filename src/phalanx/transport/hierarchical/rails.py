@@ -25,6 +25,7 @@ from phalanx.transport.hierarchical.compression import Widening, Wire
 FINGERPRINT = 0x7FFFFFFE
 _NUMBERS = 4000  # of messages that are told apart within one collective
 _LONGEST_WAIT_S = 1e8  # three years: what a timeout of "for ever" becomes in milliseconds
+FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
 
 
 class ConnectionBroken(Exception):
@@ -109,20 +110,6 @@ class Rail:
         self._wire = wire
         self._link = link
 
-    def exchange(self, mine: Tensor, theirs: Sequence[Tensor | None], deadline: Deadline) -> list[Message]:
-        """theirs[h] becomes what host h's rank of this rail sends all others; this host's own is None.
-
-        Returns what to wait for; until then the tensors must not be touched.
-        """
-        messages = []
-        for host, rank in enumerate(self._ranks):
-            into = theirs[host]
-            if into is not None:
-                with talking_to(rank):
-                    messages.append(Message(self._engine.recv(rank, into, FINGERPRINT), rank, deadline))
-                    messages.append(Message(self._engine.send(rank, mine, FINGERPRINT), rank, deadline))
-        return messages
-
     def run(
         self,
         operation: Operation,
@@ -172,7 +159,7 @@ class Rail:
                 at = (view.data_ptr() - buffer.data_ptr()) // view.element_size()
                 view = self._wire.shorten(view, None if lost is None else lost[at : at + view.numel()])
             with talking_to(rank):
-                return Message(_Held(self._engine.send(rank, view, tag), view), rank, deadline)
+                return Message(Held(self._engine.send(rank, view, tag), view), rank, deadline)
 
         def recv(src: int, view: Tensor) -> Message:
             rank = self._ranks[src]
@@ -202,7 +189,7 @@ class Rail:
         yield from steps
 
 
-class _Held:
+class Held:
     """A send, and the tensor that it reads: the engine does not keep it."""
 
     def __init__(self, pending: Any, tensor: Tensor) -> None:
@@ -210,4 +197,5 @@ class _Held:
         self._tensor = tensor
 
     def wait(self, timeout: timedelta) -> None:
+        """Return when it is over."""
         self._pending.wait(timeout)

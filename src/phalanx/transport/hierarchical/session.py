@@ -1,12 +1,9 @@
 """Around every operation between hosts: agree before data moves, and end with one report when something goes wrong.
 
-    1  ranks of a host    gather each other's fingerprints in shared memory
-    2  each rail          exchange their hosts' fingerprints: once they are here, every rail knows every rank's call
-    3  a disagreement, a lost or a late peer: whoever sees it first posts the report in the job's store, ends the
-       shared memory of its host and closes its connections; whoever is woken by that tells the same report
-
-No tensor of the user changes before 2 is over: the first step in shared memory that writes one waits for all ranks of
-the host, rails included. Data may travel from scratch to scratch meanwhile.
+1  ranks of a host    give the head of their call to their leader, in shared memory, and little tensors with it
+2  the hosts' leaders send each other what they were given: see `exchange`, and `agreement` for what all wait for
+3  a disagreement, a lost or a late peer: whoever sees it first posts the report in the job's store, ends the
+   shared memory of its host and closes its connections; whoever is woken by that tells the same report
 """
 
 from __future__ import annotations
@@ -14,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-
-import torch
+from types import TracebackType
 
 from phalanx import _core
 from phalanx.coordination.bootstrap import NOTICE_S
@@ -31,24 +27,73 @@ from phalanx.diagnostics.failure_report import (
     closed,
     describe_interruption,
     describe_wait,
+    nested,
 )
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import KINDS, Position
 from phalanx.engines.engine import Engine
-from phalanx.errors import PhalanxError
+from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
-from phalanx.symmetric_memory.memory import SymmetricMemory, timeout_ns
-from phalanx.transport.call import BLOCK_BYTES, Call, digest_of, disagreement, payload_of, split_blocks
+from phalanx.symmetric_memory.memory import SymmetricMemory
+from phalanx.transport.call import Call
+from phalanx.transport.hierarchical.background import BackgroundThread
 from phalanx.transport.hierarchical.compression import Wire
+from phalanx.transport.hierarchical.exchange import LeaderExchange
 from phalanx.transport.hierarchical.failure_reports import Disagreement, LocalFailure, Reports
 from phalanx.transport.hierarchical.health_monitor import HealthMonitor
 from phalanx.transport.hierarchical.layout import Layout
-from phalanx.transport.hierarchical.rails import ConnectionBroken, Message, Rail
+from phalanx.transport.hierarchical.rails import ConnectionBroken, Rail
 from phalanx.transport.options import Options
 from phalanx.transport.shared_memory import CallContext, SharedMemory
 
 _logger = get_logger(__name__)
 _KINDS = {name: kind for kind, name in KINDS.items()}
+
+
+class Running:
+    """One collective of a session, as a context that gives its deadline. Spelt out: a small one takes microseconds."""
+
+    __slots__ = ("_call", "_ctx", "_deadline", "_record", "_session")
+
+    def __init__(self, session: Session, call: Call, ctx: CallContext) -> None:
+        self._session = session
+        self._call = call
+        self._ctx = ctx
+        self._deadline = Deadline.after(ctx.timeout_s)
+        self._record = -1
+
+    def __enter__(self) -> Deadline:
+        session = self._session
+        session._take_turn(self._ctx.timeout_s)
+        session._holder = threading.get_ident()
+        try:
+            self._record = session._begin(self._call, self._ctx)
+        except BaseException:
+            self._leave()
+            raise
+        return self._deadline
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        session = self._session
+        status = failures.OK
+        try:
+            if error is not None:
+                status = failures.status_of(error) if isinstance(error, PhalanxError) else failures.INVALID
+                try:
+                    session._fail(error, session._operation_of(self._call), self._ctx, self._deadline)
+                except PhalanxError as told:
+                    status = failures.status_of(told)
+                    raise
+            else:
+                session._inside = False
+        finally:
+            if not session.closed:
+                session._core.end_record(self._record, status)
+            self._leave()
+
+    def _leave(self) -> None:
+        self._session._holder = 0
+        self._session.lock.release()
 
 
 class Session(Reports):
@@ -72,7 +117,8 @@ class Session(Reports):
         self._seq = 0
         self._said_seq = -1
         self._has_said = False  # how this rank ends
-        self._position = Position()
+        self._current: Call | None = None  # the call under way, or (unless `_inside`) the last
+        self._inside = False
         self._entered_s = 0.0
         self._report: FailureReport | None = None
         self._wire = Wire(options.wire_dtype, error_feedback=options.error_feedback)
@@ -80,10 +126,10 @@ class Session(Reports):
         self._failure_store: FailureStore = None  # type: ignore[assignment]
         self._monitor: HealthMonitor | None = None
         self._rail: Rail | None = None
-        self._blocks = bytearray(BLOCK_BYTES * self.world_size)  # all ranks' fingerprints, host after host
-        self._mine = bytearray(BLOCK_BYTES)
-        self._digest = 0  # of the call that is under way
-        self._answers: list[Message] = []  # the other hosts' fingerprints, under way
+        self._leaders: LeaderExchange | None = None
+        self._head = b""  # of the call that is under way
+        self._holder = 0  # the thread that has `lock`, or waits for the one that has it; a signal handler runs in it
+        self._background: BackgroundThread | None = None
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Take the memory, the engine and the store; before the first operation."""
@@ -91,9 +137,11 @@ class Session(Reports):
         self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self._engine = engine
         self._failure_store = failure_store
-        if self.layout.rail:
-            options = self._options
-            self._rail = Rail(engine, self.layout.rail, self.layout.host, options.algorithm, self._wire, options.link)
+        layout, options = self.layout, self._options
+        if layout.rail:
+            self._rail = Rail(engine, layout.rail, layout.host, options.algorithm, self._wire, options.link)
+        if layout.local_rank == 0:
+            self._leaders = LeaderExchange(self.group, engine, layout)
         self._monitor = HealthMonitor(self.group, failure_store, self._where, self._is_over, self._take_report)
 
     @property
@@ -150,6 +198,10 @@ class Session(Reports):
             self._linger()
             self._memory.close()
             self._engine.close()
+        if self._leaders is not None:
+            self._leaders.close()
+        if self._background is not None:
+            self._background.close()
 
     def _say_exit_reason(self, reason: str) -> None:
         """Before the connections close: whoever loses one asks the store why. What is said first stands."""
@@ -162,7 +214,8 @@ class Session(Reports):
             self._failure_store.linger(self._report)
 
     def _is_over(self) -> bool:
-        return self._core.poison()[0] != failures.OK
+        # Ranks of this host that differ are over once their leader has asked what the other hosts' ranks called.
+        return self._core.poison()[0] not in (failures.OK, failures.MISMATCH)
 
     def _take_report(self, report: FailureReport | None) -> None:
         """The group is over. Keep the report: the store may be gone when this rank comes to the next operation."""
@@ -182,45 +235,85 @@ class Session(Reports):
     def _place(self, ctx: CallContext) -> str:
         return self._memory.place(ctx.site)
 
-    @contextlib.contextmanager
-    def _collective(
-        self, call: Call, ctx: CallContext, *, early: bool = False, payload: bytes | None = None
-    ) -> Iterator[Deadline]:
-        """Agree on `call` with all ranks; what fails inside becomes the error that all ranks tell.
+    @property
+    def in_turn(self) -> bool:
+        """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
+        if self._background is not None and self._background.is_busy:
+            return threading.current_thread() is threading.main_thread()
+        return self._holder == threading.get_ident()
 
-        A `payload` of up to PAYLOAD_BYTES travels with the fingerprint: the body finds all ranks' in `_brought`. With
-        `early` the body begins when the ranks of this host agree. It calls `_agree` before it waits for any other
-        host's data, and writes nothing of the user's before that.
+    def _take_turn(self, timeout_s: float) -> None:
+        """Take `lock`, for one collective.
+
+        Raises:
+            PhalanxError: this is a signal handler, and the collective that it interrupted waits for its end.
+            DeadlineError: the other thread's collective was not over in time.
+        """
+        if self.lock.acquire(blocking=False):
+            return
+        if self.in_turn:
+            raise nested("a collective", self.group, self.rank)
+        if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise DeadlineError(
+                f"group {self.group!r} on rank {self.rank}: another thread's collective was still under way after "
+                f"{timeout_s:.1f} s, so this one could not begin.\n"
+                "Let one thread call the collectives of a group, or give each thread a group of its own."
+            )
+
+    def _heard_at_once(self, operation: Callable[[], None]) -> None:
+        """Carry out `operation`, which waits in the engine, where no signal is heard; the main thread hears them.
+
+        It leaves the operation to another thread, and waits for that: Ctrl-C ends the operation, and the group.
+        """
+        if self._engine.hears_signals or threading.current_thread() is not threading.main_thread() or self.closed:
+            operation()
+            return
+        if self.in_turn:
+            raise nested("a collective", self.group, self.rank)
+        if self._background is None:
+            self._background = BackgroundThread(f"phalanx-{self.group}-background")
+        self._background.run(operation, self.interrupted)
+
+    def _running(self, call: Call, ctx: CallContext) -> Running:
+        """One collective, with its place in the sequence; what fails inside becomes the error that all ranks tell.
 
         Raises:
             MismatchError: some rank called something else; no tensor was changed.
             PeerLostError, DeadlineError: a rank died or is late.
         """
-        with self.lock, torch.no_grad():
-            if self.closed:
-                raise closed(self.group)
-            self._seq += 1
-            operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
-            self._entered_s = time.monotonic()
-            self._position = Position(self._seq, operation.place, inside=True)
-            deadline = Deadline.after(ctx.timeout_s)
-            self._core.set_awaited(ctx.awaited)  # a thread in the background leaves the core to who computes
-            with self._recorded(call, ctx), self._told(operation, ctx, deadline):
-                self._begin_to_agree(call, ctx, deadline, payload or b"")
-                if not early:
-                    self._agree()
-                if payload is not None:
-                    self._share_what_came(ctx, deadline)
-                yield deadline
-            self._position = Position(self._seq, operation.place)
+        return Running(self, call, ctx)
+
+    def _begin(self, call: Call, ctx: CallContext) -> int:
+        """Take the place in the sequence; the number of the flight recorder's line."""
+        if self.closed:
+            raise closed(self.group)
+        self._seq += 1
+        if self._report is not None:
+            raise self._report.error(self._operation_of(call))
+        self._current, self._inside = call, True
+        self._entered_s = time.monotonic()
+        self._head = call.head(self._seq)
+        core = self._core
+        core.set_awaited(ctx.awaited)  # a thread in the background leaves the core to who computes
+        root = self._numbers[call.root] if call.root >= 0 else -1
+        about = (max(call.dtype, 0), max(call.redop, 0), root, -1, max(call.count, 0))
+        return core.begin_record(self._seq, _KINDS[call.name], *about, ctx.site, call.shape)
+
+    @property
+    def _position(self) -> Position:
+        """Where this rank is, for those who ask."""
+        call, inside = self._current, self._inside
+        return Position() if call is None else Position(self._seq, self._operation_of(call).place, inside=inside)
+
+    def _operation_of(self, call: Call) -> Operation:
+        return Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
 
     @contextlib.contextmanager
-    def _recorded(self, call: Call, ctx: CallContext, *, peer: int = -1) -> Iterator[None]:
-        """What happens inside is one line of the flight recorder. Messages have no place in the sequence."""
-        root, peer = (self._numbers[r] if r >= 0 else -1 for r in (call.root, peer))
-        kind, seq = _KINDS[call.name], self._seq if call.name not in ("send", "recv") else 1
-        about = (max(call.dtype, 0), max(call.redop, 0), root, peer, max(call.count, 0))
-        number = self._core.begin_record(seq, kind, *about, ctx.site, call.shape)
+    def _recorded(self, call: Call, ctx: CallContext, peer: int) -> Iterator[None]:
+        """What happens inside is one line of the flight recorder, of a message, which has no place in the sequence."""
+        peer = self._numbers[peer] if peer >= 0 else -1
+        about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
+        number = self._core.begin_record(1, _KINDS[call.name], *about, ctx.site, call.shape)
         status = failures.INVALID
         try:
             yield
@@ -233,25 +326,35 @@ class Session(Reports):
                 self._core.end_record(number, status)
 
     @contextlib.contextmanager
-    def _told(
-        self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int | None = None
-    ) -> Iterator[None]:
-        """Turn what fails inside into the error that all ranks raise. `peer`: only that rank is waited for."""
+    def _told(self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
+        """Turn what fails inside, where only `peer` is waited for, into the error that all ranks raise."""
         try:
             yield
-        except (LocalFailure, ConnectionBroken, Disagreement) as cause:
+        except BaseException as error:
+            self._fail(error, operation, ctx, deadline, peer)
+            raise
+
+    def _fail(
+        self, error: BaseException, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int | None = None
+    ) -> None:
+        """An operation has ended with `error`: end the group, so that all ranks tell the same.
+
+        Raises:
+            PhalanxError: what they tell, unless `error` is no failure of the group.
+        """
+        if isinstance(error, LocalFailure | ConnectionBroken | Disagreement):
             if self._report is None:
-                report = self._failure_store.report() or self._explain(cause, ctx, deadline, peer)
-                report = self._failure_store.post(report)
+                report = self._failure_store.report() or self._explain(error, ctx, deadline, peer)
                 # The monitor may have read the report of another rank meanwhile: that rank may be gone by now, with
                 # the store, for it was told that this one knows.
-                self._report = self._report or report
+                self._report = self._report or self._failure_store.post(report)
             self._failure_store.acknowledge()
             self._end()
             raise self._report.error(operation) from None
-        except BaseException as error:
+        if isinstance(error, Exception):
             self._broke(error)
-            raise
+        else:  # Ctrl-C
+            self.interrupted(error)
 
     def _broke(self, error: BaseException) -> None:
         """Something that is no failure of the group ended the operation: the peers should hear what."""
@@ -285,76 +388,3 @@ class Session(Reports):
         report = FailureReport("interrupted", (me,), self._processes(me), {me: position}, reason=reason)
         self._report = self._failure_store.post(report)
         self._end()
-
-    def _begin_to_agree(self, call: Call, ctx: CallContext, deadline: Deadline, payload: bytes) -> None:
-        layout = self.layout
-        self._mine[:] = call.block(self._seq, payload)
-        self._digest = digest_of(self._mine)
-        blocks = torch.frombuffer(self._blocks, dtype=torch.uint8)
-        parts = torch.split(blocks, [len(host) * BLOCK_BYTES for host in layout.topology.hosts])
-        here = parts[layout.host]
-        self._gather_here(
-            torch.frombuffer(self._mine, dtype=torch.uint8),
-            list(torch.split(here, BLOCK_BYTES)),
-            ctx,
-            deadline,
-        )
-        self._answers = []
-        if self._rail is not None:
-            self._answers = self._rail.exchange(
-                here, [p if h != layout.host else None for h, p in enumerate(parts)], deadline
-            )
-        if disagreement(self._known(layout.local_ranks), self._seq):
-            self._agree()
-
-    def _agree(self) -> None:
-        """Return when all ranks are known to have called the same, as far as this rank can know it."""
-        for answer in self._answers:
-            answer.wait()
-        self._answers = []
-        everybody = self._rail is not None
-        if calls := disagreement(self._known(self.layout.by_host if everybody else self.layout.local_ranks), self._seq):
-            raise Disagreement(calls, complete=everybody)
-
-    def _share_what_came(self, ctx: CallContext, deadline: Deadline) -> None:
-        """The ranks without a rail have not seen what the other hosts' ranks bring."""
-        if len(self.layout.local_ranks) > self.layout.num_rails:
-            blocks = torch.frombuffer(self._blocks, dtype=torch.uint8)
-            self._broadcast_here(blocks, 0, ctx, deadline)
-
-    def _brought(self) -> list[bytes]:
-        """The ranks' payloads, by rank."""
-        known = self._known(range(self.world_size))
-        return [payload_of(known[r]) for r in range(self.world_size)]
-
-    def _known(self, ranks: Sequence[int]) -> dict[int, bytes]:
-        blocks = split_blocks(bytes(self._blocks), self.layout.by_host)
-        return {r: blocks[r] for r in ranks}
-
-    # -- steps in the memory of this host ------------------------------------------------------------------------
-
-    def _checked(self, status: int) -> None:
-        if status != failures.OK:
-            raise LocalFailure(status)
-
-    def _gather_here(
-        self, mine: torch.Tensor, parts: Sequence[torch.Tensor], ctx: CallContext, deadline: Deadline, dtype: int = 0
-    ) -> None:
-        """parts[i] becomes local rank i's `mine`, on every rank of the host. `mine` may be its own part."""
-        self._checked(
-            self._core.gather(
-                mine.data_ptr(),
-                tuple(part.data_ptr() for part in parts),
-                tuple(part.nbytes for part in parts),
-                dtype,
-                -1,
-                timeout_ns(deadline.left_s),
-                ctx.site,
-                mine.shape,
-            )
-        )
-
-    def _broadcast_here(self, data: torch.Tensor, local_root: int, ctx: CallContext, deadline: Deadline) -> None:
-        """`data` (bytes) becomes that of `local_root`, on every rank of the host."""
-        at, size = data.data_ptr(), len(data)
-        self._checked(self._core.broadcast(at, size, 0, local_root, timeout_ns(deadline.left_s), ctx.site, data.shape))

@@ -1,0 +1,157 @@
+"""Moves that go straight from rank to rank: gather, scatter, all_to_all.
+
+A byte has one destination, so it crosses one edge once whoever carries it: between hosts each rank sends its own, and
+inside them they go through memory meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.deadline import Deadline
+from phalanx.diagnostics.failure_report import RankCall
+from phalanx.dtypes import dtype_of
+from phalanx.symmetric_memory.memory import timeout_ns
+from phalanx.transport.call import Call, same_call
+from phalanx.transport.hierarchical.failure_reports import Disagreement
+from phalanx.transport.hierarchical.rails import Message, talking_to
+from phalanx.transport.hierarchical.segmented import SegmentedCollectives
+from phalanx.transport.hierarchical.small import SmallCollectives
+from phalanx.transport.shared_memory import CallContext, dense, nbytes, write_back
+
+
+class DirectCollectives(SmallCollectives, SegmentedCollectives):
+    """Each agrees first, then moves."""
+
+    def _gather_to(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, ctx: CallContext) -> None:
+        data, parts = dense(tensor), [dense(t) for t in outputs]
+        everybody, local = range(self.world_size), self.layout.local_ranks
+        with self._running(self._call("gather", data, ctx, root=root), ctx) as deadline:
+            self._agree_here(ctx, deadline)
+            to_root = [data if r == root else None for r in everybody]
+            messages = self._swap(to_root, parts or [None] * self.world_size, deadline)
+            if root in local:
+                at = tuple(parts[r].data_ptr() for r in local) if parts else None
+                sizes, local_root = (nbytes(data),) * len(local), local.index(root)
+                left = timeout_ns(deadline.left_s)
+                self._checked(self._core.gather(data.data_ptr(), at, sizes, 0, local_root, left, ctx.site, data.shape))
+            _wait_all(messages)
+            _write_all(outputs, parts)
+
+    def _scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
+        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        output, parts = output.detach(), [dense(t.detach()) for t in inputs]
+        data = dense(output)
+        everybody, local = range(self.world_size), self.layout.local_ranks
+        with self._running(self._call("scatter", data, ctx, root=root), ctx) as deadline:
+            self._agree_here(ctx, deadline)
+            from_root = [data if r == root else None for r in everybody]
+            messages = self._swap(parts or [None] * self.world_size, from_root, deadline)
+            if root in local:
+                at = tuple(parts[r].data_ptr() for r in local) if parts else None
+                local_root, left = local.index(root), timeout_ns(deadline.left_s)
+                self._checked(
+                    self._core.scatter(at, data.data_ptr(), nbytes(data), 0, local_root, left, ctx.site, data.shape)
+                )
+            _wait_all(messages)
+            if data is not output:
+                write_back(output, data)
+
+    def _all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
+    ) -> None:
+        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
+        outputs, src = [t.detach() for t in outputs], [dense(t.detach()) for t in inputs]
+        dst = [dense(t) for t in outputs]
+        # Whether there are splits may differ from rank to rank, as on one host; the sizes themselves are compared.
+        call = Call("all_to_all", dtype_of(src[0].dtype).code, shape=tuple(src[0].shape), place=self._place(ctx))
+        sent, awaited = [nbytes(t) for t in src], [nbytes(t) for t in dst]
+        table = torch.tensor([sent, awaited])
+        tables = torch.empty((self.world_size, *table.shape), dtype=table.dtype)
+        with self._running(call, ctx) as deadline:
+            flat, sizes = tables.view(-1).view(torch.uint8), (nbytes(table),) * self.world_size
+            if self._is_small(len(flat)):
+                self._gather_small((table.data_ptr(), nbytes(table)), flat, sizes, ctx, deadline)
+            else:
+                self._agree_here(ctx, deadline)
+                mine = table.view(-1).view(torch.uint8)
+                self._all_gather_in_segments(mine, torch.split(flat, nbytes(table)), ctx, deadline)
+            _compare_sizes(tables.tolist())
+            messages = self._swap(src, dst, deadline)
+            local = self.layout.local_ranks
+            if len(local) > 1:
+                self._checked(
+                    self._core.all_to_all(
+                        tuple(src[r].data_ptr() for r in local),
+                        tuple(sent[r] for r in local),
+                        tuple(dst[r].data_ptr() for r in local),
+                        tuple(awaited[r] for r in local),
+                        0,
+                        1,
+                        timeout_ns(deadline.left_s),
+                        ctx.site,
+                        src[0].shape,
+                    )
+                )
+            else:
+                dst[self.rank].copy_(src[self.rank].view(dst[self.rank].shape))
+            _wait_all(messages)
+            _write_all(outputs, dst)
+
+    def _swap(
+        self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], deadline: Deadline
+    ) -> list[Message]:
+        """Start to send sends[r] to and receive receives[r] from each rank r of other hosts; None is skipped."""
+        messages = []
+        # Receives first: see `phalanx.collectives.execute`.
+        for start, tensors in ((self._engine.recv, receives), (self._engine.send, sends)):
+            for r, tensor in enumerate(tensors):
+                if r not in self.layout.local_ranks and tensor is not None and tensor.numel():
+                    with talking_to(r):
+                        messages.append(Message(start(r, tensor, self._data), r, deadline))
+        return messages
+
+    def _call(
+        self,
+        name: str,
+        tensor: Tensor,
+        ctx: CallContext,
+        *,
+        redop: int = -1,
+        root: int = -1,
+        count: int | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> Call:
+        count = tensor.numel() if count is None else count
+        code = dtype_of(tensor.dtype).code
+        return same_call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(ctx))
+
+
+def _compare_sizes(sizes: Sequence[Sequence[Sequence[int]]]) -> None:
+    """sizes[r] is what rank r sends to whom, and what it awaits from whom, in bytes; every pair must fit.
+
+    Raises:
+        Disagreement: some do not; all ranks find the same.
+    """
+    calls: dict[int, str] = {}
+    for r, (sent, _) in enumerate(sizes):
+        for peer, (_, awaited) in enumerate(sizes):
+            if sent[peer] != awaited[r]:
+                calls.setdefault(r, f"all_to_all that sends {sent[peer]} bytes to rank {peer}")
+                calls.setdefault(peer, f"all_to_all that awaits {awaited[r]} bytes from rank {r}")
+    if calls:
+        raise Disagreement({rank: RankCall(text) for rank, text in calls.items()}, complete=True)
+
+
+def _wait_all(messages: Sequence[Message]) -> None:
+    for message in messages:
+        message.wait()
+
+
+def _write_all(tensors: Sequence[Tensor], data: Sequence[Tensor]) -> None:
+    for tensor, got in zip(tensors, data, strict=True):
+        if got is not tensor:
+            write_back(tensor, got)

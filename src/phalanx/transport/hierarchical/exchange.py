@@ -1,0 +1,208 @@
+"""What the hosts' leaders send each other first in every operation: what their ranks call, and little tensors with it.
+
+    leader of host A  ──heads of A's ranks, payload──>  leader of host B      (and the other way, at the same time)
+
+One message each way is all that a small operation costs between hosts. Receives are posted several operations ahead,
+several at once: Gloo asks the receiver before it sends, and so it has the answer already. A message says how long it
+is, so one that its receiver did not expect (another operation, another size) still arrives, and is told for what it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.deadline import Deadline
+from phalanx.engines.engine import Engine, Pending
+from phalanx.transport.call import HEAD_BYTES, agree
+from phalanx.transport.hierarchical.layout import Layout
+from phalanx.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, span_of, talking_to
+
+# What a rank may bring to, or take from, an operation whose data travel with its heads, for each other host.
+SMALL_BYTES = 2**16
+_AHEAD = 8  # operations for which receives are posted; a peer may be one further than this host
+_TOGETHER = 6  # so many are posted at once: the peer's threads wake up once for them
+_SENT = 2
+_LOOKS = 200  # at memory, for a message's first bytes, before a thread is asked to wait for it
+_PREFIX = struct.Struct("<II")  # how many different heads, and the payload's bytes
+_ALIGNED = 64
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Came:
+    """What another host's ranks call (`heads`, in their order), and where its payload lies until the next operation."""
+
+    heads: Sequence[bytes]
+    address: int
+    nbytes: int
+
+
+class _Buffer:
+    """Memory for one message."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+        self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
+        self.first_word = ctypes.c_uint32.from_address(self.address)
+        self.pending: Pending | None = None
+        self._part = self.tensor
+
+    def first(self, nbytes: int) -> Tensor:
+        """The beginning, as long as that; of the same length as the last time, most likely."""
+        if len(self._part) != nbytes:
+            self._part = self.tensor[:nbytes]
+        return self._part
+
+
+class LeaderExchange:
+    """The messages between this host's leader and those of the others. Only leaders have one.
+
+    `send` and `receive` are called in turns, once for each operation. Whoever calls `receive` hears Ctrl-C: where the
+    engine waits deaf, it looks for a message where that will lie, for a moment, and then has a thread wait for it.
+    """
+
+    def __init__(self, group: str, engine: Engine, layout: Layout) -> None:
+        self._engine = engine
+        self._peers = {host: ranks[0] for host, ranks in enumerate(layout.topology.hosts) if host != layout.host}
+        self._sizes = {host: len(layout.topology.hosts[host]) for host in self._peers}
+        self.hosts = tuple(self._peers)
+        local = len(layout.local_ranks)
+        self._scratch = _Buffer(SMALL_BYTES)
+        self.scratch = self._scratch.address  # for what the leader makes of its host's payloads
+        self._outboxes = {h: [_Buffer(_message_bytes(local)) for _ in range(_SENT)] for h in self._peers}
+        self._inboxes = {h: [_Buffer(_message_bytes(n)) for _ in range(_AHEAD)] for h, n in self._sizes.items()}
+        self._turn = 0
+        self._posted: queue.SimpleQueue[tuple[int, Pending] | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[ConnectionBroken | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._name = f"phalanx-{group}-leader"
+        self._used = 0  # slots whose messages have been used, and that are not posted again
+        for slot in range(_AHEAD):
+            self._post(slot)
+
+    def send(
+        self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
+    ) -> None:
+        """Start to send to each other host the heads of this host's ranks, and payloads[host]: addresses and bytes."""
+        distinct = list(dict.fromkeys(heads))
+        kinds = bytes([distinct.index(head) for head in heads])
+        end_of_heads = _payload_offset(len(heads), len(distinct))
+        start = end_of_heads - len(distinct) * HEAD_BYTES
+        joined = b"".join(distinct)
+        slot = self._turn % _SENT
+        for host, peer in self._peers.items():
+            outbox = self._outboxes[host][slot]
+            with talking_to(peer):
+                if outbox.pending is not None:  # of the operation before the last: it is over, most likely
+                    outbox.pending.wait(span_of(deadline))
+                end = end_of_heads
+                for address, size in payloads.get(host, ()):
+                    ctypes.memmove(outbox.address + end, address, size)
+                    end += size
+                _PREFIX.pack_into(outbox.bytes, 0, len(distinct), end - end_of_heads)
+                outbox.bytes[_PREFIX.size : _PREFIX.size + len(kinds)] = kinds
+                outbox.bytes[start:end_of_heads] = joined
+                outbox.pending = self._engine.send(peer, outbox.first(end), FINGERPRINT)
+
+    def receive(self, deadline: Deadline) -> dict[int, Came]:
+        """What each other host sent in this operation; it stays as it is until `done`.
+
+        Raises:
+            ConnectionBroken: some host's leader is gone or late.
+        """
+        return {host: self._receive(host, peer, deadline) for host, peer in self._peers.items()}
+
+    def _receive(self, host: int, peer: int, deadline: Deadline) -> Came:
+        inbox = self._inboxes[host][self._turn % _AHEAD]
+        if self._engine.hears_signals or self._sees(inbox):
+            assert inbox.pending is not None
+            with talking_to(peer):
+                inbox.pending.wait(span_of(deadline))
+        else:
+            self._await(inbox, peer, deadline)
+        num_distinct, nbytes = _PREFIX.unpack_from(inbox.bytes)
+        size = self._sizes[host]
+        start = _payload_offset(size, num_distinct)
+        first = start - num_distinct * HEAD_BYTES
+        distinct = [bytes(inbox.bytes[at : at + HEAD_BYTES]) for at in range(first, start, HEAD_BYTES)]
+        heads = [distinct[kind] for kind in inbox.bytes[_PREFIX.size : _PREFIX.size + size]]
+        return Came(heads, inbox.address + start, nbytes)
+
+    def _sees(self, inbox: _Buffer) -> bool:
+        """Whether a message begins to arrive within a moment, in which other threads may have this core."""
+        for _ in range(_LOOKS):
+            if inbox.first_word.value:
+                return True
+            os.sched_yield()
+        return False
+
+    def _await(self, inbox: _Buffer, peer: int, deadline: Deadline) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._listen, name=self._name, daemon=True)
+            self._thread.start()
+        assert inbox.pending is not None
+        self._posted.put((peer, inbox.pending))
+        try:
+            broken = self._arrived.get(timeout=span_of(deadline).total_seconds())
+        except queue.Empty:
+            raise ConnectionBroken(peer, "nothing came in time") from None
+        if broken is not None:
+            raise broken
+
+    def done(self) -> None:
+        """This operation's messages are used, and their memory may receive others."""
+        self._turn += 1
+        self._used += 1
+        if self._used == _TOGETHER:
+            for turn in range(self._turn - self._used, self._turn):
+                self._post(turn % _AHEAD)
+            self._used = 0
+
+    def _post(self, slot: int) -> None:
+        for host, peer in self._peers.items():
+            inbox = self._inboxes[host][slot]
+            inbox.first_word.value = 0
+            with talking_to(peer):
+                inbox.pending = self._engine.recv(peer, inbox.tensor, FINGERPRINT)
+
+    def _listen(self) -> None:
+        while (posted := self._posted.get()) is not None:
+            peer, pending = posted
+            try:
+                pending.wait(FOR_EVER)
+            except RuntimeError as error:
+                self._arrived.put(ConnectionBroken(peer, str(error)))
+            else:
+                self._arrived.put(None)
+            del pending, posted  # the memory may go while this thread waits for the next
+
+    def close(self) -> None:
+        """End the thread. The engine is closed, or nothing wakes it."""
+        self._posted.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+
+def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:
+    """Whether all ranks of these hosts called what `mine` says."""
+    return all([head is mine or agree(mine, head) for heads in hosts for head in heads])
+
+
+def _payload_offset(num_ranks: int, num_distinct: int) -> int:
+    kinds = -(-(_PREFIX.size + num_ranks) // _ALIGNED) * _ALIGNED
+    return kinds + num_distinct * HEAD_BYTES
+
+
+def _message_bytes(num_ranks: int) -> int:
+    """The longest message of a host with so many ranks."""
+    return _payload_offset(num_ranks, num_ranks) + SMALL_BYTES
