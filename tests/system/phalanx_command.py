@@ -99,14 +99,16 @@ def start(
     env: dict[str, str] | None = None,
     stdin: int = subprocess.DEVNULL,
     python: tuple[str, ...] = ("-m", "phalanx.cli"),
+    before: tuple[str, ...] = (),
+    stderr: int = subprocess.PIPE,
 ) -> Iterator[Running]:
-    """`phalanx` with `words`, as `python` runs it; at the end nothing of it is left."""
+    """`phalanx` with `words`, as `python` runs it, with `before` in front; at the end nothing of it is left."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, *python, *words],
+        [*before, sys.executable, *python, *words],
         stdin=stdin,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=_environment(mark, env or {}),
         # a shell that runs pytest in the background has made it ignore Ctrl-C

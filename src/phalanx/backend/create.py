@@ -17,7 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from phalanx.backend import device_backends
-from phalanx.backend.rendezvous import agent_address
+from phalanx.backend.rendezvous import agent_address, own_address
 from phalanx.backend.tcp_store import is_kept_here
 from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange
 from phalanx.coordination.rank_info import RankInfo, host_identity
@@ -124,6 +124,8 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
 
 def _my_address(store: Any) -> str:
     """This host's address on the way to the job's store, which every rank has reached; empty for a store in a file."""
+    if told := own_address():
+        return told
     host = getattr(base_of(store), "host", "")
     with contextlib.suppress(OSError):
         return local_address(host) if host else ""

@@ -29,7 +29,7 @@ from phalanx.backend.addresses import own_addresses, reachable
 from phalanx.backend.start import launched
 from phalanx.backend.store_errors import explained
 from phalanx.backend.tcp_store import keeps, open_store
-from phalanx.coordination.launchers import Launch, find_agents_store, find_launch, mpi_launch
+from phalanx.coordination.launchers import COORDINATOR, Launch, find_agents_store, find_launch, mpi_launch
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.observer import fetch_store
 from phalanx.engines.mpi import Launcher, start, why_not
@@ -134,9 +134,15 @@ def agent_address() -> str:
     return os.environ.get("PHALANX_AGENT", "") if find_agents_store(os.environ) else ""
 
 
+def own_address() -> str:
+    """This host's address in a job on several, which the agents have tried; empty where nobody has."""
+    return os.environ.get("PHALANX_ADDRESS", "") if find_agents_store(os.environ) else ""
+
+
 # Each init_process_group of a process meets under keys of its own: the store outlives the group.
 _generation = 0
 _kept: list[int] = []
+_kept_stores: list[Any] = []  # stores written in Python: torch's references to them do not keep Python's half
 
 
 def _next_prefix() -> str:
@@ -148,8 +154,26 @@ def _next_prefix() -> str:
 def _from_agent(path: str) -> StoreAddress:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = FileStore(path if _is_nameless(path) else _store_of_agent(path), size)
+    store = _open_coordinator(path) if path.startswith(COORDINATOR) else FileStore(_find_file(path), size)
     return PrefixStore(f"start-{attempt}/{_next_prefix()}", store), rank, size
+
+
+def _find_file(path: str) -> str:
+    return path if _is_nameless(path) else _store_of_agent(path)
+
+
+def _open_coordinator(path: str) -> Any:
+    """The store of a job on several hosts."""
+    from phalanx.backend.coordination_store import (
+        CoordinationStore,
+    )  # not at the top: a job on one host needs none of it
+    from phalanx.coordination.key import Key
+
+    with open(_find_file(path.removeprefix(COORDINATOR)), "rb") as file:
+        told = json.loads(file.read())
+    store = CoordinationStore(told["address"], Key.parse(told["key"]) if told["key"] else None)
+    _kept_stores.append(store)
+    return store
 
 
 def _is_nameless(path: str) -> bool:

@@ -173,6 +173,11 @@ def first_of(hosts: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
+# What PHALANX_STORE begins with where the job's store is a coordinator; behind it stands the path of a file without a
+# name, which holds {"address": …, "key": …}: the key is in no variable, which all that a rank starts would inherit.
+COORDINATOR = "coordinator:"
+
+
 def describe_rank(environment: Mapping[str, str]) -> str:
     """Which rank of which job the variables speak of, in a word; another launcher inside of a rank changes it."""
     return "/".join(environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))

@@ -75,8 +75,6 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         LaunchError: with all the problems that were found.
     """
     problems = []
-    if settings.rendezvous is not None:
-        problems.append("phalanx run: --nnodes: this version runs on one host")
     cpus = find_cpus()
     gpus = count_gpus(environ) if settings.nproc in ("auto", "gpu") else 0
     num_ranks = 0
@@ -85,7 +83,8 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
     except LaunchError as error:
         problems.append(str(error))
     else:
-        disagreements = find_disagreements(environ, num_ranks, standalone=settings.standalone)
+        alone = settings.standalone or settings.rendezvous is not None
+        disagreements = find_disagreements(environ, num_ranks, standalone=alone)
         problems += [f"phalanx run: {problem}" for problem in disagreements]
         limit_problem = limits.find_problem(num_ranks)
         if limit_problem is not None:
@@ -96,4 +95,14 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
     if problems:
         raise LaunchError("\n".join(problems), exit_code=USAGE_EXIT_CODE)
     placement = plan_placement(cpus, num_ranks, pin=settings.affinity and hasattr(os, "sched_setaffinity"))
-    return JobPlan(settings, num_ranks, placement, is_terminal(), dict(environ), settings.run_id or make_run_id())
+    chosen = {name: environ.get(name) if value is None else value for name, value in settings.environment.items()}
+    variables = {name: value for name, value in chosen.items() if value is not None}
+    return JobPlan(
+        settings,
+        num_ranks,
+        placement,
+        is_terminal(),
+        dict(environ),
+        settings.run_id or make_run_id(),
+        rank_variables=variables,
+    )

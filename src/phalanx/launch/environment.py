@@ -12,7 +12,7 @@ RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_AGENT", "PHALANX_TTY",
+    "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_ADDRESS", "PHALANX_AGENT", "PHALANX_TTY",
 )  # fmt: skip
 
 
@@ -40,6 +40,12 @@ class Place:
     def ranks(self) -> range:
         """The ranks that are on this host."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
+
+
+def describe_ranks(place: Place) -> str:
+    """`rank 2` or `ranks 2-5`: those of this host."""
+    first, last = place.ranks[0], place.ranks[-1]
+    return f"rank {first}" if first == last else f"ranks {first}-{last}"
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,19 @@ class Exit:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A host of which nothing is heard any more: its name, why it counts as lost, and when it was last heard."""
+
+    host: str
+    why: str
+    at: float
+
+
+@dataclass(frozen=True)
 class Failure:
-    """A rank that failed: its report, its exit, or both. A rank can report and then hang in its own clean-up.
+    """A rank that failed: its report, its exit, or both; or its host is lost.
+
+    A rank can report and then hang in its own clean-up.
 
     `stopped`: it ended by a signal that we sent to stop it, and had not failed before.
     """
@@ -89,6 +100,7 @@ class Failure:
     report: Report | None
     exit: Exit | None
     stopped: bool = False
+    loss: Loss | None = None
 
     @property
     def pid(self) -> int:
@@ -107,13 +119,17 @@ class Failure:
 
 
 def decide_failures(
-    exits: Mapping[int, Exit], reports: Mapping[int, Report], sent: Mapping[int, float]
+    exits: Mapping[int, Exit],
+    reports: Mapping[int, Report],
+    sent: Mapping[int, float],
+    lost: Mapping[int, Loss] | None = None,
 ) -> list[Failure]:
     """The failed ranks, the first cause in front.
 
     Args:
         exits: by rank, of all that ended.
         reports: by rank.
+        lost: by rank, of those whose host is gone.
         sent: when we first sent which signal to stop ranks: a death by one of them, later, is our doing.
 
     In order of time, with three corrections. A silent death is dated back by `SILENT_LAG_S`; but SIGABRT is not,
@@ -123,6 +139,9 @@ def decide_failures(
     """
     stopping_since = min(sent.values(), default=float("inf"))
     placed: list[tuple[tuple[int, float], Failure]] = []
+    for rank, loss in (lost or {}).items():
+        if rank not in reports:
+            placed.append(((0, loss.at), Failure(rank, None, None, loss=loss)))
     for rank in sorted(set(exits) | set(reports)):
         end, report = exits.get(rank), reports.get(rank)
         if report is not None:
@@ -145,7 +164,11 @@ def describe_failures(
     `abandoned` are the ranks that were not started any more because of it.
     """
     first = failures[0]
-    others = [failure for failure in failures[1:] if not failure.stopped]
+    others = [
+        failure
+        for failure in failures[1:]
+        if not failure.stopped and not (failure.loss is not None and failure.loss == first.loss)
+    ]
     stopped = [failure.rank for failure in failures[1:] if failure.stopped]
     lines = []
     if others or stopped or abandoned:
@@ -159,6 +182,11 @@ def describe_failures(
             same["not started any more"] = list(abandoned)
         lines += [f"  {name_ranks(ranks)}: {how}" for how, ranks in same.items()]
         lines.append("")
+    if first.loss is not None:
+        ranks = [failure.rank for failure in failures if failure.loss == first.loss]
+        which = f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)} of {world_size}"
+        lines.append(f"First failure: {first.loss.host}, with {which}, is lost: {first.loss.why}")
+        return "\n".join(lines)
     lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {first.pid}): {summarise(first)}")
     if first.report and first.report.traceback:
         lines += ["", first.report.traceback.rstrip()]
@@ -179,6 +207,8 @@ def without_launcher(dump: str) -> str:
 def summarise(failure: Failure) -> str:
     """`ValueError: the data is wrong at train.py:88 (exit code 1)`."""
     report, end = failure.report, failure.exit
+    if failure.loss is not None:
+        return f"lost with {failure.loss.host}"
     if end is None:
         how = "had not ended yet"
     elif report is not None and end.status == -signal.SIGKILL:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.launch.environment import RANK_VARIABLES
 from phalanx.launch.rendezvous import split_endpoint
 
 _MAX_SECONDS = 365 * 24 * 3600
@@ -112,6 +113,13 @@ def _read_conf(text: str) -> dict[str, str]:
     return conf
 
 
+def _read_variable(text: str) -> dict[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not name or name in RANK_VARIABLES:
+        raise ValueError(f"must be NAME or NAME=VALUE, of a variable that is not the launcher's, got {text!r}")
+    return {name: value if equals else None}
+
+
 def _read_start_method(text: str) -> str:
     if text not in ("spawn", "fork", "forkserver"):
         raise ValueError(f"must be spawn, fork or forkserver, got {text!r}")
@@ -191,6 +199,8 @@ OPTIONS = (
            "variables which torch reads at its import, or that do not use torch.", torchruns=False),
     Option("nnodes", "", "Hosts of the job, or the least and the most of them (default 1). With more than one this "
            "command prints what to type on the others.", "N|MIN:MAX", _read_nnodes),
+    Option("env", "environment", "A variable that the ranks of all hosts get: NAME=VALUE, or NAME as it is here. May "
+           "be given several times.", "NAME[=VALUE]", _read_variable, torchruns=False),
     Option("key-file", "key_file", "The file that holds the key of a job of several hosts, which `phalanx key` makes; "
            "else PHALANX_KEY_FILE, PHALANX_KEY or the one in your configuration folder.", "FILE", torchruns=False),
     Option("host-timeout", "", "A host of which nothing is heard for so long is lost, and the job fails (default 10).",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from phalanx.launch.environment import Job, Place
 from phalanx.launch.placement import Placement
@@ -21,19 +22,22 @@ class JobPlan:
     terminal: bool
     environ: dict[str, str]
     run_id: str
+    master_addr: str = ""  # as found out, on several hosts
+    master_port: int = 0
+    rank_variables: Mapping[str, str] = field(default_factory=dict)  # that all ranks of this host have besides
     verdict: str = ""  # a file for the last words of the agent, where a program reads them and not a user
 
-    def describe_job(self, restart_count: int, store: str, agent: str) -> Job:
+    def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> Job:
         """What the ranks of one attempt have in common; takes a port that is free now, unless one was asked for."""
         settings = self.settings
         columns = None
         if self.terminal:
-            prefix = len(f"[{self.num_ranks - 1}] ") + 1
+            prefix = len(f"[{place.world_size - 1}] ") + 1
             columns = max(20, os.get_terminal_size(1).columns - prefix)
         return Job(
-            place=Place.alone(self.num_ranks),
-            master_addr=settings.master_addr,
-            master_port=settings.master_port or _find_free_port(),
+            place=place,
+            master_addr=self.master_addr or settings.master_addr,
+            master_port=self.master_port or settings.master_port or find_free_port(),
             run_id=self.run_id,
             restart_count=restart_count,
             max_restarts=settings.max_restarts,
@@ -42,6 +46,7 @@ class JobPlan:
             agent=agent,
             columns=columns,
             terminal=self.terminal,
+            extra=self.rank_variables,
         )
 
 
@@ -53,7 +58,8 @@ def make_run_id() -> str:
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
-def _find_free_port() -> int:
+def find_free_port() -> int:
+    """A port that is free now, on every address of this host."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

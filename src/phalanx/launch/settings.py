@@ -6,7 +6,7 @@ Purely data: nothing here looks at the machine, so that every rule can be tested
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import LaunchError
@@ -22,7 +22,8 @@ RANKS_PER_CORE = 64  # more is a slip of the finger: each rank is a process that
 class Settings:
     """A job as it was asked for. `nproc` is a number or a word: auto, cpu, gpu. `rendezvous` is None on one host.
 
-    `run_id` is empty where none was given. `local_rank_argument`: the target gets its local rank as its first argument,
+    `run_id` is empty where none was given. `environment` are variables for the ranks of all hosts: a value, or None for
+    the one here. `local_rank_argument`: the target gets its local rank as its first argument,
     as under torch.distributed.launch.
     """
 
@@ -44,6 +45,7 @@ class Settings:
     standalone: bool = False
     local_rank_argument: bool = False
     key_file: str | None = None
+    environment: Mapping[str, str | None] = field(default_factory=dict)
     rendezvous: Rendezvous | None = None
 
 
@@ -127,7 +129,8 @@ def _read_words(words: Sequence[str], given: dict[str, Any], problems: list[str]
 
 def _read_value(option: Option, name: str, text: str, given: dict[str, Any], problems: list[str]) -> None:
     try:
-        given[option.name] = option.read(text)
+        value = option.read(text)
+        given[option.name] = {**given.get(option.name, {}), **value} if option.name == "env" else value
     except ValueError as error:
         problems.append(f"{name}: {error}")
         given.pop(option.name, None)

@@ -52,6 +52,15 @@ class Host:
         """Pull the cable: nothing comes or goes any more, and nobody is told."""
         _ip("-n", self.name, "link", "set", "eth0", "down")
 
+    def plug_in(self) -> None:
+        """Put the cable back, after `cut_off`."""
+        _ip("-n", self.name, "link", "set", "eth0", "up")
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words before those of a command that run it on this host."""
+        return ("ip", "netns", "exec", self.name)
+
 
 def why_no_hosts() -> str:
     """Why `hosts` cannot work here, or nothing: for `pytest.mark.skipif`."""
@@ -86,7 +95,14 @@ def enter_own_network() -> None:
 
 @contextlib.contextmanager
 def hosts(
-    count: int, *, rate: str | None = None, burst_bytes: int = 256 * 2**10, both_ways: bool = False
+    count: int,
+    *,
+    rate: str | None = None,
+    burst_bytes: int = 256 * 2**10,
+    both_ways: bool = False,
+    ipv6: bool = False,
+    mtu: int | None = None,
+    dead_end: bool = False,
 ) -> Iterator[list[Host]]:
     """`count` hosts joined by a switch; they are gone on the way out, whatever happens.
 
@@ -94,6 +110,9 @@ def hosts(
         rate: limits what each host may send, in the words of tc ("1gbit"), by a token bucket.
         burst_bytes: what the bucket holds: so much passes at once after a pause.
         both_ways: what each may receive is limited too, as at the port of a real switch.
+        ipv6: the hosts have IPv6 addresses, and no others.
+        mtu: how long a packet may be, in bytes, if not the usual 1500; 1280 is the least that IPv6 allows.
+        dead_end: each has a second interface, with addresses of one network and a default route, that leads nowhere.
 
     Raises:
         PhalanxError: namespaces are not permitted, or ip or tc is not there (see `why_no_hosts`).
@@ -109,14 +128,25 @@ def hosts(
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for number in range(count):
-            host = Host(f"{prefix}-{number}", f"10.77.0.{number + 1}")
+            host = Host(f"{prefix}-{number}", f"fd77::{number + 1}" if ipv6 else f"10.77.0.{number + 1}")
             _add(host.name, stack)
             port = f"port{number}"
             _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
             _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             _ip("-n", host.name, "link", "set", "lo", "up")
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            # "nodad": an IPv6 address may be used at once, without asking whether somebody else has it
+            bits = ["64", "nodad"] if ipv6 else ["24"]
+            _ip("-n", host.name, "address", "add", f"{host.address}/{bits[0]}", "dev", "eth0", *bits[1:])
+            if mtu is not None:
+                _ip("-n", switch, "link", "set", port, "mtu", str(mtu))
+                _ip("-n", host.name, "link", "set", "eth0", "mtu", str(mtu))
             _ip("-n", host.name, "link", "set", "eth0", "up")
+            if dead_end:
+                _ip("-n", host.name, "link", "add", "ant0", "type", "veth", "peer", "name", "ant1")
+                _ip("-n", host.name, "address", "add", f"192.168.77.{number + 1}/24", "dev", "ant0")
+                _ip("-n", host.name, "link", "set", "ant0", "up")
+                _ip("-n", host.name, "link", "set", "ant1", "up")
+                _ip("-n", host.name, "route", "add", "default", "dev", "ant0")
             if rate is not None:
                 bucket = ["tbf", "rate", rate, "burst", f"{burst_bytes}b", "latency", "50ms"]
                 if burst_bytes < _LONGEST_PACKET:  # or the bucket would have to cut each packet, at the cost of a core

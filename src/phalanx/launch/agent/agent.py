@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.signals import caught_signals
@@ -11,9 +13,14 @@ from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import adopt_orphans, kill_descendants
 from phalanx.launch.title import count_room
 
+if TYPE_CHECKING:
+    from phalanx.launch.hosts.membership import Joined
 
-def run_job(plan: JobPlan) -> int:
+
+def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
     """Start the job and see it through; returns the command's exit code. No process of the job outlives the call.
+
+    `joined` is the way to the first host, where `phalanx join` has found it already.
 
     Raises:
         LaunchError: the log directory cannot be written, or the system refuses processes or descriptors.
@@ -29,6 +36,6 @@ def run_job(plan: JobPlan) -> int:
         try:
             from phalanx.launch.agent.job import see_through  # here, because it takes time that the zygote needs too
 
-            return see_through(plan, zygote, signals)
+            return see_through(plan, zygote, signals, joined)
         finally:
             zygote.close(kill_descendants([zygote.pid]))

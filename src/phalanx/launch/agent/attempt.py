@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
@@ -23,7 +24,7 @@ from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.stragglers import describe_stragglers
 from phalanx.launch.agent.supervision import Action, Kill, Supervision, Tell
 from phalanx.launch.agent.zygote_process import ZygoteProcess
-from phalanx.launch.environment import plan_rank_environment
+from phalanx.launch.environment import Place, plan_rank_environment
 from phalanx.launch.failure import Exit, Report, summarise
 from phalanx.launch.output.display import Display
 from phalanx.launch.output.logs import Logs
@@ -56,37 +57,84 @@ class Host:
 
 
 class Attempt:
-    """Forks all ranks and sees them to their end."""
+    """Forks the ranks of `place`, which are all on one host, and sees them to their end.
 
-    def __init__(self, plan: JobPlan, host: Host, restart_count: int) -> None:
+    On several hosts there is one such object on each (`phalanx.launch.hosts`); what they do in another way are the
+    methods without an underscore.
+    """
+
+    def __init__(self, plan: JobPlan, host: Host, restart_count: int, place: Place | None = None) -> None:
         self._plan = plan
         self._host = host
         self._restart_count = restart_count
+        self.place = place or Place.alone(plan.num_ranks)
         self._pids: dict[int, int] = {}
         self._dumps: dict[int, int] = {}
         self._stacks: dict[int, int] = {}
         self._store: int | None = None
         self._early: list[Report] = []  # of ranks that the zygote has forked and not told us of
-        self._next = 0  # the first rank that was not forked yet
+        self._next = 0  # so many were forked
         self._sweep_due: float | None = None
         self._tell_end_at: float | None = None
         self._swept = False
         self.zygote_lost = False  # it has ended
         self.zygote_given_up = False  # because we killed it: it did not answer
-        self.state = Supervision(plan.num_ranks, plan.settings.grace_s, plan.settings.exit_timeout_s)
+        self.state = self.supervise()
         self.flights = Flights()
+
+    def supervise(self) -> Supervision:
+        """Who decides what becomes of the ranks."""
+        return Supervision(self.place.world_size, self._plan.settings.grace_s, self._plan.settings.exit_timeout_s)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What else to wait on; when one is ready, `receive` is called."""
+        return ()
+
+    @property
+    def due(self) -> float | None:
+        """When to call `receive` although nothing has come."""
+        return None
+
+    def receive(self, ready: set[int]) -> None:
+        """Called in each turn, with the descriptors that are ready."""
+
+    def create_store(self) -> tuple[int | None, str]:
+        """Where the ranks meet: a descriptor, ours, that leads there, and what PHALANX_STORE says."""
+        store = _create_store()
+        return store, "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
+
+    def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
+        """Have a signal sent to ranks, wherever they are."""
+        self._host.zygote.signal(signum, [rank for rank in ranks if rank in self.place.ranks], group=group)
+
+    def sweep_others(self) -> None:
+        """Have every process of the job on other hosts killed."""
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether no process of the job is left, on any host."""
+        return self._swept
+
+    def collect_logs(self) -> list[GroupLog]:
+        """What the ranks have recorded."""
+        return self.flights.logs()
+
+    def name_host(self, rank: int) -> str:
+        """The host of a rank, for people."""
+        return socket.gethostname()
 
     def run(self) -> None:
         """Returns when every rank has ended, every process below the zygote is gone and every line was queued.
 
         What is in `flights` stays until `close`.
         """
-        if self._restart_count:
-            self._host.logs.begin(range(self._plan.num_ranks), self._restart_count)
+        if self._restart_count or self.place.num_nodes > 1:
+            self._host.logs.begin(self.place.ranks, self._restart_count)
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        store = self._store = _create_store()
-        path = "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
-        self._job = self._plan.describe_job(self._restart_count, path, self._host.agent_socket.address)
+        store, path = self.create_store()
+        self._store = store
+        self._job = self._plan.describe_job(self.place, self._restart_count, path, self._host.agent_socket.address)
         try:
             with reports, theirs:
                 self._reports = reports
@@ -94,7 +142,7 @@ class Attempt:
                 self._fork_some()
                 self._loop(lambda: self.state.finished)
                 self._sweep()
-                self._loop(lambda: self._swept)
+                self._loop(lambda: self.is_swept)
                 if not self.zygote_lost:
                     self._host.pump.drain()
                 self._host.display.release(self.first)
@@ -115,22 +163,23 @@ class Attempt:
         """Have the next ranks forked, as long as the zygote keeps up and the job is to go on."""
         while (
             self.state.phase == "running"
-            and self._next < self._plan.num_ranks
-            and self._next - len(self.state.started) < _FORKS_AHEAD
+            and self._next < self.place.num_ranks
+            and self._next - len(self._pids) < _FORKS_AHEAD
         ):
+            rank = self.place.first_rank + self._next
             try:
-                self._fork(self._next)
+                self._fork(rank)
             except OSError as error:
-                raise LaunchError(limits.explain_start(self._next, self._plan.num_ranks, error)) from error
+                raise LaunchError(limits.explain_start(rank, self.place.world_size, error)) from error
             self._next += 1
         if self.state.phase != "running":
-            self._abandon_rest()
+            self.abandon_rest()
 
-    def _abandon_rest(self) -> None:
+    def abandon_rest(self) -> None:
         """The job is to end: what was not forked is not going to be."""
-        for rank in range(self._next, self._plan.num_ranks):
+        for rank in self.place.ranks[self._next :]:
             self.state.on_abandoned(rank)
-        self._next = self._plan.num_ranks
+        self._next = self.place.num_ranks
 
     def _fork(self, rank: int) -> None:
         dump = self._dumps[rank] = _create_scratch("phalanx-dump")
@@ -142,7 +191,7 @@ class Attempt:
                 ends.append(its)
                 self._host.pump.add(rank, stream, ours)
             environment = plan_rank_environment(self._job, rank)
-            cpus = self._plan.placement.cpus[rank]
+            cpus = self._plan.placement.cpus[rank - self.place.first_rank]
             self._host.zygote.fork(rank, environment, cpus, [*ends, self._rank_reports, dump, stacks])
         finally:
             for end in ends:
@@ -153,22 +202,23 @@ class Attempt:
         control = host.zygote.control
         while not done() and not self.zygote_lost:
             poll = select.poll()
-            for fd in (host.signals, self._reports.fileno(), *host.pump.pipes, *host.agent_socket.fds):
+            for fd in (host.signals, self._reports.fileno(), *host.pump.pipes, *host.agent_socket.fds, *self.fds):
                 poll.register(fd, select.POLLIN)
             poll.register(control.fileno(), select.POLLIN | (select.POLLOUT if control.waiting else 0))
             for writer in host.display.writers:
                 poll.register(writer.fd, select.POLLOUT)
             times = [
                 at
-                for at in (self.state.next_due, host.display.next_due, self._sweep_due, self._tell_end_at)
+                for at in (self.state.next_due, host.display.next_due, self._sweep_due, self._tell_end_at, self.due)
                 if at is not None
             ]
             left_s = min([_LONGEST_WAIT_S, *(max(0.0, at - time.monotonic()) for at in times)])
             ready = {fd for fd, _ in poll.poll(left_s * 1000 + 1)}
             if host.signals in ready:
                 for number in read_signals(host.signals):
-                    self._on_signal(number)
+                    self.on_signal(number)
             self._read_output(ready)
+            self.receive(ready)
             for fd in host.agent_socket.fds:
                 if fd in ready:
                     self._receive(fd)
@@ -180,12 +230,12 @@ class Attempt:
                     self._on_event(event)
                 self.zygote_lost = self.zygote_lost or control.gone
             if host.display.reader_gone and self.state.interrupted is None:
-                self._abandon_rest()
+                self.abandon_rest()
                 host.display.say(
                     "phalanx run: nobody reads its output any more (stdout was closed): stopping "
                     f"{_count(len(self.state.running))}"
                 )
-                self._do(self.state.on_signal(signal.SIGPIPE, time.monotonic()))
+                self.do(self.state.on_signal(signal.SIGPIPE, time.monotonic()))
             self._on_time()
             self._fork_some()
             host.display.tick()
@@ -201,7 +251,7 @@ class Attempt:
 
     def _on_time(self) -> None:
         now = time.monotonic()
-        self._do(self.state.on_time(now))
+        self.do(self.state.on_time(now))
         if self.state.phase not in ("running", "settling"):
             self._host.display.release(self.first)
             if self._tell_end_at is None and self.state.interrupted is None:
@@ -238,6 +288,7 @@ class Attempt:
             self._sweep_due = time.monotonic() + _SWEEP_LIMIT_S
             self._host.zygote.wake()
             self._host.zygote.sweep()
+            self.sweep_others()
 
     def _on_event(self, event: dict[str, Any]) -> None:
         if event["event"] == "started":
@@ -251,12 +302,12 @@ class Attempt:
                     self._early.append(report)
         elif event["event"] == "unforked":
             error = OSError(event["errno"], os.strerror(event["errno"]))
-            raise LaunchError(limits.explain_start(event["rank"], self._plan.num_ranks, error))
+            raise LaunchError(limits.explain_start(event["rank"], self.place.world_size, error))
         elif event["event"] == "exit":
             self._read_reports()  # what a rank told before its end counts before its end
             rank = event["rank"]
             dump = os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
-            self._do(self.state.on_exit(Exit(rank, event["pid"], event["status"], event["at"], dump)))
+            self.do(self.state.on_exit(Exit(rank, event["pid"], event["status"], event["at"], dump)))
         elif event["event"] == "swept":
             self._swept = True
 
@@ -299,7 +350,7 @@ class Attempt:
                 continue
             if report.rank in self._pids:
                 self._hear(report)
-            elif 0 <= report.rank < self._plan.num_ranks and len(self._early) < _MAX_REPORTS:
+            elif report.rank in self.place.ranks and len(self._early) < _MAX_REPORTS:
                 self._early.append(report)
 
     def _hear(self, report: Report) -> None:
@@ -307,9 +358,10 @@ class Attempt:
         if self._pids[report.rank] == report.pid:
             if report.traceback and self.state.phase in ("running", "settling"):
                 self._host.display.expect(report.rank, report.traceback)
-            self._do(self.state.on_report(report, time.monotonic()))
+            self.do(self.state.on_report(report, time.monotonic()))
 
-    def _on_signal(self, number: int) -> None:
+    def on_signal(self, number: int, where: str = "") -> None:
+        """A signal has come, here or at the agent of another host (`where`)."""
         if number == signal.SIGCHLD:  # the zygote's end shows on its socket
             if self._host.zygote.was_stopped():
                 self._host.display.say(
@@ -319,18 +371,18 @@ class Attempt:
                 )
             return
         if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop with us, and go on with us
-            self._host.zygote.signal(signal.SIGSTOP, self.state.running, group=True)
+            self.send_signal(signal.SIGSTOP, self.state.running, group=True)
             os.kill(os.getpid(), signal.SIGSTOP)
             return
         if number in ENDING_SIGNALS:
-            self._abandon_rest()
+            self.abandon_rest()
             if self.state.phase == "killing":  # for the third time: no more patience with anybody
                 self._give_up_zygote()
                 return
         running = len(self.state.running)
         actions = self.state.on_signal(number, time.monotonic())
         if self.state.interrupted == number and running and self.state.started:
-            name = signal.Signals(number).name
+            name = signal.Signals(number).name + where
             if self.state.phase == "stopping":
                 self._host.display.say(
                     f"phalanx run: {name}: stopping {_count(running)}, with "
@@ -338,13 +390,15 @@ class Attempt:
                 )
             elif any(isinstance(action, Kill) for action in actions):
                 self._host.display.say(f"phalanx run: {name} again: killing {_count(running)}")
-        self._do(actions)
+        self.do(actions)
 
-    def _do(self, actions: list[Action]) -> None:
+    def do(self, actions: list[Action]) -> None:
+        """Do what was decided."""
         for action in actions:
             if isinstance(action, Kill):
-                if not self.state.started:  # the zygote is still importing and can't hear us
+                if not self._pids:  # the zygote is still importing and can't hear us
                     self._host.zygote.kill()
+                    self.sweep_others()
                 else:
                     self._sweep()
             elif isinstance(action, Tell):
@@ -352,10 +406,12 @@ class Attempt:
             else:
                 if action.signum in ENDING_SIGNALS:
                     self._host.zygote.wake()
-                self._host.zygote.signal(action.signum, action.ranks, group=action.group)
+                self.send_signal(action.signum, action.ranks, group=action.group)
 
     def _tell_stragglers(self, waited_s: float) -> None:
-        text = describe_stragglers(self._pids, self.state.running, self._plan.num_ranks, waited_s, self.flights.logs())
+        text = describe_stragglers(
+            self._pids, self.state.running, self.place.world_size, waited_s, self.flights.logs(), self.place.ranks
+        )
         if not self.state.overdue:
             text += "\n`phalanx stacks` shows where they are; --exit-timeout SECONDS would stop them."
         self._host.display.say(text)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import signal
-import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
@@ -22,13 +24,16 @@ from phalanx.launch.flight.story import tell_flight
 from phalanx.launch.folder import JobFolder
 from phalanx.launch.output.display import Display
 from phalanx.launch.output.logs import Logs
-from phalanx.launch.output.pump import Pump
+from phalanx.launch.output.pump import Pump, Viewer
 from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, name_signal
 from phalanx.launch.target import find_local_rank_flag
 
-_LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
+if TYPE_CHECKING:
+    from phalanx.launch.hosts.membership import Joined
+
+LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
 _OVERDUE_EXIT_CODE = 124  # as of `timeout`, the command
 _HANG_S = 1.0  # who waited longer than this when the user ended the job is worth a line
 
@@ -41,8 +46,28 @@ class Flight:
     ended_ns: dict[int, int]
 
 
-def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
+def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:
     """Run the job on `zygote` to its end, with signals arriving on descriptor `signals`; returns the exit code.
+
+    Raises:
+        LaunchError: the log directory cannot be written.
+    """
+    if plan.settings.rendezvous is not None:
+        from phalanx.launch.hosts.start import see_through_with_others  # here: a job on one host needs none of it
+
+        return see_through_with_others(plan, zygote, signals, joined)
+    with opened_host(plan, zygote, signals) as host:
+        code = run_attempts(plan, host, lambda restart_count: Attempt(plan, host, restart_count))
+    return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
+
+
+@contextlib.contextmanager
+def opened_host(
+    plan: JobPlan, zygote: ZygoteProcess, signals: int, viewer: Callable[[Display], Viewer] = lambda display: display
+) -> Iterator[Host]:
+    """All that an attempt needs of this host. On the way out no process of the job is left, and every line is written.
+
+    `viewer` makes of this command's own display what gets the ranks' lines.
 
     Raises:
         LaunchError: the log directory cannot be written.
@@ -52,7 +77,7 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     try:
         display = Display(colour=wants_colour(plan.environ, plan.terminal), terminal=plan.terminal)
         logs = _open_logs(plan)
-        host = Host(zygote, Pump(display, logs), display, logs, signals, agent_socket)
+        host = Host(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
     except LaunchError:
         agent_socket.close()
         raise
@@ -63,26 +88,30 @@ def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
         if logs.attempts:
             display.say(f"phalanx run: --redirects and --tee write to {logs.attempts}")
         folder.remove_others()  # the zygote is busy meanwhile
-        code = _run_attempts(plan, host)
+        yield host
     finally:
         agent_socket.close()
         zygote.close(kill_descendants([zygote.pid]))
         folder.close()
         display.release(None)
         host.pump.drain()
+        display.flush()
         _flush(host)
         host.pump.close()
-    return code or (0 if display.lost is None else _LOST_OUTPUT_EXIT_CODE)
 
 
-def _run_attempts(plan: JobPlan, host: Host) -> int:
+def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> int:
+    """Run the job until it has succeeded, or may not be started again, and say how it ended; returns the exit code.
+
+    `begin` makes the attempt of a number.
+    """
     for restart_count in range(plan.settings.max_restarts + 1):
-        attempt = Attempt(plan, host, restart_count)
+        attempt = begin(restart_count)
         try:
             attempt.run()
             state = attempt.state
             asked_for = plan.settings.log_dir is not None or state.failures or state.interrupted is not None
-            flight = Flight(attempt.flights.logs() if asked_for else [], attempt.ended_ns)
+            flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
         finally:
             attempt.close()
         left = plan.settings.max_restarts - restart_count
@@ -93,14 +122,15 @@ def _run_attempts(plan: JobPlan, host: Host) -> int:
             return _tell_zygote_lost(host, state)
         if not again:
             break
-        _tell_failures(plan, host, state, flight)
+        _tell_failures(host, attempt, flight)
         times = "once more" if left == 1 else f"up to {left} times more"
-        host.display.say(f"phalanx run: starting all {plan.num_ranks} ranks again ({times})")
-    return _conclude(plan, host, state, flight)
+        host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
+    return _conclude(plan, host, attempt, flight)
 
 
-def _conclude(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> int:
+def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> int:
     """Say the last words; returns the exit code."""
+    state = attempt.state
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:
             return 128 + signal.SIGPIPE  # who closed our output wants to hear no more; why it ends was said
@@ -117,23 +147,24 @@ def _conclude(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> 
     if not state.failures:
         return 0
     if plan.verdict:
-        story = _describe_failures(plan, state, flight)
-        Verdict(plan.num_ranks, state.failures[0].rank, story).write(plan.verdict)
+        story = _describe_failures(attempt, flight)
+        Verdict(attempt.place.world_size, state.failures[0].rank, story).write(plan.verdict)
         host.display.forget()
     else:
-        _tell_failures(plan, host, state, flight)
+        _tell_failures(host, attempt, flight)
     return state.failures[0].code
 
 
-def _tell_failures(plan: JobPlan, host: Host, state: Supervision, flight: Flight) -> None:
-    host.display.say("\n" + _describe_failures(plan, state, flight))
+def _tell_failures(host: Host, attempt: Attempt, flight: Flight) -> None:
+    host.display.say("\n" + _describe_failures(attempt, flight))
     host.display.forget()
 
 
-def _describe_failures(plan: JobPlan, state: Supervision, flight: Flight) -> str:
+def _describe_failures(attempt: Attempt, flight: Flight) -> str:
     story = tell_flight(flight.groups, flight.ended_ns)
-    name = socket.gethostname()
-    failures = describe_failures(state.failures, plan.num_ranks, name, abandoned=state.abandoned)
+    state = attempt.state
+    name = attempt.name_host(state.failures[0].rank)
+    failures = describe_failures(state.failures, attempt.place.world_size, name, abandoned=state.abandoned)
     return f"{story}\n\n{failures}" if story else failures
 
 
@@ -166,7 +197,8 @@ def _open_logs(plan: JobPlan) -> Logs:
     log_dir = settings.log_dir
     try:
         logs = Logs(log_dir, plan.run_id, redirects=settings.redirects, tee=settings.tee, shown=settings.shown_ranks)
-        logs.begin(range(plan.num_ranks), 0)
+        if plan.settings.rendezvous is None:
+            logs.begin(range(plan.num_ranks), 0)
         return logs
     except OSError as error:
         raise LaunchError(

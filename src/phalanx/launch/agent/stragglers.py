@@ -22,14 +22,23 @@ _STATES = {
 
 
 def describe_stragglers(
-    pids: Mapping[int, int], ranks: Sequence[int], world_size: int, waited_s: float, groups: Sequence[GroupLog]
+    pids: Mapping[int, int],
+    ranks: Sequence[int],
+    world_size: int,
+    waited_s: float,
+    groups: Sequence[GroupLog],
+    local_ranks: range,
 ) -> str:
-    """A line for each of `ranks`, whose processes are `pids`; `groups` are the logs of what they recorded."""
+    """A line for each of `ranks`, whose processes are `pids`; `groups` are the logs of what they recorded.
+
+    Of those that are not among `local_ranks` only that much is known.
+    """
     gone = world_size - len(ranks)
     lines = [f"phalanx run: {gone} of {world_size} ranks have ended; still there {waited_s:.1f} s later:"]
     for rank in ranks[:_MAX_LINES]:
         pid = pids.get(rank)
-        state = _STATES.get(read_state(pid), "") if pid is not None else "not started yet"
+        absent = "not started yet" if rank in local_ranks else "on another host"
+        state = _STATES.get(read_state(pid), "") if pid is not None else absent
         said = [state.format(pid=pid), _tell_last(pid, groups)]
         lines.append(f"  rank {rank}" + (f" (pid {pid})" if pid else "") + ": " + "; ".join(filter(None, said)))
     if len(ranks) > _MAX_LINES:

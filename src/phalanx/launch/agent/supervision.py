@@ -13,9 +13,10 @@ rank that died in silence is told from those that raised because of it.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from phalanx.launch.failure import Exit, Failure, Report, decide_failures
+from phalanx.launch.failure import Exit, Failure, Loss, Report, decide_failures
 from phalanx.launch.processes import ENDING_SIGNALS
 
 SETTLE_S = 0.2
@@ -55,6 +56,7 @@ class Supervision:
     exit_timeout_s: float | None = None
     exits: dict[int, Exit] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
+    lost: dict[int, Loss] = field(default_factory=dict)  # ranks whose host is gone
     started: set[int] = field(default_factory=set)
     abandoned: set[int] = field(default_factory=set)  # the job was told to end before they were forked
     sent: dict[int, float] = field(default_factory=dict)
@@ -70,7 +72,8 @@ class Supervision:
     @property
     def running(self) -> tuple[int, ...]:
         """The ranks that have not ended, or are still to be started."""
-        return tuple(rank for rank in range(self.world_size) if rank not in self.exits and rank not in self.abandoned)
+        gone = (self.exits, self.abandoned, self.lost)
+        return tuple(rank for rank in range(self.world_size) if not any(rank in ranks for ranks in gone))
 
     @property
     def finished(self) -> bool:
@@ -80,7 +83,7 @@ class Supervision:
     @property
     def failures(self) -> list[Failure]:
         """The failed ranks, the first cause in front."""
-        return decide_failures(self.exits, self.reports, self.sent)
+        return decide_failures(self.exits, self.reports, self.sent, self.lost)
 
     def on_started(self, rank: int) -> None:
         """The process of `rank` exists."""
@@ -106,6 +109,11 @@ class Supervision:
         """A rank tells of an exception; its process may take its time to end."""
         self.reports.setdefault(report.rank, report)
         return self._settle(now)
+
+    def on_host_lost(self, ranks: Iterable[int], loss: Loss, now: float) -> list[Action]:
+        """Nothing more will be heard of these ranks, which are all of a host."""
+        self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
+        return self._settle(now) if self.lost else []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
         """The agent received a signal: one that ends the job, or one to pass on."""

@@ -39,7 +39,7 @@ class Pump:
     """Reads the ranks' pipes when told that they are ready; lines go to `viewer` and `logs`."""
 
     def __init__(self, viewer: Viewer, logs: Logs) -> None:
-        self._viewer = viewer
+        self.viewer = viewer
         self._logs = logs
         self._pipes: dict[int, tuple[int, int, LineSplitter]] = {}  # descriptor -> rank, stream, splitter
 
@@ -47,12 +47,12 @@ class Pump:
         """Take over the reading end `fd` of a rank's stdout (1) or stderr (2)."""
         os.set_blocking(fd, False)
         self._pipes[fd] = (rank, stream, LineSplitter())
-        self._viewer.begin([rank])
+        self.viewer.begin([rank])
 
     @property
     def pipes(self) -> tuple[int, ...]:
         """What to wait on; none while our own output is held up, so that the ranks wait rather than we swell."""
-        return () if self._viewer.full else tuple(self._pipes)
+        return () if self.viewer.full else tuple(self._pipes)
 
     def read(self, fd: int, before_it: Callable[[], object] = lambda: None) -> bool:
         """Read what is there, once; False when there was nothing (the pipe is empty or has ended).
@@ -81,7 +81,7 @@ class Pump:
                 rank, stream, splitter = self._pipes[fd]
                 self._take(rank, stream, splitter.finish(), b"")
                 self._close(fd)
-        self._viewer.flush()
+        self.viewer.flush()
 
     def close(self) -> None:
         """Close pipes and log files."""
@@ -93,13 +93,13 @@ class Pump:
         if lines:
             problem = self._logs.put(rank, stream, lines)
             if problem:
-                self._viewer.say_once("logs", problem)
+                self.viewer.say_once("logs", problem)
         if not self._logs.shows(rank, stream):
             lines, status = [], b""
-        self._viewer.show(rank, stream, lines, status)
+        self.viewer.show(rank, stream, lines, status)
 
     def _close(self, fd: int) -> None:
         rank, _, _ = self._pipes.pop(fd)
         os.close(fd)
         if not any(other == rank for other, _, _ in self._pipes.values()):
-            self._viewer.end(rank)
+            self.viewer.end(rank)

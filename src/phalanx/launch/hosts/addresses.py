@@ -1,0 +1,118 @@
+"""Which addresses this host has, and whether a name is one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import ipaddress
+import socket
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OwnAddress:
+    """An address of this host and the interface that has it."""
+
+    address: str
+    interface: str
+
+    @property
+    def is_global(self) -> bool:
+        """Whether it means the same to every host: it is no loopback's, and not only valid on one link."""
+        ip = ipaddress.ip_address(self.address.partition("%")[0])
+        return not (ip.is_loopback or (ip.is_link_local and ip.version == 6))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether no other host can reach it."""
+        return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
+
+
+class _SockAddr(ctypes.Structure):
+    _fields_ = (("family", ctypes.c_uint16), ("data", ctypes.c_uint8 * 26))
+
+
+class _IfAddrs(ctypes.Structure):
+    pass
+
+
+_IfAddrs._fields_ = (
+    ("next", ctypes.POINTER(_IfAddrs)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SockAddr)), ("netmask", ctypes.c_void_p), ("peer", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
+)  # fmt: skip
+_IFF_UP = 1
+
+
+def own_addresses() -> list[OwnAddress]:
+    """This host's addresses: those that lead far in front, IPv4 before IPv6, link-local ones and loopback last."""
+    found = []
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        first = ctypes.POINTER(_IfAddrs)()
+        if libc.getifaddrs(ctypes.byref(first)) == 0:
+            entry = first
+            while entry:
+                item = entry.contents
+                if item.address and item.flags & _IFF_UP and (text := _read(item.address.contents)):
+                    name = item.name.decode(errors="replace")
+                    if ipaddress.ip_address(text).is_link_local and ":" in text:
+                        text = f"{text}%{name}"
+                    found.append(OwnAddress(text, name))
+                entry = item.next
+            libc.freeifaddrs(first)
+    default = _routed_address()
+    return sorted(dict.fromkeys(found), key=lambda own: (_distance(own), own.address != default, ":" in own.address))
+
+
+def _read(address: _SockAddr) -> str:
+    data = bytes(address.data)
+    if address.family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, data[2:6])
+    if address.family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, data[6:22])
+    return ""
+
+
+def _distance(own: OwnAddress) -> int:
+    ip = ipaddress.ip_address(own.address.partition("%")[0])
+    return 2 if ip.is_loopback else 1 if ip.is_link_local else 0
+
+
+def _routed_address() -> str:
+    """The address from which this host reaches the rest of the world, if it does; nothing is sent."""
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # of no host: RFC 5737
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((target, 9))
+            return str(sock.getsockname()[0])
+    return ""
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses that a name leads to; itself for an address; empty where it leads nowhere."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(place[0]) for *_, place in found))
+
+
+def is_own(host: str) -> bool:
+    """Whether `host` is this one: its name, or one of its addresses. Asked of the kernel: they can be bound."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    for address in resolve(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
+            place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4]
+            sock.bind(place)
+            return True
+    return False
+
+
+def find_interface(address: str) -> str:
+    """The interface that has this address of ours; empty where that is unknown."""
+    plain = address.partition("%")[0]
+    return next((own.interface for own in own_addresses() if own.address.partition("%")[0] == plain), "")

@@ -1,0 +1,248 @@
+"""A host that is not the first, while its ranks run: it tells what becomes of them, and obeys.
+
+When nothing is heard of the first host any more, it stops its ranks by itself, says so, and ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from phalanx.launch.agent.attempt import Attempt, Host
+from phalanx.launch.agent.supervision import Action, Kill, Signal, Supervision
+from phalanx.launch.environment import Place
+from phalanx.launch.failure import Exit, Report
+from phalanx.launch.hosts.flights import logs_to_json
+from phalanx.launch.hosts.mail import Letter, Mail, decode_lines, encode_lines
+from phalanx.launch.hosts.store import create_store
+from phalanx.launch.output.display import Display
+from phalanx.launch.output.fold import format_ranks
+from phalanx.launch.plan import JobPlan
+from phalanx.launch.processes import ENDING_SIGNALS
+
+_FULL_S = 0.02  # how soon to look again whether lines may be sent
+FIRST = 0  # the first host's member: it joins before anybody can
+
+
+class Forward:
+    """Sends the lines of this host's ranks to the first host, which shows them; a viewer of the pump."""
+
+    def __init__(self) -> None:
+        self._mail: Mail | None = None
+        self.attempt = 0
+        self._items: list[list[Any]] = []  # rank, stream, lines, status, whether it was the last of both streams
+        self._shown: dict[tuple[int, int], bytes] = {}
+
+    def connect(self, mail: Mail) -> None:
+        """From now on there is a way."""
+        self._mail = mail
+
+    @property
+    def full(self) -> bool:
+        """Whether so much is still to be sent that the ranks should wait."""
+        return self._mail is not None and self._mail.full
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """The first host knows."""
+
+    def end(self, rank: int) -> None:
+        """The rank prints nothing more."""
+        self._items.append([rank, 1, [], "", True])
+
+    def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
+        """Send lines, with the status behind them."""
+        if lines or self._shown.get((rank, stream), b"") != status:
+            self._shown[rank, stream] = status
+            self._items.append([rank, stream, encode_lines(lines), encode_lines([status])[0], False])
+
+    def say_once(self, what: str, text: str) -> None:
+        """Have the first host say it."""
+        if self._mail is not None:
+            self._mail.put(FIRST, "say", attempt=self.attempt, text=text)
+
+    def show_here(self, display: Display) -> None:
+        """The first host is lost: what it has not seen is shown on this one."""
+        self.flush()
+        for message in self._mail.take_back("lines") if self._mail is not None else ():
+            for rank, stream, lines, _, _ in message["items"]:
+                display.show(rank, stream, decode_lines(lines), b"")
+
+    def flush(self) -> None:
+        """Send what there is."""
+        if self._items and self._mail is not None:
+            items, self._items = self._items, []
+            self._mail.put(FIRST, "lines", attempt=self.attempt, items=items)
+
+
+@dataclass
+class Obedience(Supervision):
+    """What a host that is not the first does about each thing: it tells the first, and does what that says."""
+
+    place: Place = field(default_factory=lambda: Place.alone(1))
+    mail: Mail | None = None
+    attempt: int = 0
+    times_asked: int = 0
+    abandoned_by: str = ""  # why the first host is not there any more
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The ranks of this host that have not ended."""
+        return tuple(rank for rank in self.place.ranks if rank not in self.exits and rank not in self.abandoned)
+
+    def _tell(self, kind: str, **body: Any) -> None:
+        if self.mail is not None:
+            self.mail.put(FIRST, kind, attempt=self.attempt, **body)
+
+    def on_started(self, rank: int) -> None:
+        """Tell the first host."""
+        super().on_started(rank)
+        self._tell("started", rank=rank)
+
+    def on_abandoned(self, rank: int) -> None:
+        """Tell the first host."""
+        super().on_abandoned(rank)
+        self._tell("abandoned", rank=rank)
+
+    def on_exit(self, exit: Exit) -> list[Action]:
+        """Tell the first host."""
+        self.exits[exit.rank] = exit
+        self._tell("exit", rank=exit.rank, pid=exit.pid, status=exit.status, at=exit.at, dump=exit.dump)
+        return []
+
+    def on_report(self, report: Report, now: float) -> list[Action]:
+        """Tell the first host."""
+        self.reports.setdefault(report.rank, report)
+        self._tell("report", report=asdict(report))
+        return []
+
+    def on_signal(self, signum: int, now: float) -> list[Action]:
+        """What ends a job is for the first host to decide."""
+        if self.abandoned_by or signum not in ENDING_SIGNALS:
+            return super().on_signal(signum, now)
+        self.times_asked += 1
+        if self.times_asked > 2:  # the first host did not answer to the first two
+            self.interrupted = signum
+            return self._kill(now)
+        self._tell("signal", signum=signum)  # the first host decides, for all
+        return []
+
+    def obey(self, signum: int, ranks: Iterable[int], group: bool) -> list[Action]:
+        """The first host wants `signum` to be sent."""
+        chosen = tuple(rank for rank in ranks if rank in self.running)
+        if signum in ENDING_SIGNALS and self.phase == "running":
+            self.phase = "stopping"
+        return [Signal(signum, chosen, group)] if chosen else []
+
+    def sweep(self) -> list[Action]:
+        """The first host wants no process to be left."""
+        self.phase = "killing"
+        return [Kill()]
+
+    def on_first_host_lost(self, why: str, now: float) -> list[Action]:
+        """Nobody tells us any more what to do: what is left is to end."""
+        if self.abandoned_by:
+            return []
+        self.abandoned_by = why
+        return self._stop(signal.SIGTERM, now) if self.phase in ("running", "stopping") else []
+
+
+def say_host_lost(letter: Letter, display: Display) -> None:
+    """The first host tells that another one is lost."""
+    ranks = letter.body["ranks"]
+    which = f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
+    display.say(f"phalanx run: {letter.body['host']}, with {which}, is lost: {letter.body['why']}")
+
+
+class FollowerAttempt(Attempt):
+    """An attempt under the first host's orders."""
+
+    def __init__(
+        self, plan: JobPlan, host: Host, number: int, place: Place, mail: Mail, store: tuple[str, str]
+    ) -> None:
+        self._mail = mail
+        self._number = number
+        self._meeting_place = store
+        assert isinstance(host.pump.viewer, Forward)
+        self._forward = host.pump.viewer
+        self._forward.attempt = number
+        self.ended: dict[str, Any] | None = None  # the first host's last words, if they came
+        super().__init__(plan, host, number, place)
+
+    def supervise(self) -> Obedience:
+        """Nobody here: the first host."""
+        grace_s = self._plan.settings.grace_s
+        return Obedience(self.place.world_size, grace_s, place=self.place, mail=self._mail, attempt=self._number)
+
+    @property
+    def obedience(self) -> Obedience:
+        """Our state, as what it is."""
+        assert isinstance(self.state, Obedience)
+        return self.state
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What else to wait on."""
+        return (self._mail.fileno(),)
+
+    @property
+    def due(self) -> float | None:
+        """When to look again although nothing has come."""
+        return time.monotonic() + _FULL_S if self._mail.full else None
+
+    def receive(self, ready: set[int]) -> None:
+        """Read what the other hosts say."""
+        if self._mail.fileno() in ready:
+            for letter in self._mail.take():
+                self._read(letter)
+        self._forward.flush()
+
+    def create_store(self) -> tuple[int | None, str]:
+        """The coordinator, by the way that leads there from this host."""
+        return create_store(*self._meeting_place)
+
+    def run(self) -> None:
+        """As on one host; returns when this one is done."""
+        try:
+            super().run()
+        finally:
+            self._forward.flush()
+        if self.zygote_lost and not self.zygote_given_up:
+            return
+        ended_ns = {str(pid): at for pid, at in self.ended_ns.items()}
+        groups = logs_to_json(self.collect_logs())
+        if groups:
+            self._mail.put(FIRST, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
+        self._mail.put(FIRST, "swept", attempt=self._number)
+
+    def _read(self, letter: Letter) -> None:
+        state = self.obedience
+        if letter.kind in ("unreachable", "expelled") or (letter.member == FIRST and letter.kind in ("left", "lost")):
+            self._lose_first(letter.body["why"])
+        elif letter.member == FIRST and letter.kind == "host lost":
+            say_host_lost(letter, self._host.display)
+        elif letter.member == FIRST and letter.kind == "end":
+            self.ended = letter.body
+            self.do(state.sweep() if state.running else [])
+        elif letter.member == FIRST and letter.body.get("attempt") == self._number:
+            if letter.kind == "signal":
+                signum = int(letter.body["signum"])
+                if signum in ENDING_SIGNALS:
+                    self.abandon_rest()
+                self.do(state.obey(signum, letter.body["ranks"], bool(letter.body["group"])))
+            elif letter.kind == "sweep":
+                self.abandon_rest()
+                self.do(state.sweep())
+
+    def _lose_first(self, why: str) -> None:
+        if self.obedience.abandoned_by or self.ended is not None:
+            return
+        running = len(self.state.running)
+        self._host.display.say(
+            f"phalanx run: the first host is lost: {why}. Stopping the {running} rank{'s' * (running != 1)} of this "
+            "host"
+        )
+        self.abandon_rest()
+        self.do(self.obedience.on_first_host_lost(why, time.monotonic()))

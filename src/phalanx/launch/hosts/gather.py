@@ -1,0 +1,289 @@
+"""The first host before each start: until all have come, and every host has reached every other one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.coordination.key import Key
+from phalanx.errors import LaunchError
+from phalanx.launch.agent.attempt import Host
+from phalanx.launch.agent.signals import read_signals
+from phalanx.launch.environment import describe_ranks
+from phalanx.launch.hosts.addresses import OwnAddress, find_interface
+from phalanx.launch.hosts.leader import LeaderAttempt, Team, tell_start
+from phalanx.launch.hosts.mail import Letter, Mail
+from phalanx.launch.hosts.membership import name_own_address
+from phalanx.launch.hosts.reach import TRY_S, Target, describe, try_all
+from phalanx.launch.hosts.roster import HostFacts, Node, find_conflict, plan_nodes
+from phalanx.launch.hosts.terms import choose_environment
+from phalanx.launch.plan import JobPlan, find_free_port
+from phalanx.launch.processes import ENDING_SIGNALS, name_signal
+from phalanx.launch.rendezvous import Rendezvous, join_endpoint
+
+_TELL_AFTER_S = 3.0
+_FAREWELL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A host that has come: what it says of itself, where it can be tried, and under which address it found us."""
+
+    facts: HostFacts
+    port: int
+    reached: str
+
+
+class Gathering:
+    """Everybody who has come to the job, for all its attempts."""
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        rendezvous: Rendezvous,
+        host: Host,
+        mail: Mail,
+        key: Key,
+        advertised: Sequence[OwnAddress],
+        port: int,
+    ) -> None:
+        self._plan = plan
+        self._rendezvous = rendezvous
+        self._host = host
+        self._mail = mail
+        self._key = key
+        self._advertised = advertised
+        self._port = port
+        self._guests: dict[int, Guest] = {}  # in the order of coming
+        self._results: dict[int, dict[int, str]] = {}  # of the trial that is going on: member -> node -> what came back
+        self._trial = 0
+        self._reached: dict[int, set[int]] = {}  # who was found to reach whom
+        self._team: Team | None = None
+
+    def begin(self, restart_count: int, local_store: str) -> LeaderAttempt:
+        """The next attempt, with all that have come; every other host has been told to start.
+
+        Raises:
+            LaunchError: too few came in time; two want one number; they cannot reach each other; or a signal came.
+        """
+        if self._team is not None:
+            for letter in self._team.late:
+                self._read(letter)
+            for member in self._team.lost:
+                self._guests.pop(member, None)
+        while True:
+            nodes = self._gather()
+            if self._try_reach(nodes):
+                break
+        own = next(node for node in nodes if node.facts.member == self._mail.member)
+        self._team = team = Team(self._mail, nodes, own, self._rendezvous.host_timeout_s)
+        address = own.facts.address
+        settings = self._plan.settings
+        named = choose_environment(self._plan.environ, settings.environment)
+        explicit = {name: value for name, value in named.items() if name in settings.environment}
+        plan = replace(
+            self._plan,
+            master_addr=address,
+            master_port=find_free_port(),
+            rank_variables={**explicit, **name_own_address(address, find_interface(address), self._plan.environ)},
+        )
+        self._host.display.say(
+            f"phalanx run: {len(nodes)} hosts: "
+            + "; ".join(f"{node.where} {describe_ranks(node.place)}" for node in nodes)
+        )
+        attempt = LeaderAttempt(plan, self._host, restart_count, team, (local_store, ""))
+        tell_start(team, restart_count, plan.run_id, (address, plan.master_port))
+        return attempt
+
+    def end(self, code: int, why: str) -> None:
+        """Tell all that the job is over, and wait a moment until they have heard it."""
+        self._mail.put(-1, "end", code=code, why=why)
+        waiting = set(self._guests) - set(self._team.lost if self._team is not None else ())
+        end = time.monotonic() + _FAREWELL_S
+        while waiting and time.monotonic() < end:
+            select.select([self._mail], [], [], 0.1)
+            for letter in self._mail.take():
+                if letter.kind in ("left", "lost", "unreachable", "expelled"):
+                    waiting.discard(letter.member)
+                elif letter.kind == "joined":  # too late
+                    self._mail.put(letter.member, "end", code=code or 1, why=why or "phalanx run: that job is over")
+        self._mail.flush(1.0)
+
+    @property
+    def _own(self) -> HostFacts:
+        address = self._advertised[0].address
+        found = [guest.reached for guest in self._guests.values()]
+        if found:  # what leads here for the others is what they are to use; of several, the first to come knows best
+            address = found[0]
+        settings = self._plan.settings
+        return HostFacts(
+            self._mail.member, socket.gethostname(), os.getpid(), self._plan.num_ranks, settings.role, address,
+            self._rendezvous.node_rank, self._plan.run_id,
+        )  # fmt: skip
+
+    def _gather(self) -> list[Node]:
+        """Wait for hosts."""
+        rendezvous = self._rendezvous
+        end = time.monotonic() + rendezvous.join_timeout_s
+        last_call: float | None = None
+        tell_at = time.monotonic() + (0.0 if self._is_inviting else _TELL_AFTER_S)
+        while True:
+            now = time.monotonic()
+            count = 1 + len(self._guests)
+            if count >= rendezvous.max_nodes:
+                break
+            if count >= rendezvous.min_nodes:
+                last_call = last_call or now + rendezvous.last_call_s
+                if now >= last_call:
+                    break
+            else:
+                last_call = None
+            if now >= end:
+                raise LaunchError(self._explain_missing(count))
+            if tell_at <= now:
+                tell_at = float("inf")
+                self._host.display.say(self._invite(count))
+            self._wait(min(at for at in (end, tell_at, last_call) if at is not None) - now)
+        guests = list(self._guests.values())[: rendezvous.max_nodes - 1]
+        for late in list(self._guests)[rendezvous.max_nodes - 1 :]:
+            self._refuse(late, f"the job has its {rendezvous.max_nodes} hosts")
+        hosts = [self._own, *(guest.facts for guest in guests)]
+        conflict = find_conflict(hosts, rendezvous.max_nodes)
+        if conflict:
+            raise LaunchError(f"phalanx run: {conflict}.", exit_code=2)
+        return plan_nodes(hosts)
+
+    @property
+    def _is_inviting(self) -> bool:
+        """Whether others can only know from us where to come."""
+        return not self._rendezvous.endpoint or self._rendezvous.endpoint.startswith(":")
+
+    def _invite(self, count: int) -> str:
+        missing = self._rendezvous.min_nodes - count
+        more = f"{missing} more host{'s' * (missing != 1)}" if missing > 0 else "more hosts"
+        first, *others = [join_endpoint(own.address, self._port) for own in self._advertised]
+        if not self._is_inviting:
+            return f"phalanx run: waiting for {more} at {first} (key {self._key.fingerprint})"
+        text = f"phalanx run: waiting for {more}. There, type:\n\n    phalanx join {first}\n"
+        if others:
+            text += f"\nor, where that leads nowhere: {', '.join(others)}"
+        return text
+
+    def _explain_missing(self, count: int) -> str:
+        here = ", ".join(["this one", *(f"{g.facts.name} ({g.facts.address})" for g in self._guests.values())])
+        places = ", ".join(join_endpoint(own.address, self._port) for own in self._advertised)
+        return (
+            f"phalanx run: {count} of {self._rendezvous.min_nodes} hosts came within "
+            f"{self._rendezvous.join_timeout_s:g} s: {here}. The others were awaited at {places}. Look at what they "
+            "say: "
+            "each tells which address it tried, and what came back."
+        )
+
+    def _wait(self, span_s: float) -> None:
+        """Take what comes within `span_s`."""
+        poll = select.poll()
+        control = self._host.zygote.control
+        for fd in (self._mail.fileno(), self._mail.notices.fileno(), self._host.signals, control.fileno()):
+            poll.register(fd, select.POLLIN)
+        self._host.display.tick()
+        span_s = 0.05 if self._host.display.writers else min(max(span_s, 0.0), 3600.0)
+        ready = {fd for fd, _ in poll.poll(span_s * 1000 + 1)}
+        if self._host.signals in ready:
+            for number in read_signals(self._host.signals):
+                if number in ENDING_SIGNALS:
+                    raise LaunchError(
+                        f"phalanx run: stopped by {name_signal(number)} before the job began", exit_code=128 + number
+                    )
+        if control.fileno() in ready:
+            control.send_some()
+            control.take()
+            if control.gone:
+                raise LaunchError(
+                    "phalanx run: the process from which the ranks are forked (the zygote) has ended while it imported "
+                    "torch. If nobody killed it, memory is the first suspect; or try --no-preload."
+                )
+        for line in self._mail.notices.take():
+            self._host.display.say(f"phalanx run: {line}")
+        for letter in self._mail.take() if self._mail.fileno() in ready else ():
+            self._read(letter)
+
+    def _read(self, letter: Letter) -> None:
+        if letter.kind == "joined":
+            facts = HostFacts.from_json(letter.member, letter.body)
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                if facts is not None:
+                    port, reached = int(letter.body["port"]), str(letter.body["reached"])
+                    self._guests[letter.member] = Guest(facts, port, reached)
+        elif letter.kind in ("left", "lost"):
+            self._guests.pop(letter.member, None)
+        elif letter.kind == "reached" and letter.body.get("trial") == self._trial:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                results = {int(node): str(answer) for node, answer in letter.body["results"]}
+                self._results[letter.member] = results
+        elif letter.kind in ("unreachable", "expelled"):
+            raise LaunchError(f"phalanx run: the coordinator on this host has failed: {letter.body['why']}")
+
+    def _refuse(self, member: int, why: str) -> None:
+        self._guests.pop(member, None)
+        self._mail.put(member, "end", code=1, why=f"phalanx run: {why}")
+
+    def _try_reach(self, nodes: Sequence[Node]) -> bool:
+        """Let every host try every other one; False if one has gone meanwhile.
+
+        Raises:
+            LaunchError: some cannot reach some other one.
+        """
+        targets = [
+            Target(node.place.node, node.label, node.facts.address, self._guests[node.facts.member].port)
+            for node in nodes
+            if node.facts.member in self._guests
+        ]
+        self._trial += 1
+        self._results = {}
+        expected = set()
+        for node in nodes:
+            theirs = [target for target in targets if target.node != node.place.node]
+            if not theirs:
+                continue  # the first host was reached: they have come
+            expected.add(node.facts.member)
+            if node.facts.member == self._mail.member:
+                trial = self._trial
+                try_all(
+                    theirs,
+                    self._key.raw,
+                    lambda results, trial=trial: self._mail.put(  # type: ignore[misc]
+                        self._mail.member, "reached", trial=trial, results=list(results.items())
+                    ),
+                )
+            else:
+                self._mail.put(
+                    node.facts.member,
+                    "reach",
+                    trial=self._trial,
+                    targets=[[each.node, each.label, each.address, each.port] for each in theirs],
+                )
+        end = time.monotonic() + 2 * TRY_S
+        while expected - set(self._results) and time.monotonic() < end:
+            self._wait(end - time.monotonic())
+            if any(node.facts.member not in self._guests for node in nodes if node.facts.member != self._mail.member):
+                return False
+        silent = {target.node: "did not say" for target in targets}
+        results = {
+            node.place.node: self._results.get(node.facts.member, silent)
+            for node in nodes
+            if node.facts.member in expected
+        }
+        lines = describe([node.label for node in nodes], results, targets)
+        if lines:
+            raise LaunchError(
+                "phalanx run: the hosts cannot all reach each other; each was tried from each under the address that "
+                "it "
+                "has towards the first:\n" + "\n".join(lines) + "\nOpen the way (firewall), or name other addresses: "
+                "--local-addr on the hosts concerned."
+            )
+        return True

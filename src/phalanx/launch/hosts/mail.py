@@ -1,0 +1,201 @@
+"""Messages between the agents of a job, through the coordinator. The agent itself never waits for one to be sent.
+
+agent ── put ──▶ queue ──▶ thread ──▶ coordinator ──▶ events ── fileno, take ──▶ agent
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.coordination.client import Client
+from phalanx.errors import PhalanxError
+
+_POST_S = 5.0  # of one try; while the link is cut the next one follows
+MAX_WAITING_BYTES = 1 << 20
+_MAX_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Letter:
+    """What has come: a message (`kind` is its own) from `member`; or of the coordinator: joined, left, lost, expelled,
+    unreachable, reachable; then `body` holds the facts, or why.
+    """
+
+    kind: str
+    member: int
+    body: dict[str, Any]
+    at: float  # on the clock of the sender; 0 where it did not say
+
+
+class Notices:
+    """Lines for a person from other threads of this process."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Readable when `take` has something."""
+        return self._read
+
+    def add(self, line: str) -> None:
+        """Have `line` said; from any thread."""
+        self._lines.put(line)
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._write, b"x")
+
+    def add_refusal(self, line: str) -> None:
+        """As `add`, of the coordinator's words; those on members that are lost come from the agent, who knows more."""
+        if not line.startswith("member "):
+            self.add(line)
+
+    def take(self) -> list[str]:
+        """What has come."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read, 4096)
+        lines = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                lines.append(self._lines.get_nowait())
+        return lines
+
+    def close(self) -> None:
+        """No more."""
+        os.close(self._read)
+        os.close(self._write)
+
+
+class Mail:
+    """The agent's part in the coordinator's messages. Owns `client`, and the thread that sends."""
+
+    def __init__(self, client: Client, notices: Notices | None = None) -> None:
+        self._client = client
+        self.member = client.member
+        self.notices = notices or Notices()
+        self._queue: deque[tuple[int, bytes]] = deque()  # the first is being sent
+        self._lock = threading.Condition()
+        self._waiting_bytes = 0
+        self._is_closing = False
+        self._number = 0
+        self._taken: dict[int, int] = {}  # member -> number of its last message: one may come twice after a cut
+        self._offsets: dict[int, float] = {}  # member -> how much its clock is behind ours, at most
+        self._thread = threading.Thread(target=self._send, name="phalanx-mail", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Readable when `take` has something."""
+        return self._client.fileno()
+
+    @property
+    def full(self) -> bool:
+        """Whether so much is still to be sent that nothing more should be printed."""
+        return self._waiting_bytes > MAX_WAITING_BYTES
+
+    def put(self, member: int, kind: str, **body: Any) -> None:
+        """Have a message sent to `member` (-1: to all others)."""
+        with self._lock:
+            self._number += 1
+            data = json.dumps({"kind": kind, "number": self._number, "now": time.monotonic(), **body}).encode()
+            self._waiting_bytes += len(data)
+            self._queue.append((member, data))
+            self._lock.notify()
+
+    def take(self) -> list[Letter]:
+        """What has come; does not wait."""
+        letters = []
+        for event in self._client.take():
+            if event.kind != "message":
+                body = event.facts if event.kind == "joined" else {"why": event.why}
+                letters.append(Letter(event.kind, event.member, body, 0.0))
+                continue
+            try:
+                body = json.loads(event.body)
+                kind, number, sent_at = str(body.pop("kind")), int(body.pop("number")), float(body.pop("now"))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue  # another version of Phalanx, or a program that speaks with us: not for the agent
+            if number <= self._taken.get(event.member, 0):
+                continue
+            self._taken[event.member] = number
+            behind = time.monotonic() - sent_at
+            self._offsets[event.member] = min(behind, self._offsets.get(event.member, behind))
+            letters.append(Letter(kind, event.member, body, sent_at))
+        return letters
+
+    def to_own_clock(self, member: int, at: float) -> float:
+        """A time that `member` told, on this host's monotonic clock: late by the shortest way of a message so far."""
+        return at + self._offsets.get(member, 0.0)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all has been sent; False when time is up."""
+        end = time.monotonic() + timeout_s
+        while self._waiting_bytes and time.monotonic() < end and self._thread.is_alive():
+            time.sleep(0.005)
+        return not self._waiting_bytes
+
+    def take_back(self, kind: str) -> list[dict[str, Any]]:
+        """The messages of a kind that were not sent, and will not be: whoever was to read them has gone."""
+        with self._lock:
+            waiting = [json.loads(data) for _, data in self._queue]
+            for _ in range(max(0, len(self._queue) - 1)):
+                self._queue.pop()
+            self._is_closing = True
+            self._lock.notify()
+        return [message for message in waiting if message["kind"] == kind]
+
+    def leave(self, timeout_s: float) -> None:
+        """Be a member no more, having said all; for so long at most."""
+        self.flush(timeout_s)
+        self._client.timeout = timeout_s
+        if self._client.member >= 0:
+            with contextlib.suppress(PhalanxError):
+                self._client.leave()
+
+    def close(self) -> None:
+        """Send nothing more, and let go of the connection."""
+        with self._lock:
+            self._is_closing = True
+            self._lock.notify()
+        self._client.close()
+        self._thread.join(_POST_S)
+        self.notices.close()
+
+    def _send(self) -> None:
+        while not self._is_closing:
+            with self._lock:
+                if not self._queue:
+                    self._lock.wait()
+                    continue
+                member, data = self._queue[0]
+            while not self._is_closing:
+                try:
+                    self._client.post(member, data, timeout=_POST_S)
+                    break
+                except ValueError:  # it has gone: nobody is there to be told
+                    break
+                except PhalanxError:
+                    if self._client.member < 0:
+                        break  # the coordinator does not count us any more: an event says so
+                    time.sleep(0.05)
+            with self._lock:
+                self._waiting_bytes -= len(data)
+                if not self._is_closing:
+                    self._queue.popleft()
+
+
+def encode_lines(lines: Sequence[bytes]) -> list[str]:
+    """Lines as text that JSON can hold, whatever bytes they have."""
+    return [line.decode("utf-8", "surrogateescape") for line in lines]
+
+
+def decode_lines(lines: Sequence[str]) -> list[bytes]:
+    """The opposite of `encode_lines`."""
+    return [str(line).encode("utf-8", "surrogateescape") for line in lines]

@@ -1,0 +1,307 @@
+"""How a host comes to the first one, waits for the start, and sees its ranks through under that one's orders."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+from phalanx.coordination.client import Client
+from phalanx.coordination.key import Key
+from phalanx.coordination.key_file import find_key
+from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
+from phalanx.launch.agent.attempt import Host
+from phalanx.launch.agent.signals import read_signals
+from phalanx.launch.environment import Place, describe_ranks
+from phalanx.launch.hosts.addresses import find_interface
+from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost
+from phalanx.launch.hosts.mail import Letter, Mail
+from phalanx.launch.hosts.reach import Responder, Target, try_all
+from phalanx.launch.hosts.roster import HostFacts
+from phalanx.launch.hosts.terms import KEY, Terms
+from phalanx.launch.plan import JobPlan
+from phalanx.launch.processes import ENDING_SIGNALS, name_signal
+from phalanx.launch.rendezvous import Rendezvous
+
+T = TypeVar("T")
+_PAUSE_S = 0.1
+_TRY_S = 20.0
+_TELL_AFTER_S = 3.0
+_LAST_WORDS_S = 5.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A connection to the first host's coordinator, with the key that opened it, and what that host says of the job."""
+
+    client: Client
+    key: Key
+    terms: Terms
+
+
+def connect(
+    endpoint: str, key: Key, timeout_s: float, *, is_over: Callable[[], bool], say: Callable[[str], None]
+) -> Joined:
+    """Connect to the coordinator, which may start later than we do; its terms follow at once.
+
+    Raises:
+        LaunchError: it cannot be reached in time, has another key or another version; the message says which.
+    """
+    end, told = time.monotonic() + timeout_s, False
+    began = time.monotonic()
+    while True:
+        try:
+            client = Client(endpoint, key, timeout=_TRY_S)
+            break
+        except AuthenticationError as error:
+            raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+        except (CoordinationError, DeadlineError) as error:
+            now = time.monotonic()
+            if now > end or is_over():
+                raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {error}") from None
+            if not told and now - began > _TELL_AFTER_S:
+                told = True
+                say(f"phalanx run: waiting for the first host. {str(error).splitlines()[0]}")
+            time.sleep(_PAUSE_S)
+    try:
+        terms = Terms.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
+    except (PhalanxError, ValueError) as error:
+        client.close()
+        raise LaunchError(f"phalanx run: {endpoint}: {error}") from None
+    return Joined(client, key, terms)
+
+
+def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined:
+    """As `connect`, while signals are heard.
+
+    Raises:
+        LaunchError: as `connect`; there is no key; or a signal came.
+    """
+    try:
+        key = (
+            Key.parse(rendezvous.key) if rendezvous.key is not None else find_key(plan.settings.key_file, plan.environ)
+        )
+    except (AuthenticationError, ValueError) as error:
+        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+    if key is None:
+        raise LaunchError(
+            f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
+            "lies in "
+            "~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode 600). "
+            "PHALANX_KEY_FILE names another file.",
+            exit_code=2,
+        )
+    over = threading.Event()
+    return _while_listening(
+        host,
+        over,
+        lambda: connect(rendezvous.endpoint, key, rendezvous.join_timeout_s, is_over=over.is_set, say=host.display.say),
+    )
+
+
+def _while_listening(host: Host, over: threading.Event, work: Callable[[], T]) -> T:
+    """What `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+    ours, theirs = socket.socketpair()
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+        theirs.close()
+
+    thread = threading.Thread(target=run, name="phalanx-join", daemon=True)
+    thread.start()
+    with ours:
+        poll = select.poll()
+        poll.register(ours, select.POLLIN)
+        poll.register(host.signals, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(100)}
+            host.display.tick()
+            if host.signals in ready:
+                ending = [number for number in read_signals(host.signals) if number in ENDING_SIGNALS]
+                if ending:
+                    over.set()
+                    raise LaunchError(
+                        f"phalanx run: stopped by {name_signal(ending[0])} before the job began",
+                        exit_code=128 + ending[0],
+                    )
+            if ours.fileno() in ready:
+                thread.join()
+                if errors:
+                    raise errors[0]
+                return results[0]
+
+
+def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) -> int:
+    """See this host's ranks through; returns the exit code, which is the first host's.
+
+    Raises:
+        LaunchError: the first host is lost, or does not take us.
+    """
+    client = joined.client
+    own = rendezvous.local_addr or client.own_host
+    if joined.terms.version and plan.settings.run_id not in ("", joined.terms.run_id):
+        client.close()
+        raise LaunchError(
+            f"phalanx run: at {rendezvous.endpoint} is job {joined.terms.run_id!r}, not {plan.settings.run_id!r} "
+            "(--rdzv-id)",
+            exit_code=2,
+        )
+    try:
+        responder = Responder(own, joined.key.raw)
+    except OSError as error:
+        client.close()
+        raise LaunchError(
+            f"phalanx run: {own} is no address of this host that others could reach ({error.strerror}); give one with "
+            "--local-addr",
+            exit_code=2,
+        ) from None
+    facts = HostFacts(
+        -1, socket.gethostname(), os.getpid(), plan.num_ranks, plan.settings.role, own, rendezvous.node_rank,
+        joined.terms.run_id,
+    )  # fmt: skip
+    assert isinstance(host.pump.viewer, Forward)
+    try:
+        client.join({**facts.to_json(), "port": responder.port, "reached": str(client.address.host)})
+        mail = Mail(client)
+    except PhalanxError as error:
+        responder.close()
+        client.close()
+        raise LaunchError(f"phalanx run: {error}") from None
+    host.pump.viewer.connect(mail)
+    followed = _Followed(plan, host, joined, mail, own, responder)
+    try:
+        return followed.run()
+    finally:
+        responder.close()
+        if not followed.is_alone:
+            mail.leave(_LAST_WORDS_S)
+        mail.close()
+
+
+class _Followed:
+    """This host in a job: start after start, until the first host says that it is over."""
+
+    def __init__(self, plan: JobPlan, host: Host, joined: Joined, mail: Mail, own: str, responder: Responder) -> None:
+        self._plan = plan
+        self._host = host
+        self._joined = joined
+        self._mail = mail
+        self._own = own
+        self._responder = responder
+        self._has_begun = False
+        self.is_alone = False  # the first host is lost
+
+    def run(self) -> int:
+        while True:
+            letter = self._await_orders()
+            if letter.kind == "end":
+                return self._end(letter.body)
+            attempt = self._begin(letter.body)
+            try:
+                attempt.run()
+            finally:
+                attempt.close()
+            if attempt.zygote_lost and not attempt.zygote_given_up:
+                why = "the process from which its ranks are forked (the zygote) has ended"
+                self._mail.put(FIRST, "failed", attempt=int(letter.body["attempt"]), why=why)
+            if attempt.ended is not None:
+                return self._end(attempt.ended)
+            if attempt.obedience.abandoned_by:
+                self._raise_lost(attempt.obedience.abandoned_by)
+
+    def _raise_lost(self, why: str) -> NoReturn:
+        self.is_alone = True
+        assert isinstance(self._host.pump.viewer, Forward)
+        self._host.pump.viewer.show_here(self._host.display)
+        if not self._has_begun:
+            raise LaunchError(f"phalanx run: the first host is lost before the job began: {why}")
+        raise LaunchError(
+            f"phalanx run: the first host is lost: {why}. The ranks of this host have ended. If that host is still "
+            "there, "
+            "its output says more."
+        )
+
+    def _end(self, body: dict[str, Any]) -> int:
+        if body.get("why"):
+            raise LaunchError(str(body["why"]), exit_code=int(body["code"]))
+        return int(body["code"])
+
+    def _await_orders(self) -> Letter:
+        """The next start, or the end; meanwhile it is tried whether this host reaches the others."""
+        poll = select.poll()
+        poll.register(self._mail.fileno(), select.POLLIN)
+        poll.register(self._host.signals, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(100 if self._host.display.writers else 1000)}
+            self._host.display.tick()
+            if self._host.signals in ready:
+                for number in read_signals(self._host.signals):
+                    if number in ENDING_SIGNALS:
+                        raise LaunchError(
+                            f"phalanx run: stopped by {signal.Signals(number).name} before the job began",
+                            exit_code=128 + number,
+                        )
+            orders: Letter | None = None
+            for letter in self._mail.take() if self._mail.fileno() in ready else ():
+                orders = self._read(letter) or orders
+            if orders is not None:
+                return orders
+
+    def _read(self, letter: Letter) -> Letter | None:
+        if letter.kind in ("unreachable", "expelled") or (letter.member == FIRST and letter.kind in ("left", "lost")):
+            self._raise_lost(letter.body["why"])
+        if letter.member != FIRST:
+            return None
+        if letter.kind == "host lost":
+            say_host_lost(letter, self._host.display)
+        if letter.kind == "reach":
+            targets = [Target(int(n), str(label), str(at), int(port)) for n, label, at, port in letter.body["targets"]]
+            trial = letter.body["trial"]
+            try_all(
+                targets,
+                self._joined.key.raw,
+                lambda results: self._mail.put(FIRST, "reached", trial=trial, results=list(results.items())),
+            )
+        return letter if letter.kind in ("start", "end") else None
+
+    def _begin(self, body: dict[str, Any]) -> FollowerAttempt:
+        self._has_begun = True
+        place = Place(**body["place"])
+        address, port = body["master"]
+        interface = find_interface(self._own)
+        plan = replace(
+            self._plan,
+            run_id=str(body["run_id"]),
+            master_addr=str(address),
+            master_port=int(port),
+            rank_variables={
+                **{k: v for k, v in self._joined.terms.environment.items() if k not in self._plan.environ},
+                **self._plan.rank_variables,
+                **name_own_address(self._own, interface, self._plan.environ),
+            },
+        )
+        self._host.display.say(
+            f"phalanx run: host {place.node + 1} of {place.num_nodes} of the job at {body['first_host']}: "
+            f"{describe_ranks(place)} of {place.world_size}. What they print is shown there."
+        )
+        store = (str(self._joined.client.address), str(self._joined.key))
+        return FollowerAttempt(plan, self._host, int(body["attempt"]), place, self._mail, store)
+
+
+def name_own_address(address: str, interface: str, environ: Any) -> dict[str, str]:
+    """Variables by which ranks and the engines between hosts use the address that was tried, unless the user chose."""
+    told = {"PHALANX_ADDRESS": address}
+    if interface:
+        told |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if not environ.get(name)}
+    return told

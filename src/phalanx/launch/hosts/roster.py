@@ -1,0 +1,109 @@
+"""Who has come to the job, and which ranks each host gets. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from phalanx.launch.environment import Place
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What the agent of a host tells of it. `address` is where other hosts reach it, `port` where that can be tried."""
+
+    member: int
+    name: str
+    pid: int
+    num_ranks: int
+    role: str
+    address: str
+    node_rank: int | None = None
+    run_id: str = ""
+
+    @classmethod
+    def from_json(cls, member: int, facts: Mapping[str, Any]) -> HostFacts | None:
+        """The inverse of `to_json`; None for a member that is no agent."""
+        if facts.get("kind") != "agent":
+            return None
+        try:
+            node_rank = facts["node_rank"]
+            return cls(
+                member, str(facts["host"]), int(facts["pid"]), int(facts["num_ranks"]), str(facts["role"]),
+                str(facts["address"]), None if node_rank is None else int(node_rank), str(facts["run_id"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        """As facts of a member; the coordinator calls it by `host`."""
+        fields = asdict(self)
+        del fields["member"]
+        return {"kind": "agent", "host": fields.pop("name"), **fields}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host with its ranks; `label` is what people see, and differs between hosts of one name."""
+
+    facts: HostFacts
+    place: Place
+    label: str
+
+    @property
+    def where(self) -> str:
+        """`node-b (10.0.0.2)`."""
+        return f"{self.label} ({self.facts.address})"
+
+
+def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
+    """Why these hosts cannot be in one job, in the words for the user; empty if they can."""
+    seen: dict[int, HostFacts] = {}
+    for host in hosts:
+        if host.node_rank is None:
+            continue
+        if host.node_rank >= max_nodes:
+            return f"{host.name} ({host.address}) came as --node-rank {host.node_rank} of --nnodes {max_nodes}"
+        other = seen.setdefault(host.node_rank, host)
+        if other is not host:
+            return (
+                f"{other.name} ({other.address}) and {host.name} ({host.address}) both came as --node-rank "
+                f"{host.node_rank}. Give each host a number of its own"
+            )
+    return ""
+
+
+def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
+    """The hosts in order, with their ranks. Those with a number stand where it says, the others fill the gaps.
+
+    `hosts` is in the order of coming, the first host in front.
+    """
+    numbered = {host.node_rank: host for host in hosts if host.node_rank is not None}
+    rest = iter([host for host in hosts if host.node_rank is None])
+    ordered = [numbered[i] if i in numbered else next(rest, None) for i in range(max([len(hosts), *numbered]) + 1)]
+    chosen = [host for host in ordered if host is not None]
+    world_size = sum(host.num_ranks for host in chosen)
+    in_role: dict[str, int] = {}
+    nodes, first_rank = [], 0
+    labels = name_apart([host.name for host in chosen])
+    for node, host in enumerate(chosen):
+        first_role_rank = in_role.get(host.role, 0)
+        in_role[host.role] = first_role_rank + host.num_ranks
+        place = Place(node, len(chosen), first_rank, host.num_ranks, world_size, first_role_rank, 0)
+        nodes.append(Node(host, place, labels[node]))
+        first_rank += host.num_ranks
+    return [replace(node, place=replace(node.place, role_world_size=in_role[node.facts.role])) for node in nodes]
+
+
+def name_apart(names: Sequence[str]) -> list[str]:
+    """Names by which hosts are told apart: short where that is enough, numbered where two have the same."""
+    short = [name.partition(".")[0] for name in names]
+    chosen = short if len(set(short)) == len(set(names)) else list(names)
+    return [name if chosen.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(chosen)]
+
+
+def find_node(nodes: Iterable[Node], ranks: Iterable[int]) -> Node | None:
+    """The host on which all these ranks are; None if they are on several."""
+    wanted = set(ranks)
+    return next((node for node in nodes if wanted <= set(node.place.ranks)), None)

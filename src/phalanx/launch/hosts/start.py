@@ -1,0 +1,170 @@
+"""A job on several hosts, from this host's agent to its exit code: the first host, or one that comes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+from phalanx.coordination.client import Client
+from phalanx.coordination.key import Key
+from phalanx.coordination.key_file import default_path, find_key, make_key
+from phalanx.coordination.service import Service
+from phalanx.errors import AuthenticationError, CoordinationError, LaunchError
+from phalanx.launch.agent.attempt import Host
+from phalanx.launch.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
+from phalanx.launch.agent.zygote_process import ZygoteProcess
+from phalanx.launch.hosts.addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
+from phalanx.launch.hosts.follower import Forward
+from phalanx.launch.hosts.gather import Gathering
+from phalanx.launch.hosts.leader import LeaderAttempt
+from phalanx.launch.hosts.mail import Mail, Notices
+from phalanx.launch.hosts.membership import Joined, follow, join_first_host
+from phalanx.launch.hosts.terms import KEY, Terms
+from phalanx.launch.plan import JobPlan
+from phalanx.launch.rendezvous import Rendezvous, join_endpoint, split_endpoint
+
+
+def see_through_with_others(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:
+    """Run this host's part of the job to its end; returns the exit code. `joined` is what `phalanx join` has found.
+
+    Raises:
+        LaunchError: hosts cannot meet: no key, an address that is not ours, nobody there, or not enough in time.
+    """
+    rendezvous = plan.settings.rendezvous
+    assert rendezvous is not None
+    if joined is None and decide_lead(rendezvous):
+        return _lead(plan, rendezvous, zygote, signals)
+    with opened_host(plan, zygote, signals, lambda display: Forward()) as host:
+        return follow(plan, rendezvous, host, joined or join_first_host(plan, rendezvous, host))
+
+
+def decide_lead(rendezvous: Rendezvous) -> bool:
+    """Whether this host is the first."""
+    if rendezvous.leads is not None:
+        return rendezvous.leads
+    return is_own(split_endpoint(rendezvous.endpoint, 0)[0])
+
+
+def _lead(plan: JobPlan, rendezvous: Rendezvous, zygote: ZygoteProcess, signals: int) -> int:
+    key = find_or_make_key(plan, rendezvous)
+    bind, advertised = decide_addresses(rendezvous)
+    with opened_host(plan, zygote, signals) as host, _serving(plan, rendezvous, bind, key, host) as (service, mail):
+        assert service.address is not None
+        gathering = Gathering(plan, rendezvous, host, mail, key, advertised, service.address.port)
+
+        def begin(restart_count: int) -> LeaderAttempt:
+            return gathering.begin(restart_count, service.local)
+
+        try:
+            code = run_attempts(plan, host, begin)
+        except LaunchError as error:
+            gathering.end(error.exit_code, str(error))
+            raise
+        except BaseException:
+            gathering.end(1, "the first host has failed")
+            raise
+        gathering.end(code, "")
+    return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
+
+
+@contextlib.contextmanager
+def _serving(plan: JobPlan, rendezvous: Rendezvous, bind: str, key: Key, host: Host) -> Iterator[tuple[Service, Mail]]:
+    """The coordinator of the job, with this agent as its first member."""
+    notices = Notices()
+    try:
+        service = Service(bind, key, job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.add_refusal)
+    except CoordinationError as error:
+        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+    with service:
+        client = Client(service.local)
+        client.set(KEY, Terms.of(plan.settings, plan.run_id, plan.environ).to_bytes())
+        client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
+        mail = Mail(client, notices)
+        try:
+            yield service, mail
+        finally:
+            mail.close()
+
+
+def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
+    """The job's key, as it was given or lies on this host; else a new one of the user's, in the usual place.
+
+    Raises:
+        LaunchError: there is one that may not be used, or none can be made.
+    """
+    try:
+        if rendezvous.key is not None:
+            return Key.parse(rendezvous.key)
+        key = find_key(plan.settings.key_file, plan.environ)
+        if key is None:
+            path = default_path(plan.environ)
+            key, is_new = make_key(path)
+            if is_new:
+                from phalanx.launch.output.text import show
+
+                show(
+                    2,
+                    f"phalanx run: made a key, {path}: only hosts that have it get in. Copy it to the other hosts "
+                    "(mode 600), or type it there when you are asked: `phalanx key --print` shows it.",
+                )
+        return key
+    except (AuthenticationError, ValueError) as error:
+        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+
+
+def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
+    """Where the coordinator listens, and the addresses of this host that others may try, the likeliest in front.
+
+    Raises:
+        LaunchError: the host that was named is not this one, or this one has no address.
+    """
+    addresses = own_addresses()
+    far = [own for own in addresses if own.is_global] or [own for own in addresses if not own.is_loopback]
+    host, port = "", 0
+    if rendezvous.endpoint.startswith(":"):
+        port = int(rendezvous.endpoint[1:])
+    elif rendezvous.endpoint:
+        host, port = split_endpoint(rendezvous.endpoint, 0)
+    if rendezvous.local_addr and not host:
+        host = rendezvous.local_addr
+    if host:
+        if not is_own(host):
+            found = ", ".join(resolve(host)) or "nothing"
+            own = ", ".join(each.address for each in addresses) or "none"
+            raise LaunchError(
+                f"phalanx run: this host is to be the first, at {host}, and that is none of its addresses: {host} "
+                "leads "
+                f"to {found}, and here are {own}. Give an address of this host; or --node-rank, where each host has "
+                "one.",
+                exit_code=2,
+            )
+        theirs = resolve(host) or [host]
+        chosen = [own for own in addresses if own.address in theirs]
+        # A name that leads to the loopback here (Debian's 127.0.1.1) leads others to an address that they can reach.
+        if host != "localhost" and not _is_address(host) and all(own.is_loopback for own in chosen) and far:
+            return f":{port}", far
+        return join_endpoint(host, port), chosen or [OwnAddress(theirs[0], find_interface(theirs[0]))]
+    if len(far) == 1:
+        return join_endpoint(far[0].address, port), far
+    if not far:
+        raise LaunchError(
+            "phalanx run: --nnodes: this host has no address that others could reach (`ip address` shows only the "
+            "loopback interface). Connect it, or try it out on this host alone: --rdzv-backend c10d --rdzv-endpoint "
+            "localhost:29400 in two shells.",
+            exit_code=2,
+        )
+    return f":{port}", far
+
+
+def _is_address(host: str) -> bool:
+    return any(family_says(host) for family_says in (_is_v4, _is_v6))
+
+
+def _is_v4(host: str) -> bool:
+    return host.count(".") == 3 and host.replace(".", "").isdecimal()
+
+
+def _is_v6(host: str) -> bool:
+    return ":" in host

@@ -1,0 +1,122 @@
+"""What the first host says of the job to every host that comes: all that `phalanx join` needs to know."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from phalanx.launch.options import Streams
+from phalanx.launch.settings import Settings
+from phalanx.launch.target import Kind, Target
+
+KEY = "launch/terms"  # where they lie in the coordinator's store
+VERSION = 1
+
+# Of the first host's environment these go to the ranks of all hosts, where a host does not set them itself.
+_PASSED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "GLIBC_TUNABLES")
+_PASSED_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
+_OF_ONE_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "TORCH_HOME")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The job as the first host was asked for it."""
+
+    kind: Kind
+    name: str
+    arguments: tuple[str, ...]
+    folder: str
+    nproc: str
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    host_timeout_s: float
+    join_timeout_s: float
+    role: str
+    log_dir: str | None
+    redirects: Streams
+    tee: Streams
+    shown_ranks: tuple[int, ...] | None
+    grace_s: float
+    exit_timeout_s: float | None
+    affinity: bool
+    preload: bool
+    max_restarts: int
+    local_rank_argument: bool
+    environment: dict[str, str]
+    version: int = VERSION
+
+    @classmethod
+    def of(cls, settings: Settings, run_id: str, environ: Mapping[str, str]) -> Terms:
+        """Those of the job that was asked for here."""
+        rendezvous = settings.rendezvous
+        assert rendezvous is not None
+        target = settings.target
+        return cls(
+            target.kind, target.name, target.arguments, os.getcwd(), settings.nproc, run_id, rendezvous.min_nodes,
+            rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, settings.role, settings.log_dir,
+            settings.redirects, settings.tee, settings.shown_ranks, settings.grace_s, settings.exit_timeout_s,
+            settings.affinity, settings.preload, settings.max_restarts, settings.local_rank_argument,
+            choose_environment(environ, settings.environment),
+        )  # fmt: skip
+
+    def to_bytes(self) -> bytes:
+        """For the store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Terms:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            ValueError: another version of Phalanx has written them.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            if fields["version"] != VERSION:
+                raise ValueError
+            for name in ("redirects", "tee"):
+                streams = fields[name]
+                fields[name] = Streams(streams["all"], tuple((int(a), int(b)) for a, b in streams["by_rank"]))
+            fields["arguments"] = tuple(fields["arguments"])
+            fields["shown_ranks"] = None if fields["shown_ranks"] is None else tuple(fields["shown_ranks"])
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError("the first host runs another version of Phalanx. Install the same one on all") from None
+
+    def to_settings(self, own: Settings) -> Settings:
+        """The job as it runs on a host where only `phalanx join` was typed, with what `own` says of this host."""
+        return replace(
+            own,
+            target=Target(self.kind, self.name, self.arguments),
+            nproc=own.nproc or self.nproc,
+            log_dir=own.log_dir or self.log_dir,
+            role=own.role or self.role,
+            redirects=self.redirects,
+            tee=self.tee,
+            shown_ranks=self.shown_ranks,
+            grace_s=self.grace_s,
+            exit_timeout_s=self.exit_timeout_s,
+            affinity=self.affinity and own.affinity,
+            preload=self.preload,
+            max_restarts=self.max_restarts,
+            local_rank_argument=self.local_rank_argument,
+        )
+
+
+def choose_environment(environ: Mapping[str, str], named: Mapping[str, str | None]) -> dict[str, str]:
+    """The variables of the first host that all ranks get; `named` are those of --env, with a value or without."""
+    chosen = {
+        name: value
+        for name, value in environ.items()
+        if (name in _PASSED or name.startswith(_PASSED_PREFIXES)) and name not in _OF_ONE_HOST
+    }
+    for name, value in named.items():
+        if value is not None:
+            chosen[name] = value
+        elif name in environ:
+            chosen[name] = environ[name]
+    return chosen

@@ -1,0 +1,320 @@
+"""`phalanx run` on several hosts: network namespaces, each with an agent of its own, which meet over the network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.system.phalanx_command import Finished, Running, start, write_script
+
+from phalanx.coordination.key import Key
+from phalanx.testing import why_no_hosts
+from phalanx.testing.namespaces import Host, hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+_PORT = "29477"
+_ADD_UP = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group(sys.argv[1])
+x = torch.ones(4) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
+print("sum", x[0].item(), *(os.environ[name] for name in names), flush=True)
+dist.destroy_process_group()
+"""
+_FOR_EVER = """
+import torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+x = torch.ones(4)
+dist.all_reduce(x)
+print("running", flush=True)
+while True:
+    dist.all_reduce(x)
+"""
+
+
+@contextlib.contextmanager
+def commands(machines: list[Host], *lines: tuple[str, ...], key: Key | None = None) -> Iterator[list[Running]]:
+    """One `phalanx` command on each host, all with the job's key; at the end nothing of them is left."""
+    home = str(os.environ.get("TMPDIR", "/tmp"))
+    environ = {"PHALANX_KEY": str(key or Key(bytes(32))), "XDG_CONFIG_HOME": home}
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(start(*line, env=environ, before=machine.command, stderr=subprocess.STDOUT))
+            for machine, line in zip(machines, lines, strict=True)
+        ]
+
+
+def numbered(machines: list[Host], *options: str, script: tuple[str, ...], nproc: str = "2") -> list[tuple[str, ...]]:
+    """The same line on each host, but for its number, as torchrun's static rendezvous has it."""
+    size = str(len(machines))
+    where = ("--master-addr", machines[0].address, "--master-port", _PORT)
+    return [
+        ("run", "--nnodes", size, "--node-rank", str(n), *where, "--nproc-per-node", nproc, *options, *script)
+        for n in range(len(machines))
+    ]
+
+
+def finish(jobs: list[Running]) -> list[Finished]:
+    """How all ended; nothing of them is left on any host."""
+    finished = [job.finish() for job in jobs]
+    assert [job.survivors() for job in jobs] == [[]] * len(jobs)
+    return finished
+
+
+def sums(finished: Finished) -> list[list[str]]:
+    """What the ranks of `_ADD_UP` said, by rank, without the label in front."""
+    said = [line.partition("] ")[2].split() for line in finished.lines if "] sum" in line]
+    return sorted(said, key=lambda words: int(words[2]))
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_two_hosts_are_one_job(tmp_path: Path, backend: str) -> None:
+    script = write_script(tmp_path, _ADD_UP)
+    with hosts(2) as machines, commands(machines, *numbered(machines, script=(script, backend))) as jobs:
+        first, second = finish(jobs)
+    assert (first.code, second.code) == (0, 0), first.out
+    assert sums(first) == [
+        ["sum", "10.0", "0", "0", "4", "2", "0", "2", "0"],
+        ["sum", "10.0", "1", "1", "4", "2", "0", "2", "1"],
+        ["sum", "10.0", "2", "0", "4", "2", "1", "2", "2"],
+        ["sum", "10.0", "3", "1", "4", "2", "1", "2", "3"],
+    ]
+    assert (
+        f"2 hosts: {os.uname().nodename}#0 (10.77.0.1) ranks 0-1; {os.uname().nodename}#1 (10.77.0.2) ranks 2-3"
+        in first.out
+    )
+    assert f"[3 {os.uname().nodename}#1] sum" in first.out
+    assert "What they print is shown there" in second.out
+    assert "sum" not in second.out
+
+
+@pytest.mark.parametrize("network", [{"ipv6": True, "mtu": 1280}, {"dead_end": True}], ids=["ipv6", "dead end"])
+def test_the_line_that_is_printed_is_all_that_others_type(tmp_path: Path, network: dict[str, bool]) -> None:
+    """IPv6 alone, with the shortest packets; and a second interface with the default route that leads nowhere."""
+    script = write_script(tmp_path, _ADD_UP)
+    key = Key.generate()
+    with hosts(2, **network) as machines, contextlib.ExitStack() as stack:
+        environ = {"PHALANX_KEY": str(key)}
+        line = ("run", "--nnodes", "2", "--nproc-per-node", "1", script, "phalanx")
+        first = stack.enter_context(start(*line, env=environ, before=machines[0].command, stderr=subprocess.STDOUT))
+        said = first.read_until("phalanx join")
+        assert "waiting for 1 more host" in said
+        join = said.splitlines()[-1].split()[1:]
+        if "dead_end" in network:  # the address with the default route stands in front; the other one is named, too
+            assert join[1].startswith("192.168.77.1:")
+            (word,) = [word for word in first.read_until("10.77.0.1:").split() if word.startswith("10.77.0.1:")]
+            join[1] = word.rstrip(",")
+        second = stack.enter_context(start(*join, env=environ, before=machines[1].command, stderr=subprocess.STDOUT))
+        ended = finish([first, second])
+    assert [end.code for end in ended] == [0, 0], ended[0].out + ended[1].out
+    assert [words[1] for words in sums(ended[0])] == ["3.0", "3.0"]
+
+
+def test_hosts_without_numbers_meet_at_the_one_that_is_named(tmp_path: Path) -> None:
+    """As torchrun's c10d rendezvous: one line for all; a host with another number of ranks, and another role."""
+    script = write_script(tmp_path, _ADD_UP)
+    with hosts(3) as machines:
+        line = (
+            "run",
+            "--nnodes=3",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={machines[1].address}:{_PORT}",
+            "--rdzv-id=j",
+        )
+        lines = [(*line, f"--nproc-per-node={n}", "--role", f"r{n}", script, "phalanx") for n in (1, 1, 2)]
+        with commands(machines, *lines) as jobs:
+            finished = finish(jobs)
+    assert [end.code for end in finished] == [0, 0, 0], [end.out for end in finished]
+    said = sums(finished[1])  # the host that was named shows all
+    assert [words[:3] for words in said] == [["sum", "10.0", str(rank)] for rank in range(4)]
+    assert said[0][6] == "0"
+    assert sorted(words[8] for words in said) == ["0", "0", "1", "1"]
+
+
+def test_the_first_failure_of_any_host_is_told_last_and_all_start_again(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('attempt', attempt, flush=True)\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 3 and attempt == '0':\n"
+        "    raise ValueError('the data is wrong')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 2:\n"
+        "    os._exit(7)\n"
+        "dist.barrier()\n",
+    )
+    logs = tmp_path / "logs"
+    with hosts(2) as machines:
+        lines = numbered(machines, "--max-restarts", "1", "--log-dir", str(logs), script=(script,))
+        with commands(machines, *lines) as jobs:
+            first, second = finish(jobs)
+    assert (first.code, second.code) == (7, 7), first.out
+    name = os.uname().nodename
+    assert f"First failure: rank 3 of 4 on {name}#1 (10.77.0.2) (pid " in first.out
+    assert "ValueError: the data is wrong at script.py:7 (exit code 1)" in first.out
+    assert "starting all 4 ranks again (once more)" in first.out
+    assert first.out.count("ValueError: the data is wrong\n") == 1  # of the traceback, which is told last
+    last = first.out.rpartition("First failure: ")[2]
+    assert last.startswith(f"rank 2 of 4 on {name}#1 (10.77.0.2) (pid ")
+    assert last.rstrip().endswith("exit code 7")
+    assert {path.name for path in logs.iterdir()} >= {f"rank_{rank}.log" for rank in range(4)}
+    assert (logs / "rank_3.log").read_text().splitlines()[0] == "attempt 0"
+    flight = json.loads((logs / "flight_attempt_0.json").read_text())
+    (group,) = [group for group in flight["groups"] if group["name"] == "0"]
+    assert [rank["rank"] for rank in group["ranks"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["first", "other"])
+def test_ctrl_c_on_any_host_ends_all(tmp_path: Path, where: int) -> None:
+    script = write_script(tmp_path, _FOR_EVER)
+    with hosts(2) as machines, commands(machines, *numbered(machines, script=(script,))) as jobs:
+        jobs[0].read_until_all("running", 4)
+        jobs[where].process.send_signal(signal.SIGINT)
+        first, second = finish(jobs)
+    assert (first.code, second.code) == (130, 130)
+    on = f" on {os.uname().nodename}#1" if where else ""
+    assert f"SIGINT{on}: stopping 4 ranks" in first.out
+    assert first.lines[-1] == "phalanx run: stopped by SIGINT (interrupted)"
+
+
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> None:
+    """All three say who has gone, those that are left and the one that was cut off; no rank is left anywhere."""
+    script = write_script(tmp_path, _FOR_EVER)
+    with hosts(3) as machines:
+        lines = numbered(machines, "--host-timeout", "2", "--grace", "2", script=(script,), nproc="1")
+        with commands(machines, *lines) as jobs:
+            jobs[0].read_until_all("running", 3)
+            jobs[1].process.kill() if how == "killed" else machines[1].cut_off()
+            finished = finish(jobs)
+    name = os.uname().nodename
+    assert [finished[0].code, finished[2].code] == [1, 1]
+    last = finished[0].lines[-1]
+    assert last.startswith(
+        f"First failure: {name}#1 (10.77.0.2), with rank 1 of 3, is lost: the coordinator did not hear"
+    )
+    assert "(2 s are allowed)" in last
+    assert f"{name}#1 (10.77.0.2), with rank 1, is lost" in finished[2].out
+    if how == "cut off":
+        assert finished[1].code == 1
+        assert "phalanx run: the first host is lost: nothing was heard from it for 2." in finished[1].out
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> None:
+    script = write_script(tmp_path, _FOR_EVER)
+    with hosts(2) as machines:
+        lines = numbered(machines, "--host-timeout", "2", "--grace", "2", script=(script,), nproc="1")
+        with commands(machines, *lines) as jobs:
+            jobs[0].read_until_all("running", 2)
+            jobs[0].process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGTERM)
+            _, second = finish(jobs)
+    assert second.code == (1 if how == "killed" else 143)
+    assert ("the first host is lost: nothing was heard from it" in second.out) == (how == "killed")
+
+
+def test_a_short_cut_is_survived(tmp_path: Path) -> None:
+    """Three seconds without a network, and a host is lost after ten: the ranks go on, and all ends well."""
+    script = write_script(
+        tmp_path,
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "x = torch.ones(4)\n"
+        "dist.all_reduce(x)\n"
+        "print('running', flush=True)\n"
+        "while True:\n"
+        f"    over = torch.tensor([float(os.path.exists({str(tmp_path / 'over')!r}))])\n"
+        "    dist.all_reduce(over, op=dist.ReduceOp.MIN)\n"
+        "    if over.item():\n"
+        "        break\n"
+        "print('done')\n"
+        "dist.destroy_process_group()\n",
+    )
+    with hosts(2) as machines, commands(machines, *numbered(machines, script=(script,), nproc="1")) as jobs:
+        jobs[0].read_until_all("running", 2)
+        machines[1].cut_off()
+        jobs[0].process.send_signal(0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            jobs[1].process.wait(3.0)
+        machines[1].plug_in()
+        (tmp_path / "over").touch()
+        first, second = finish(jobs)
+    assert (first.code, second.code) == (0, 0), first.out + second.out
+    assert "done" in first.out
+
+
+def test_hosts_that_cannot_meet_say_who_tried_what(tmp_path: Path) -> None:
+    script = write_script(tmp_path, _ADD_UP)
+    with hosts(3) as machines:
+        first, second, third = numbered(machines, "--rdzv-conf", "timeout=4", script=(script, "phalanx"))
+        nowhere = tuple(word.replace("10.77.0.1", "10.77.0.99") for word in second)
+        taken = tuple(word.replace(_PORT, "29478") for word in third)
+        with commands(machines, first, nowhere, taken) as jobs:
+            finished = finish(jobs)
+    assert [end.code for end in finished] == [1, 1, 1]
+    assert "1 of 3 hosts came within 4 s: this one. The others were awaited at 10.77.0.1:29477" in finished[0].out
+    assert "gave up after " in finished[1].out
+    assert "Tried 10.77.0.99:29477: " in finished[1].out
+    assert "Tried 10.77.0.1:29478: refused (nothing listens at this port there)" in finished[2].out
+
+
+def test_addresses_that_lead_nowhere_are_found_before_ranks_start(tmp_path: Path) -> None:
+    """The second host gives the address of an interface that nobody can reach: each says who tried it from where."""
+    script = write_script(tmp_path, "print('never')\n")
+    with hosts(2, dead_end=True) as machines:
+        first, second = numbered(machines, script=(script,))
+        second = (*second[:-1], "--local-addr", "192.168.77.2", script)
+        with commands(machines, first, second) as jobs:
+            finished = finish(jobs)
+    name = os.uname().nodename
+    assert [end.code for end in finished] == [1, 1]
+    for end in finished:
+        assert "the hosts cannot all reach each other" in end.out
+        assert f"from {name}#0 to {name}#1 at 192.168.77.2:" in end.out
+        assert "never" not in end.out
+
+
+def test_a_host_with_another_key_is_refused_by_address(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "print('never')\n")
+    with hosts(2) as machines, contextlib.ExitStack() as stack:
+        first, second = numbered(machines, "--rdzv-conf", "timeout=5", script=(script,))
+        jobs = [
+            stack.enter_context(
+                start(
+                    *line, env={"PHALANX_KEY": str(Key(bytes([n] * 32)))}, before=at.command, stderr=subprocess.STDOUT
+                )
+            )
+            for n, (line, at) in enumerate(zip((first, second), machines, strict=True))
+        ]
+        ended = finish(jobs)
+    assert [end.code for end in ended] == [1, 2], ended[1].out
+    assert "refused a connection from 10.77.0.2: it does not know the job's key" in ended[0].out
+    assert "does not accept our key" in ended[1].out
+
+
+def test_a_script_that_only_the_first_host_has_is_missed_where_it_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "only here"
+    folder.mkdir()
+    script = write_script(folder, "print('never')\n")
+    with hosts(2) as machines, contextlib.ExitStack() as stack:
+        environ = {"PHALANX_KEY": str(Key(bytes(32)))}
+        line = ("run", "--nnodes", "2", "--master-port", _PORT, "--rdzv-conf", "timeout=6", script)
+        first = stack.enter_context(start(*line, env=environ, before=machines[0].command, stderr=subprocess.STDOUT))
+        first.read_until("phalanx join")
+        Path(script).unlink()  # another host has another disk
+        join = ("join", f"10.77.0.1:{_PORT}")
+        second = stack.enter_context(start(*join, env=environ, before=machines[1].command, stderr=subprocess.STDOUT))
+        ended = finish([first, second])
+    assert [end.code for end in ended] == [1, 2]
+    assert f"phalanx join: script {script!r}: no such file" in ended[1].out
