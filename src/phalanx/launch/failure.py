@@ -184,7 +184,7 @@ def describe_failures(
         lines.append("")
     if first.loss is not None:
         ranks = [failure.rank for failure in failures if failure.loss == first.loss]
-        which = f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)} of {world_size}"
+        which = f"{name_ranks(ranks)} of {world_size}"
         lines.append(f"First failure: {first.loss.host}, with {which}, is lost: {first.loss.why}")
         return "\n".join(lines)
     lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {first.pid}): {summarise(first)}")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.attempt import Attempt, Host
 from phalanx.launch.agent.supervision import Action, Kill, Signal, Supervision
 from phalanx.launch.environment import Place
@@ -19,7 +20,6 @@ from phalanx.launch.hosts.flights import logs_to_json
 from phalanx.launch.hosts.mail import Letter, Mail, decode_lines, encode_lines
 from phalanx.launch.hosts.store import create_store
 from phalanx.launch.output.display import Display
-from phalanx.launch.output.fold import format_ranks
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
 
@@ -152,8 +152,7 @@ class Obedience(Supervision):
 def say_host_lost(letter: Letter, display: Display) -> None:
     """The first host tells that another one is lost."""
     ranks = letter.body["ranks"]
-    which = f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
-    display.say(f"phalanx run: {letter.body['host']}, with {which}, is lost: {letter.body['why']}")
+    display.say(f"phalanx run: {letter.body['host']}, with {name_ranks(ranks)}, is lost: {letter.body['why']}")
 
 
 class FollowerAttempt(Attempt):

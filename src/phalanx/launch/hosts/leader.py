@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.attempt import Attempt, Host
 from phalanx.launch.agent.supervision import Action
 from phalanx.launch.failure import Exit, Loss, Report
@@ -17,7 +18,6 @@ from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.mail import Letter, Mail, decode_lines
 from phalanx.launch.hosts.roster import Node, find_node
 from phalanx.launch.hosts.store import create_store
-from phalanx.launch.output.fold import format_ranks
 from phalanx.launch.plan import JobPlan
 
 _SWEEP_LIMIT_S = 15.0  # what a host may take to kill and tell, which is otherwise alive
@@ -206,7 +206,7 @@ class LeaderAttempt(Attempt):
             ranks, Loss(node.where, why, now - self._team.host_timeout_s), now
         )
         if self.state.interrupted is None or self.state.phase == "running":
-            self._host.display.say(f"phalanx run: {node.where}, with {_ranks(ranks)}, is lost: {why}")
+            self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(ranks)}, is lost: {why}")
         for other in self._team.present:
             self._put(other, "host lost", host=node.where, ranks=ranks, why=why)
         self.do(actions)
@@ -237,7 +237,3 @@ def _rank_of(body: dict[str, Any], node: Node) -> int:
     if rank not in node.place.ranks:
         raise ValueError(f"rank {rank} is not on {node.label}")
     return rank
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
