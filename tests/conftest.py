@@ -23,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments inside the update")
+    parser.addoption("--frames", type=int, default=5000, help="frames that the coordinator is fuzzed with")
+    parser.addoption("--strangers", type=int, default=300, help="hostile connections to the coordinator")
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
 
 
@@ -49,6 +51,18 @@ def _police() -> Iterator[None]:
     if left := before.leaks():
         before.restore()
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def num_frames(request: pytest.FixtureRequest) -> int:
+    """How many frames the coordinator is fuzzed with."""
+    return int(request.config.getoption("frames"))
+
+
+@pytest.fixture
+def num_strangers(request: pytest.FixtureRequest) -> int:
+    """How many hostile connections are made to the coordinator."""
+    return int(request.config.getoption("strangers"))
 
 
 @pytest.fixture

@@ -597,7 +597,7 @@ class Client:
                         call.fields = fields
                         call.answer = status
                         self._awaken(call)
-                    elif status == Status.UNKNOWN and self.member >= 0 and number == self._taken_event:
+                    elif status == Status.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]:
                         self._expelled(fields[0])
                 elif status == Status.EVENT:
                     self._happened(number, fields)
@@ -695,7 +695,8 @@ class Client:
 
     def _send_heartbeat(self) -> None:
         if self.member >= 0:
-            self._transmit_raw(pack(Op.HEARTBEAT, self._taken_event, pack_number(self._last_event)))
+            beat = (pack_number(self._last_event), pack_number(self.member))
+            self._transmit_raw(pack(Op.HEARTBEAT, self._taken_event, *beat))
 
     def _judge(self, now: float) -> None:
         """Say once when the coordinator falls silent, and once when it is back."""

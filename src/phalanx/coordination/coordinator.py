@@ -41,12 +41,16 @@ MAX_PARKED_KEYS = 1 << 16  # for which they wait, all together
 MAX_SESSIONS = 1 << 16
 FORGOTTEN_AFTER_S = 600.0  # a session that is silent, waits for nothing and is no member
 UNPARKED_AFTER_S = 60.0  # a client that waits says so every few seconds
+MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # that a client has asked for and not read
 _PAGE_BYTES = 4 << 20
 
 _CHANGES = frozenset({
     Op.SET, Op.ADD, Op.COMPARE_SET, Op.APPEND, Op.DELETE, Op.MULTI_SET, Op.QUEUE_PUSH, Op.QUEUE_POP, Op.DELETE_PREFIX,
     Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT, Op.BARRIER,
 })  # fmt: skip
+
+# Those that look at everything: one in a frame, so that the next member's turn comes.
+_LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
 
 Answer = bytes
 
@@ -62,6 +66,7 @@ class Session:
     parked: dict[int, Waiter] = field(default_factory=dict)
     num_parked_keys: int = 0
     outgoing: list[Answer] = field(default_factory=list)
+    outgoing_bytes: int = 0
     popped: list[tuple[int, bytes, bytes]] = field(default_factory=list)  # among outgoing: number, queue, item
     _answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
     _answer_bytes: int = 0
@@ -125,9 +130,13 @@ class Coordinator:
         except WireError:
             self.num_malformed += 1
             return False
-        fine = True
+        fine, num_long = True, 0
         for message in messages:
-            fine &= self._handle(session, message)
+            num_long += message.what in _LONG
+            if num_long > 1 and message.what in _LONG:
+                self._send(session, pack(Status.WRONG_CALL, message.number, b"one such request at a time"))
+            else:
+                fine &= self._handle(session, message)
         return fine
 
     def _handle(self, session: Session, message: Message) -> bool:
@@ -141,12 +150,14 @@ class Coordinator:
             self._send(session, pack(Status.HEARTBEAT, number))
             return True
         answer = session.answered(number) if what in _CHANGES else None
+        if answer is None and session.outgoing_bytes > MAX_OUTGOING_BYTES:
+            answer = pack(Status.WRONG_CALL, number, b"you ask for more than you read")
         if answer is None:
             try:
                 answer = handler(session, message)
             except RefusedError as error:
                 answer = pack(Status.WRONG_CALL, number, str(error).encode())
-            except (WireError, ValueError, IndexError):  # the fields are not those of this request
+            except (WireError, ValueError, IndexError, RecursionError):  # the fields are not those of this request
                 self.num_malformed += 1
                 answer = pack(Status.WRONG_CALL, number, f"malformed request ({what})".encode())
                 fine = False
@@ -186,6 +197,7 @@ class Coordinator:
         self.members.remove(member, b"lost", why)
         session.member, session.gone = None, why
         self._unpark_all(session)
+        self._send(session, pack(Status.UNKNOWN, 0, why.encode(), pack_number(member.id)))
         self._tell_all()
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
@@ -201,7 +213,7 @@ class Coordinator:
         """What is to be sent, session by session."""
         outgoing, self.outgoing = self.outgoing, {}
         for session in outgoing:
-            answers, session.outgoing = session.outgoing, []
+            answers, session.outgoing, session.outgoing_bytes = session.outgoing, [], 0
             if session.member is not None:
                 answers.extend(session.member.unsent())
             if answers:
@@ -219,6 +231,12 @@ class Coordinator:
     def delivered(self, session: Session) -> None:
         """What was just taken is on its way."""
         session.popped.clear()
+
+    def put_back(self, session: Session, answers: list[Answer]) -> None:
+        """What was just taken could not be sent yet."""
+        session.outgoing[:0] = answers
+        session.outgoing_bytes += sum(map(len, answers))
+        self.outgoing[session] = None
 
     # Requests. Each returns its answer, or None where it waits or needs none.
 
@@ -357,7 +375,7 @@ class Coordinator:
 
     def _heartbeat(self, session: Session, message: Message) -> Answer:
         if session.member is None:
-            return self._unknown(session, message)
+            return pack(Status.UNKNOWN, 0, (session.gone or "it has not joined").encode(), message.fields[1])
         taken, seen = message.number, unpack_number(message.fields[0])
         session.member.took(taken)
         if seen < session.member.sent:  # on their way, or lost with a connection; twice does no harm
@@ -366,7 +384,7 @@ class Coordinator:
         return pack(Status.HEARTBEAT, taken)
 
     def _unknown(self, session: Session, message: Message) -> Answer:
-        return pack(Status.UNKNOWN, message.number, (session.gone or "it has not joined").encode())
+        return pack(Status.UNKNOWN, message.number, (session.gone or "it has not joined").encode(), b"-1")
 
     def _list_members(self, session: Session, message: Message) -> Answer:
         start = unpack_number(message.fields[0]) if message.fields else 0
@@ -463,4 +481,5 @@ class Coordinator:
 
     def _send(self, session: Session, answer: Answer) -> None:
         session.outgoing.append(answer)
+        session.outgoing_bytes += len(answer)
         self.outgoing[session] = None

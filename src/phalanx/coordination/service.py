@@ -29,10 +29,10 @@ from phalanx.errors import AuthenticationError, CoordinationError
 
 BACKLOG = 4096
 _HANDSHAKE_S = 5.0
-_QUEUE_FRAMES = 64  # of a client that we have yet to read, or that has yet to read
+_QUEUE_FRAMES = 32  # of a client that we have yet to read, or that has yet to read
 _ROUND_FRAMES = 256  # read before answers are sent
 _TICK_S = 0.25
-_SPARE_DESCRIPTORS = 128
+_MAX_CONNECTIONS = 1 << 16
 _MAX_PATH_BYTES = 100
 
 
@@ -99,6 +99,11 @@ class Service:
     def num_refused(self) -> int:
         """How many connections were refused."""
         return self._refusals.total
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many connections are open that new ones are left waiting."""
+        return self._remote is not None and not self._is_listening
 
     def close(self) -> None:
         """End: waiters and members are left to find out. A second call does nothing."""
@@ -208,7 +213,7 @@ class Service:
         if self._doorkeeper is not None:
             poller.register(self._doorkeeper.socket, zmq.POLLIN)
         poller.register(self._alarm, zmq.POLLIN)
-        max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS - len(os.listdir("/proc/self/fd"))
+        max_open = _descriptors_left()
         ticked_at = time.monotonic()
         while not self._stopping:
             poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
@@ -236,21 +241,36 @@ class Service:
                 route, *parts = recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(parts) != 1 or not handle((router, route), parts[0], now):
+            try:
+                fine = len(parts) == 1 and handle((router, route), parts[0], now)
+            except Exception as error:  # our bug; it must not end the job
+                self._say(f"a request failed, which is a bug of Phalanx: {error!r}")
+                continue
+            if not fine:
                 self._refusals.add("a member", "what it sends makes no sense", now)
 
     def _send(self) -> None:
         coordinator = self.coordinator
-        while coordinator.outgoing:
-            for session, answers in coordinator.take_outgoing():
-                router, route = session.route
-                try:
-                    for frame in frames(answers):
-                        router.send_multipart((route, coordinator.epoch + frame), zmq.NOBLOCK)
-                except zmq.ZMQError:  # it has gone, or reads nothing; it will ask again
-                    coordinator.undelivered(session)
-                else:
-                    coordinator.delivered(session)
+        for session, answers in coordinator.take_outgoing():
+            router, route = session.route
+            parts = frames(answers)
+            try:
+                while parts:
+                    router.send_multipart((route, b"".join((coordinator.epoch, *parts[0]))), zmq.NOBLOCK)
+                    del parts[0]
+            except zmq.Again:  # it reads nothing now
+                coordinator.put_back(session, [answer for frame in parts for answer in frame])
+            except zmq.ZMQError:  # it has gone, and will ask again if it comes back
+                coordinator.undelivered(session)
+            else:
+                coordinator.delivered(session)
+
+
+def _descriptors_left() -> int:
+    """How many connections may be open at a time: ZeroMQ's thread turns in circles when accept() finds no descriptor,
+    and the rest of the process needs some, too."""
+    limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_CONNECTIONS)
+    return limit - limit // 4
 
 
 def heartbeat_s(lost_after_s: float) -> float:

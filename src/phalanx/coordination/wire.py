@@ -151,8 +151,8 @@ def unpack_text(field: bytes) -> str:
         raise WireError("not UTF-8") from None
 
 
-def frames(messages: Sequence[bytes]) -> list[bytes]:
-    """Messages packed into as few frames as the limits allow."""
+def frames(messages: Sequence[bytes]) -> list[list[bytes]]:
+    """Messages, by the frame in which they go; as few as the limits allow."""
     made: list[list[bytes]] = []
     size = 0
     for message in messages:
@@ -161,4 +161,4 @@ def frames(messages: Sequence[bytes]) -> list[bytes]:
             size = 0
         made[-1].append(message)
         size += len(message)
-    return [b"".join(part) for part in made]
+    return made

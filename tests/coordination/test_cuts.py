@@ -1,0 +1,239 @@
+"""Connections that break, processes that stop, coordinators that end: nothing is lost, done twice, or silent."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+
+import pytest
+
+from phalanx.coordination.client import Client
+from phalanx.coordination.key import Key
+from phalanx.coordination.service import Service
+from phalanx.errors import ClosedError, CoordinationError, DeadlineError
+
+KEY = Key.generate()
+
+
+class Cable:
+    """A TCP relay in front of a coordinator, that can be cut: every connection ends, in the middle of what it says."""
+
+    def __init__(self, port):
+        self._target = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._pairs = {}
+        self._commands, self._command = socket.socketpair()
+        self._done = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name="cable")
+        self._thread.start()
+
+    def cut(self):
+        self._command.send(b"c")
+        self._done.acquire()
+
+    def close(self):
+        self._command.send(b"x")
+        self._thread.join()
+        for end in (self._listener, self._commands, self._command):
+            end.close()
+
+    def _run(self):
+        while True:
+            ready, _, _ = select.select([self._listener, self._commands, *self._pairs], [], [])
+            if self._commands in ready:
+                word = self._commands.recv(1)
+                for end in self._pairs:
+                    end.close()
+                self._pairs.clear()
+                if word == b"x":
+                    return
+                self._done.release()
+                continue
+            for end in ready:
+                if end is self._listener:
+                    near, _ = end.accept()
+                    try:
+                        far = socket.create_connection(self._target)
+                    except OSError:
+                        near.close()
+                        continue
+                    self._pairs.update({near: far, far: near})
+                elif end in self._pairs:
+                    with contextlib.suppress(OSError):
+                        if data := end.recv(1 << 16):
+                            self._pairs[end].sendall(data)
+                            continue
+                    other = self._pairs.pop(end)
+                    self._pairs.pop(other, None)
+                    end.close()
+                    other.close()
+
+
+@contextlib.contextmanager
+def cable(**options):
+    with Service("127.0.0.1:0", KEY, **options) as service:
+        line = Cable(service.address.port)
+        try:
+            yield service, line
+        finally:
+            line.close()
+
+
+def test_what_is_sent_again_after_a_cut_is_done_once():
+    with cable() as (service, line), Client(line.address, KEY) as client, Client(service.local) as local:
+
+        def work():
+            for _ in range(100):
+                client.add("n", 1)
+                client.append("text", "x")
+                client.queue_push("q", "item")
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        cuts = 0
+        while any(thread.is_alive() for thread in threads):
+            before = local.add("n", 0)
+            line.cut()
+            cuts += 1
+            while any(thread.is_alive() for thread in threads) and local.add("n", 0) < before + 20:
+                pass  # so that something is done between cuts
+        for thread in threads:
+            thread.join()
+        assert cuts > 2
+        assert local.add("n", 0) == 400
+        assert len(local.get("text")) == 400
+        assert local.queue_len("q") == 400
+
+
+def test_who_waits_through_a_cut_gets_its_answer_and_every_message_once():
+    with (
+        cable() as (service, line),
+        Client(line.address, KEY) as far,
+        Client(line.address, KEY) as other,
+        Client(service.local) as near,
+    ):
+        near.join({"host": "near"})
+        me = far.join({"host": "far"})
+        got = []
+        waiting = threading.Thread(target=lambda: got.append(other.get("late")))
+        waiting.start()
+        for n in range(300):
+            near.post(me, b"%d" % n)
+            if n % 100 == 50:
+                line.cut()
+        near.set("late", "came")
+        waiting.join()
+        assert got == [b"came"]
+        messages = []
+        while len(messages) < 300:
+            messages += [event.body for event in far.wait_event() if event.kind == "message"]
+        assert messages == [b"%d" % n for n in range(300)]
+
+
+def test_a_coordinator_that_was_started_again_is_told_from_the_one_before():
+    """Its clients would go on, with keys that are gone, and wait for them for ever."""
+    with contextlib.ExitStack() as stack:
+        service = Service("127.0.0.1:0", KEY)
+        place = str(service.address)
+        client = stack.enter_context(Client(place, KEY))
+        client.join({"host": "anna"})
+        client.set("a", "1")
+        service.close()
+        stack.enter_context(Service(place, KEY))
+        with pytest.raises(
+            CoordinationError, match="was started again, and the job's keys, members and queues"
+        ) as error:
+            client.get("a")
+        assert error.value.reason == "lost"
+        (event,) = client.wait_event()
+        assert event.kind == "expelled"
+        assert "started again" in event.why
+
+
+def test_a_coordinator_that_has_gone_is_told_to_who_waits_and_to_members():
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(Service("127.0.0.1:0", KEY, lost_after_s=0.5))
+        client = stack.enter_context(Client(str(service.address), KEY))
+        client.join({"host": "anna"})
+        service.close()
+        with pytest.raises(CoordinationError, match="cannot be reached any more: the connection was cut") as error:
+            client.get("a")
+        assert error.value.reason == "lost"
+        kinds = []
+        while "expelled" not in kinds:
+            kinds += [event.kind for event in client.wait_event()]
+        assert kinds == ["unreachable", "expelled"]
+        with pytest.raises((CoordinationError, DeadlineError), match=r"the connection (was|is) cut"):
+            client.get("a", timeout=1.0)
+    with pytest.raises(ClosedError, match="this client was closed"):
+        client.get("a")
+
+
+def test_a_member_that_stops_is_lost_the_others_hear_why_and_so_does_it_when_it_goes_on():
+    said = []
+    with Service("127.0.0.1:0", KEY, lost_after_s=0.6, say=said.append) as service, Client(service.local) as near:
+        near.join({"host": "near"})
+        ready, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                with Client(str(service.address), KEY) as far:
+                    far.join({"host": "far"})
+                    os.write(tell, b"x")
+                    events = []
+                    while not any(event.kind == "expelled" for event in events):
+                        events = far.wait_event()
+                    os.write(tell, events[-1].why.encode())
+            finally:
+                os._exit(0)
+        os.close(tell)
+        assert os.read(ready, 1) == b"x"
+        os.kill(child, signal.SIGSTOP)
+        events = []
+        while len(events) < 2:
+            events += near.wait_event()
+        assert [(event.kind, event.member) for event in events] == [("joined", 1), ("lost", 1)]
+        assert "did not hear from it for" in events[1].why
+        assert "(0.6 s are allowed)" in events[1].why
+        assert near.members() == {0: {"host": "near"}}
+        os.kill(child, signal.SIGCONT)
+        assert "did not hear from it" in os.read(ready, 1000).decode()
+        os.waitpid(child, 0)
+        os.close(ready)
+        near.leave()
+    assert len([line for line in said if line.startswith("member 1 (far) is lost: the coordinator did not hear")]) == 1
+
+
+def test_an_item_of_a_queue_is_not_given_to_a_process_that_was_killed_while_it_waited():
+    with Service() as service, Client(service.local) as client:
+        child = os.fork()
+        if child == 0:
+            with Client(service.local) as other:
+                other.set("ready", "1")
+                other.queue_pop("q")
+            os._exit(0)
+        client.get("ready")
+        while not any(session.parked for session in list(service.coordinator.sessions.values())):
+            pass
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        client.queue_push("q", "item")
+        assert client.queue_pop("q") == b"item"
+
+
+def test_one_member_counts_another_one_out():
+    with Service() as service, Client(service.local) as anna, Client(service.local) as bert:
+        anna.join({"host": "anna"})
+        bert.join({"host": "bert"})
+        anna.expel(1, "its rank 3 was killed")
+        (event,) = bert.wait_event()
+        assert (event.kind, event.why) == ("expelled", "anna (member 0) says: its rank 3 was killed")
+        with pytest.raises(CoordinationError, match="does not count this process as a member: anna") as error:
+            bert.post(0, b"x")
+        assert error.value.reason == "expelled"
+        assert bert.join({"host": "bert again"}) == 2
+        assert [(e.kind, e.member) for e in anna.take()] == [("joined", 1), ("lost", 1), ("joined", 2)]

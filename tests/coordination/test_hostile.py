@@ -1,0 +1,284 @@
+"""Strangers, rubbish and floods: nobody gets in, and members go on working.
+
+By hand, for longer:  pytest tests/coordination/test_hostile.py --frames 1000000 --strangers 10000 --timeout 0
+"""
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import zmq
+
+from phalanx.coordination.client import Client
+from phalanx.coordination.coordinator import Coordinator
+from phalanx.coordination.key import Key
+from phalanx.coordination.service import Service
+from phalanx.coordination.wire import MAX_FRAME_BYTES, Op, Status, WireError, pack, pack_number, unpack
+
+KEY = Key.generate()
+WORDS = [
+    b"",
+    b"0",
+    b"1",
+    b"-1",
+    b"9" * 19,
+    b"9" * 40,
+    b"a",
+    b"key",
+    b"{}",
+    b'{"host": "x"}',
+    b"[" * 5000,
+    b"\xff",
+    bytes(3),
+]
+
+
+def random_message(rng):
+    """A request that is right, or nearly, or not at all."""
+    what = rng.choice([*Op, *Op, 0, 200, 255])
+    number = rng.choice([rng.randrange(40), rng.randrange(1 << 64)])
+    fields = [rng.choice([*WORDS, rng.randbytes(rng.randrange(40))]) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 9]))]
+    return pack(what, number, *fields)
+
+
+def random_frame(rng):
+    """Messages, some of them cut, stretched, changed or mixed with noise."""
+    frame = bytearray(b"".join(random_message(rng) for _ in range(rng.choice([0, 1, 1, 1, 2, 5]))))
+    kind = rng.randrange(8)
+    if kind == 0 and frame:
+        del frame[rng.randrange(len(frame)) :]
+    elif kind == 1:
+        frame += rng.randbytes(rng.randrange(20))
+    elif kind == 2 and frame:
+        for _ in range(rng.randrange(1, 6)):
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+    elif kind == 3:
+        frame = bytearray(rng.randbytes(rng.randrange(60)))
+    elif kind == 4:
+        frame += struct.pack("<HBQ", rng.choice([1, 0xFFFF]), Op.SET, 1) + struct.pack("<I", 0xFFFFFFFF)
+    return bytes(frame)
+
+
+def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(num_frames):
+    rng = random.Random(num_frames)
+    coordinator = Coordinator(max_bytes=1 << 20)
+    coordinator.handle("member", pack(Op.JOIN, 1, b'{"host": "anna"}', b"1"), 0.0)
+    coordinator.handle("member", pack(Op.SET, 2, b"mine", b"kept"), 0.0)
+    now = 0.0
+    for step in range(num_frames):
+        now += 0.001
+        coordinator.handle(f"stranger {rng.randrange(8)}", random_frame(rng), now)
+        if step % 100 == 0:
+            coordinator.handle("member", pack(Op.HEARTBEAT, 0, b"0", b"0"), now)
+            coordinator.tick(now)
+            for session, _ in coordinator.take_outgoing():
+                rng.choice([coordinator.delivered, coordinator.undelivered])(session)
+    assert coordinator.num_malformed > num_frames // 10
+    assert coordinator.store.num_bytes <= 1 << 20
+    # What they took out, they took as members would; what they could not is the rest of it.
+    member = coordinator.sessions["member"]
+    if member.member is None:
+        assert "says:" in member.gone  # one of them had joined, and counted it out
+    answers = []
+    for step in range(3):
+        coordinator.handle("member", pack(Op.DELETE_PREFIX, 1000 + step, b""), now)
+        coordinator.handle("member", pack(Op.SET, 2000 + step, b"mine", b"%d" % step), now)
+        coordinator.handle("member", pack(Op.GET, 3000 + step, b"mine"), now)
+    for session, out in coordinator.take_outgoing():
+        if session is member:
+            answers = [message for answer in out for message in unpack(answer)]
+    assert [m.fields for m in answers if m.number >= 3000] == [[b"0"], [b"1"], [b"2"]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_frame_is_read_as_it_was_packed_and_a_cut_one_is_no_frame(seed):
+    rng = random.Random(seed)
+    for _ in range(300):
+        said = [
+            (
+                rng.randrange(256),
+                rng.randrange(1 << 64),
+                [rng.randbytes(rng.randrange(30)) for _ in range(rng.randrange(6))],
+            )
+            for _ in range(rng.randrange(1, 5))
+        ]
+        frame = b"".join(pack(what, number, *fields) for what, number, fields in said)
+        assert [tuple(message) for message in unpack(frame)] == said
+        last = len(pack(said[-1][0], said[-1][1], *said[-1][2]))
+        with pytest.raises(WireError):
+            unpack(frame[: len(frame) - rng.randrange(1, last)])
+
+
+@contextlib.contextmanager
+def insider(service, key=KEY):
+    """A raw connection of somebody who knows the key, and what he may send with it."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    pair = key.member_pair()
+    dealer.curve_publickey, dealer.curve_secretkey = pair.public, pair.secret
+    dealer.curve_serverkey = key.coordinator_pair().public
+    dealer.connect(service.address.endpoint)
+    try:
+        yield dealer
+    finally:
+        context.destroy(0)
+
+
+class Work:
+    """A member that works while others do what they can; `steps` counts."""
+
+    def __init__(self, service):
+        self._client = Client(str(service.address), KEY)
+        self._client.join({"host": "worker"})
+        self._stop = False
+        self.steps = 0
+        self.slowest_s = 0.0
+        self.problem = None
+        self._thread = threading.Thread(target=self._run, name="work")
+        self._thread.start()
+
+    def _run(self):
+        try:
+            while not self._stop:
+                begun = time.monotonic()
+                assert self._client.add("steps", 1) == self.steps + 1
+                self.steps += 1
+                self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+        except BaseException as error:
+            self.problem = error
+
+    def end(self):
+        self._stop = True
+        self._thread.join()
+        assert self.problem is None
+        assert not [event for event in self._client.take() if event.kind == "expelled"]
+        assert self._client.members().keys() == {self._client.member}
+        self._client.close()
+
+
+def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(num_frames):
+    rng = random.Random(7)
+    said = []
+    with Service("127.0.0.1:0", KEY, say=said.append) as service:
+        work = Work(service)
+        with insider(service) as dealer:
+            flood = pack(Op.SET, 1, b"x", b"y" * 1000) * 200
+            for n in range(num_frames // 5):
+                with contextlib.suppress(zmq.Again):
+                    frame = rng.choice([random_message(rng)[:-1], b"", b"x" * 100, flood, flood])
+                    dealer.send_multipart(rng.choice([[frame], [frame, b"more"], [b""] * 5]), zmq.NOBLOCK)
+                if n == num_frames // 10:
+                    before = work.steps
+            while work.steps < before + 50:  # with the flood still in the pipes
+                pass
+            dealer.send(bytes(MAX_FRAME_BYTES + 1))  # its connection ends
+        work.end()
+    assert any("what it sends makes no sense" in line for line in said)
+
+
+def rubbish(rng):
+    """What a stranger says, from nothing to something that begins like one of us."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+    curve, null = b"CURVE".ljust(20, b"\0") + bytes(32), b"NULL".ljust(20, b"\0") + bytes(32)
+    return rng.choice(
+        [
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200),  # TLS
+            b"SSH-2.0-OpenSSH_9.6\r\n",
+            rng.randbytes(rng.randrange(1, 300)),
+            greeting[: rng.randrange(1, 12)],
+            greeting + null + b"\x04\x26\x05READY" + rng.randbytes(32),
+            greeting + curve + b"\x04\xc8\x05HELLO" + rng.randbytes(194),
+            greeting + curve + b"\x06" + struct.pack(">Q", 1 << 62) + rng.randbytes(50),
+            greeting + curve + b"\x02" + struct.pack(">Q", MAX_FRAME_BYTES * 4) + rng.randbytes(500),
+            greeting + curve,
+            b"",
+        ]
+    )
+
+
+def test_strangers_do_not_get_in_and_members_go_on(num_strangers):
+    """No key, another key, half a handshake, silence, HTTP, noise; some hang up, some reset, most stay."""
+    rng = random.Random(num_strangers)
+    said = []
+    with Service("127.0.0.1:0", KEY, say=said.append) as service:
+        work = Work(service)
+        open_ones = []
+        place = ("127.0.0.1", service.address.port)
+        for n in range(num_strangers):
+            stranger = socket.socket()
+            stranger.settimeout(10.0)
+            stranger.connect(place)
+            with contextlib.suppress(OSError):
+                stranger.sendall(rubbish(rng))
+            if n % 3 == 0:
+                if n % 2:
+                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                stranger.close()
+            else:
+                open_ones.append(stranger)
+            if len(open_ones) > 200:
+                open_ones.pop(rng.randrange(len(open_ones))).close()
+            if n % 100 == 0:
+                with insider(service, Key.generate()) as dealer:
+                    dealer.send(pack(Op.SET, 1, b"stranger", b"was here"))
+        steps = work.steps
+        with Client(str(service.address), KEY) as late:  # a member that comes meanwhile gets in
+            assert late.check(["steps"])
+            assert not late.check(["stranger"])
+            while int(late.get("steps")) < steps + 20:
+                pass
+        work.end()
+        for stranger in open_ones:
+            stranger.close()
+        assert service.num_refused >= num_strangers // 20
+        sessions = len(service.coordinator.sessions)
+    assert sessions == 2
+    assert any(line.startswith("refused a connection from 127.0.0.1: ") for line in said)
+    assert len(said) <= 21 + num_strangers // 500  # a few lines, not one for each
+
+
+def test_strangers_who_stay_do_not_keep_members_out_when_descriptors_run_short(monkeypatch):
+    """ZeroMQ's thread turned in circles when accept() found no descriptor left, and the process could open no file."""
+    import phalanx.coordination.service as module
+
+    with contextlib.ExitStack() as stack:
+        opened = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(module, "_descriptors_left", lambda: 20)
+        service = stack.enter_context(Service("127.0.0.1:0", KEY))
+        for _ in range(200):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", service.address.port)))
+            with contextlib.suppress(OSError):
+                stranger.send(b"\xff")
+        while not service.is_full:
+            time.sleep(0.01)
+        assert len(os.listdir("/proc/self/fd")) < opened + 200 + 180  # theirs, and what was accepted of them
+        with Client(service.local) as client:  # those of this host are not concerned
+            client.set("a", "1")
+
+
+def test_a_client_that_asks_for_much_and_reads_nothing_is_told_so_and_keeps_nobody_waiting():
+    with Service("127.0.0.1:0", KEY) as service:
+        work = Work(service)
+        with Client(service.local) as local, insider(service) as dealer:
+            local.set("big", bytes(8 << 20))
+            frame = b"".join(pack(Op.GET, n, b"big") for n in range(100))
+            for _ in range(20):
+                dealer.send(frame)
+            before = work.steps
+            while work.steps < before + 100:
+                pass
+            dealer.rcvtimeo = 20000
+            statuses = {message.what for message in unpack(dealer.recv()[8:])}
+            assert statuses <= {Status.OK, Status.WRONG_CALL}
+        work.end()
+
+
+def test_pack_number_is_read_back():
+    assert int(pack_number(-5)) == -5
