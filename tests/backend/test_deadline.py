@@ -150,9 +150,9 @@ def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path
 
 def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(bootstrap, "NOTICE_S", 0.0)
-    seat = RankInfo(host_identity(), "here", "", ProcessId.of_self(), frozenset({0}), 1)
+    info = RankInfo(host_identity(), "here", "", ProcessId.of_self(), frozenset({0}), 1)
     with pytest.raises(DeadlineError, match=r"ranks 1, 2 of 3 never came within 0\.4 s"):
-        bootstrap.exchange(dist.HashStore(), 0, 3, seat, "dp", Deadline.after(0.4))
+        bootstrap.exchange(dist.HashStore(), 0, 3, info, "dp", Deadline.after(0.4))
     (line,) = (record.getMessage() for record in caplog.records)
     assert line == "init_process_group of group 'dp': waiting for ranks 1, 2 for 0 s; giving up after 0 s."
 

@@ -45,13 +45,13 @@ def test_the_first_tensor_of_a_call_tells_the_device(arguments, device) -> None:
 
 def test_the_error_for_a_tensor_that_nobody_carries_names_the_ways_out(monkeypatch) -> None:
     cuda = torch.device("cuda", 3)
-    monkeypatch.setitem(device_backends.CARRIERS, "cuda", DeviceBackend("NCCL", lambda: False, None, None, None))
+    monkeypatch.setitem(device_backends.DEVICE_BACKENDS, "cuda", DeviceBackend("NCCL", lambda: False, None, None, None))
     assert no_backend_for(cuda, "send") == (
         f"send: the tensor is on cuda:3; NCCL would carry it, but this PyTorch ({torch.__version__}) has none, or "
         "sees no device.\n"
         "Move it with .cpu(), which backend 'phalanx' carries itself, or install a build of PyTorch with NCCL."
     )
-    monkeypatch.setitem(device_backends.CARRIERS, "cuda", DeviceBackend("NCCL", lambda: True, None, None, None))
+    monkeypatch.setitem(device_backends.DEVICE_BACKENDS, "cuda", DeviceBackend("NCCL", lambda: True, None, None, None))
     assert no_backend_for(cuda, "all_gather") == (
         "all_gather: the tensor is on cuda:3; others of the same call are on the CPU.\n"
         "Put all tensors of one call on one device."
@@ -77,8 +77,8 @@ def _open_gloo(store, rank, world_size, timeout, name, global_ranks):
     return group_of(backend, "gloo", torch.device("cpu"), store, rank, world_size, name)
 
 
-def _join(rank, world_size, path, carrier, timeout_s=20.0):
-    device_backends.CARRIERS["meta"] = carrier
+def _join(rank, world_size, path, device_backend, timeout_s=20.0):
+    device_backends.DEVICE_BACKENDS["meta"] = device_backend
     dist.init_process_group(
         "phalanx",
         store=dist.FileStore(path, world_size),

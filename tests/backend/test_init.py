@@ -148,11 +148,11 @@ def test_a_wrong_call_is_refused_before_anybody_waits(given, said) -> None:
         phalanx.init(**given)
 
 
-def test_a_script_that_nobody_launched_is_alone_and_one_that_is_half_told_is_not() -> None:
+def test_a_script_that_nobody_launched_is_alone_and_one_with_half_of_the_variables_is_not() -> None:
     code = "import phalanx; print(phalanx.init())"
     plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     batch = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-    for told, alone in (({}, True), (batch, True), ({"WORLD_SIZE": "2"}, False)):
-        said = subprocess.run([sys.executable, "-c", code], env={**plain, **told}, capture_output=True, text=True)
+    for variables, alone in (({}, True), (batch, True), ({"WORLD_SIZE": "2"}, False)):
+        said = subprocess.run([sys.executable, "-c", code], env={**plain, **variables}, capture_output=True, text=True)
         assert ("Job(rank=0, world_size=1" in said.stdout) == alone, said.stderr
         assert ("this process is one of several (WORLD_SIZE=2 in the environment)" in said.stderr) != alone

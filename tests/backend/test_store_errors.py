@@ -117,7 +117,7 @@ def _numbers(rank, _, port, numbers, sizes):
 @pytest.mark.parametrize(
     ("numbers", "sizes", "said"),
     [
-        ((0, 1), (3, 2), "the ranks believe in different world sizes.\n  rank 0 (pid "),
+        ((0, 1), (3, 2), "the ranks were given different world sizes.\n  rank 0 (pid "),
         ((0, 1, 1), (3, 3, 3), "two processes are rank 1 of 3:\n  pid "),
         ((0, 5, 1), (3, 3, 3), " is rank 5 of 3, whose ranks are 0 to 2.\n"),
     ],

@@ -60,7 +60,7 @@ def _disagree(rank, _, folder):
 def test_ranks_that_do_not_fit_together_are_all_told_who_believes_what(tmp_path) -> None:
     results = run_ranks(_disagree, 3, tmp_path, init=False)
     for rank, (sizes, twice, nobody, beyond, totals) in enumerate(results):
-        assert sizes.startswith(f"init_process_group of group '0' on rank {rank}: the ranks believe in different world")
+        assert sizes.startswith(f"init_process_group of group '0' on rank {rank}: the ranks were given different world")
         assert "  rank 1 (pid " in sizes
         assert ": world size 3\n" in sizes
         assert ": world size 4\n" in sizes
@@ -160,13 +160,13 @@ def test_a_stranger_hears_that_its_rank_is_taken_by_a_group_that_was_formed_ther
             dist.barrier()
             return None
         other.wait(["formed/0", "formed/1"], LONG)
-        said = _refused(path, 1, 2)
+        outcome = _refused(path, 1, 2)
         other.set("told", "")
-        return said
+        return outcome
 
-    said = run_ranks(check, 3, init=False)[2]
-    assert "on rank 1: nobody else comes, and rank 1 is another process already: pid " in said
-    assert "which still runs; a group of this name was formed here at " in said
+    outcome = run_ranks(check, 3, init=False)[2]
+    assert "on rank 1: no other rank has come, and rank 1 is another process already: pid " in outcome
+    assert "which still runs; a group of this name was formed here at " in outcome
 
 
 def test_a_start_is_not_confused_by_one_that_died_between_two_words(tmp_path) -> None:

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from phalanx.coordination import launchers
-from phalanx.coordination.launchers import Launch, find_half_told, find_launch, first_of
+from phalanx.coordination.launchers import Launch, find_incomplete_environment, find_launch, first_of
 
 BODY = {  # of a batch script of four tasks; plain `python train.py` there is one process
     "SLURM_JOB_ID": "17",
@@ -62,7 +62,7 @@ def test_a_step_of_slurm_says_which_task_this_is_and_where_the_first_one_runs() 
 def test_a_program_in_a_batch_script_or_an_allocated_shell_is_alone(changed) -> None:
     environ = BODY if changed is None else {**STEP, **changed}
     assert find_launch(environ) is None
-    assert find_half_told(environ, is_spawned=False) == ""
+    assert find_incomplete_environment(environ, is_spawned=False) == ""
 
 
 def test_what_a_step_left_in_the_environment_of_another_job_means_nothing(monkeypatch) -> None:
@@ -135,12 +135,12 @@ def test_the_first_host_of_a_list(hosts, first) -> None:
         ({"PMIX_RANK": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, ""),
     ],
 )
-def test_what_is_only_half_told_is_named(environ, said) -> None:
-    assert find_half_told(environ, is_spawned=False) == said
+def test_what_an_incomplete_environment_holds_is_named(environ, said) -> None:
+    assert find_incomplete_environment(environ, is_spawned=False) == said
 
 
 def test_a_process_of_multiprocessing_is_probably_one_of_several() -> None:
-    assert "multiprocessing (mp.spawn)" in find_half_told({}, is_spawned=True)
+    assert "multiprocessing (mp.spawn)" in find_incomplete_environment({}, is_spawned=True)
 
 
 def test_variables_of_mpi_that_are_emptied_mean_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The agent's door hears whoever is the same user, waits for nobody, and keeps nothing that it should not."""
+"""The agent's socket reads what the same user sends, waits for no client, and keeps nothing that it should not."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ def agent_socket():
     opened.close()
 
 
-def visit(agent_socket):
+def connect(agent_socket):
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.connect("\0" + agent_socket.address.partition(":")[0])
     assert agent_socket.read(agent_socket.fds[0]) is None
@@ -24,7 +24,7 @@ def visit(agent_socket):
 
 def test_a_visitor_is_heard_with_what_it_brings(agent_socket):
     read, write = os.pipe()
-    with visit(agent_socket) as sock:
+    with connect(agent_socket) as sock:
         socket.send_fds(sock, [b'{"kind": "group"}'], [read])
         heard = agent_socket.read(agent_socket.fds[1])
         assert heard.message == {"kind": "group"}
@@ -41,7 +41,7 @@ def test_a_visitor_is_heard_with_what_it_brings(agent_socket):
 def test_what_makes_no_sense_is_shown_out_and_its_descriptors_closed(agent_socket, packet):
     before = len(os.listdir("/proc/self/fd"))
     read, write = os.pipe()
-    with visit(agent_socket) as sock:
+    with connect(agent_socket) as sock:
         if packet:
             socket.send_fds(sock, [packet], [read])
         else:
@@ -52,8 +52,8 @@ def test_what_makes_no_sense_is_shown_out_and_its_descriptors_closed(agent_socke
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_visitors_that_say_nothing_make_room_for_others(agent_socket):
-    silent = [visit(agent_socket) for _ in range(70)]
+def test_connections_that_send_nothing_make_room_for_others(agent_socket):
+    silent = [connect(agent_socket) for _ in range(70)]
     assert len(agent_socket.fds) == 1 + 64
     assert silent[0].recv(1) == b""
     silent[-1].send(b'{"kind": "look"}')
@@ -67,7 +67,7 @@ def test_visitors_that_say_nothing_make_room_for_others(agent_socket):
 def test_who_was_shown_out_meanwhile_is_nobody_and_who_came_in_its_place_is_heard(agent_socket):
     # The numbers that were ready are those of a moment ago.
     assert agent_socket.read(12345) is None
-    with visit(agent_socket) as sock:
+    with connect(agent_socket) as sock:
         fd = agent_socket.fds[1]
         assert agent_socket.read(fd) is None
         sock.send(b'{"kind": "look"}')

@@ -42,11 +42,11 @@ def test_a_group_that_is_over_is_let_go_and_remembered(flights: Flights) -> None
 
 
 def test_of_too_many_open_groups_the_newest_are_held(flights: Flights) -> None:
-    arenas = [make_group(flights, str(number)) for number in range(MAX_OBSERVED + 3)]
+    memories = [make_group(flights, str(number)) for number in range(MAX_OBSERVED + 3)]
     assert len(flights.observed) == MAX_OBSERVED
     assert flights.observed[0].group_info.name == "3"
     assert [log.name for log in flights.logs()] == [str(number) for number in range(MAX_OBSERVED + 3)]
-    for symm_mem in arenas:
+    for symm_mem in memories:
         symm_mem.close()
 
 

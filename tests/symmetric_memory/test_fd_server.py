@@ -100,11 +100,11 @@ def test_a_process_that_may_open_no_more_files_says_so():
         assert set(os.listdir("/proc/self/fd")) <= kept
 
 
-def test_a_stranger_without_the_token_gets_nothing_and_holds_nobody_up():
+def test_a_connection_without_the_token_gets_nothing_and_holds_nobody_up():
     with memory("test", 4096) as fd, Leader([1], [fd]) as leader:
-        with connect(leader.address) as stranger:
-            stranger.sendall(struct.pack("16sI", bytes(16), 1))
-            assert stranger.recv(10) == b""
+        with connect(leader.address) as other:
+            other.sendall(struct.pack("16sI", bytes(16), 1))
+            assert other.recv(10) == b""
         with connect(leader.address) as hasty:
             hasty.sendall(b"short")
         with connect(leader.address) as unknown:  # knows the token, but is not expected
@@ -115,15 +115,15 @@ def test_a_stranger_without_the_token_gets_nothing_and_holds_nobody_up():
     assert leader.missing is None
 
 
-def test_a_visitor_that_says_nothing_costs_its_patience_and_no_more(monkeypatch):
-    monkeypatch.setattr(fd_server, "_PATIENCE_S", 0.1)
+def test_a_connection_that_sends_nothing_costs_its_timeout_and_no_more(monkeypatch):
+    monkeypatch.setattr(fd_server, "_HELLO_TIMEOUT_S", 0.1)
     with memory("test", 4096) as fd, Leader([1], [fd]) as leader, connect(leader.address):
         (mine,) = receive_fds(leader.address, 1, 1, Deadline.after(10))
         os.close(mine)
     assert leader.missing is None
 
 
-def test_a_silent_visitor_does_not_hold_the_leader_beyond_its_deadline():
+def test_a_silent_connection_does_not_hold_the_leader_beyond_its_deadline():
     with memory("test", 4096) as fd, Leader([1, 3], [fd], timeout=0.2) as leader, connect(leader.address):
         pass
     assert leader.missing == (1, 3)
@@ -136,17 +136,20 @@ def test_a_silent_visitor_does_not_hold_the_leader_beyond_its_deadline():
 
 def test_a_rank_that_asks_and_dies_counts_as_missing():
     with memory("test", 4096) as fd, Leader([1], [fd], timeout=0.3) as leader:
-        visitor = connect(leader.address)
-        visitor.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 1))
-        visitor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        visitor.close()
+        connection = connect(leader.address)
+        connection.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 1))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
     assert leader.missing in (None, (1,))  # the descriptors may have been on their way already
 
 
 def test_a_wrong_number_of_descriptors_is_refused_and_none_is_kept():
     with memory("test", 4096) as fd, Leader([1], [fd]) as leader:
         before = set(os.listdir("/proc/self/fd"))
-        with pytest.raises(PhalanxError, match="ended the connection after 1 of 2 file descriptors"):
+        with pytest.raises(
+            PhalanxError,
+            match="local rank 0 of this host closed the connection after 1 of 2 file descriptors: read its log",
+        ):
             receive_fds(leader.address, 1, 2, Deadline.after(10))
         leader._thread.join()
         assert set(os.listdir("/proc/self/fd")) <= before
@@ -156,7 +159,7 @@ def test_a_leader_that_is_gone_is_an_error_at_once():
     with FdServer(new_token()) as server:
         address = server.address
         assert FdAddress.parse(str(address)) == address
-    with pytest.raises(PhalanxError, match="the leader of this host cannot be reached: "):
+    with pytest.raises(PhalanxError, match="local rank 0 of this host cannot be reached: "):
         receive_fds(address, 1, 1, Deadline.after(10))
 
 
@@ -170,14 +173,14 @@ def test_a_leader_that_does_not_answer_is_late():
 def test_whoever_may_wait_for_the_leader_knocks_until_its_door_opens():
     token, got, path = new_token(), [], str(private.folder() / new_token())
     address = FdAddress(token, path)
-    visitor = threading.Thread(
+    connection = threading.Thread(
         target=lambda: got.extend(receive_fds(address, 1, 1, Deadline.after(20), wait_for_leader=True))
     )
-    visitor.start()
+    connection.start()
     with memory("test", 4096) as fd, FdServer(token, at=path) as server:
         assert server.address == address
         server.serve([1], [fd], Deadline.after(20), lambda missing: None)
-        visitor.join()
+        connection.join()
     os.close(*got)
     assert not os.path.lexists(path)
 

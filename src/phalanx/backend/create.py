@@ -220,7 +220,8 @@ def _open_symmetric_memory(
         return open_as_member(address, local_ranks.index(rank), members, deadline, idle)
     except DeadlineError as error:
         missing = tuple(local_ranks[r] for r in error.missing)
-        raise DeadlineError(f"{here}: {error}.\nRead the log of the missing rank first.", missing=missing) from None
+        what = f"{name_ranks(missing)} did not fetch the shared memory of this host" if missing else str(error)
+        raise DeadlineError(f"{here}: {what}.\nRead the log of the missing rank first.", missing=missing) from None
     except PeerLostError:
         raise
     except (PhalanxError, OSError) as error:
@@ -297,8 +298,8 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     word = infos[0].token
-    people = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
-    memory = AcrossHosts(name, layout, settings, people, options.global_ranks_in_group)
+    processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
+    memory = AcrossHosts(name, layout, settings, processes, options.global_ranks_in_group)
     symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, memory.idle)
     try:
         engine = build_engine(options.store, word, infos, layout, settings, name, deadline)

@@ -27,12 +27,16 @@ class DeviceBackend:
     problem: Callable[[Sequence[str]], str]
 
 
-CARRIERS = {"cuda": DeviceBackend("NCCL", nccl.is_available, nccl.open_nccl, nccl.identify, nccl.find_shared_gpu)}
+DEVICE_BACKENDS = {
+    "cuda": DeviceBackend("NCCL", nccl.is_available, nccl.open_nccl, nccl.identify, nccl.find_shared_gpu)
+}
 
 
 def available() -> dict[str, DeviceBackend]:
     """Those that work in this process, by type of device."""
-    return {device: carrier for device, carrier in CARRIERS.items() if carrier.is_available()}
+    return {
+        device: device_backend for device, device_backend in DEVICE_BACKENDS.items() if device_backend.is_available()
+    }
 
 
 def find_device(arguments: Sequence[Any]) -> torch.device | None:
@@ -47,17 +51,18 @@ def find_device(arguments: Sequence[Any]) -> torch.device | None:
 
 def no_backend_for(device: torch.device, operation: str) -> str:
     """The error for a tensor that is where no engine reaches, with the ways out."""
-    carrier = CARRIERS.get(device.type)
+    device_backend = DEVICE_BACKENDS.get(device.type)
     here = f"{operation}: the tensor is on {device}; "
-    if carrier is None:
+    if device_backend is None:
         return (
             f"{here}backend 'phalanx' carries CPU tensors, and CUDA tensors through NCCL.\n"
             f"Move it with .cpu(), or make a group whose backend carries {device.type} tensors: new_group(backend=...)."
         )
-    if carrier.is_available():
+    if device_backend.is_available():
         return f"{here}others of the same call are on the CPU.\nPut all tensors of one call on one device."
     return (
-        f"{here}{carrier.engine} would carry it, but this PyTorch ({torch.__version__}) has none, or sees no device.\n"
+        f"{here}{device_backend.engine} would carry it, but this PyTorch ({torch.__version__}) has none, "
+        "or sees no device.\n"
         "Move it with .cpu(), which backend 'phalanx' carries itself, or install a build of PyTorch with "
-        f"{carrier.engine}."
+        f"{device_backend.engine}."
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from phalanx.backend.rendezvous import join, join_siblings
-from phalanx.coordination.launchers import Launch, find_half_told, find_launch
+from phalanx.coordination.launchers import Launch, find_incomplete_environment, find_launch
 from phalanx.deadline import Deadline
 
 
@@ -77,8 +77,10 @@ def init(
             _join_told(name, init_method, ctx)
         elif (launch := find_launch(os.environ)) is not None:
             _join_launch(name, launch, ctx)
-        elif told := find_half_told(os.environ, is_spawned=multiprocessing.parent_process() is not None):
-            raise ValueError(_explain_half_told(told))
+        elif variables := find_incomplete_environment(
+            os.environ, is_spawned=multiprocessing.parent_process() is not None
+        ):
+            raise ValueError(_explain_incomplete_environment(variables))
         else:
             dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=ctx)
     local_rank = _local_rank()
@@ -130,9 +132,9 @@ def _join_launch(name: str, launch: Launch, ctx: timedelta) -> None:
         dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=ctx)
 
 
-def _explain_half_told(told: str) -> str:
+def _explain_incomplete_environment(variables: str) -> str:
     return (
-        f"phalanx.init: this process is one of several ({told}), but nothing says which rank it is, or where they "
+        f"phalanx.init: this process is one of several ({variables}), but nothing says which rank it is, or where they "
         "meet. Each would train alone, and write the same files.\n"
         "Give rank= and world_size= (phalanx.init(rank=rank, world_size=n)); or set RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT; or start the script with `phalanx run`. If it is to train alone: phalanx.init(rank=0, "
@@ -141,9 +143,9 @@ def _explain_half_told(told: str) -> str:
 
 
 def _local_rank() -> int:
-    told = os.environ.get("LOCAL_RANK", "")
-    if told.isdecimal():
-        return int(told)
+    variables = os.environ.get("LOCAL_RANK", "")
+    if variables.isdecimal():
+        return int(variables)
     launch = find_launch(os.environ)
     if launch is not None and (launch.rank, launch.world_size) == (dist.get_rank(), dist.get_world_size()):
         return launch.local_rank

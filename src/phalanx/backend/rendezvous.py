@@ -159,7 +159,7 @@ def _from_agent(path: str) -> StoreAddress:
 
 
 def _find_file(path: str) -> str:
-    return path if _is_nameless(path) else _store_of_agent(path)
+    return path if _is_memfd(path) else _store_of_agent(path)
 
 
 def _open_coordinator(path: str) -> Any:
@@ -170,13 +170,13 @@ def _open_coordinator(path: str) -> Any:
     from phalanx.coordination.key import Key
 
     with open(_find_file(path.removeprefix(COORDINATOR)), "rb") as file:
-        told = json.loads(file.read())
-    store = CoordinationStore(told["address"], Key.parse(told["key"]) if told["key"] else None)
+        description = json.loads(file.read())
+    store = CoordinationStore(description["address"], Key.parse(description["key"]) if description["key"] else None)
     _kept_stores.append(store)
     return store
 
 
-def _is_nameless(path: str) -> bool:
+def _is_memfd(path: str) -> bool:
     """Whether the agent's file is what this path leads to: in another pid namespace the number is somebody else's."""
     try:
         status = os.stat(path)

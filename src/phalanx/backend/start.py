@@ -66,8 +66,8 @@ def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], said: str) -
 
 def _missing(url: str, environ: Mapping[str, str]) -> list[str]:
     """The variables that `env://` would have read and that are not there; rank and world size may be in the URL."""
-    told = parse_qs(urlsplit(url).query)
-    return [name for name in _ENV if name.lower() not in told and not environ.get(name)]
+    query = parse_qs(urlsplit(url).query)
+    return [name for name in _ENV if name.lower() not in query and not environ.get(name)]
 
 
 def _accelerator() -> str:

@@ -277,7 +277,7 @@ class SerialExecutor:
     ) -> None:
         self.name = name
         self._interrupts = interrupts
-        self._carrier = -1  # the thread that carries an action out
+        self._running_thread = -1  # the thread that carries an action out
         self.interrupted = interrupted
         self._ledger = ledger
         self._linger_s = linger_s
@@ -331,7 +331,7 @@ class SerialExecutor:
     def is_below(self) -> bool:
         """Whether what is queued waits for the calling thread, which runs a signal handler in the middle of it."""
         me = threading.get_ident()
-        return (self._busy and self._carrier == me) or self._postponing == me or self._interrupts()
+        return (self._busy and self._running_thread == me) or self._postponing == me or self._interrupts()
 
     @contextlib.contextmanager
     def postponing(self) -> Iterator[None]:
@@ -380,16 +380,16 @@ class SerialExecutor:
     def _carry_out(self, item: tuple[Action, PhalanxWork], *, nested: bool = False) -> None:
         action, work = item
         error: BaseException | None = None
-        before, self._carrier = self._carrier, threading.get_ident()
+        before, self._running_thread = self._running_thread, threading.get_ident()
         try:
             action()
         except BaseException as e:  # whatever it was, the waiter must hear it
             error = e
-        self._carrier = before
-        tell = work.settle(error)
-        if tell is not None:
+        self._running_thread = before
+        notify = work.settle(error)
+        if notify is not None:
             self._in_callbacks = threading.get_ident()
-            tell()  # torch keeps what a callback raises for the callback's own future
+            notify()  # torch keeps what a callback raises for the callback's own future
         # Free before the waiter wakes up, or its next call would queue behind nothing.
         if not nested:
             self._in_callbacks = -1

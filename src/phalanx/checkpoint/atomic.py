@@ -51,7 +51,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     remove_abandoned(path.parent)
-    if not _write_nameless(path, write):
+    if not _write_unnamed(path, write):
         with _named(path) as file:
             _fill(file, write)
             os.replace(file.name, path)
@@ -115,7 +115,7 @@ def _stream(path: Path, write: Callable[[BinaryIO], None]) -> None:
                     block = block[stream.write(block) :]
 
 
-def _write_nameless(path: Path, write: Callable[[BinaryIO], None]) -> bool:
+def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
     """Whether it could be done in this way: nothing is left of it, whenever this process dies."""
     if not hasattr(os, "O_TMPFILE"):
         return False

@@ -1,15 +1,15 @@
 """How the ranks of a new group find each other: through the job's store, once, before anything is shared.
 
-    every rank   add  <n>/came         → which place it has in the row, i
-                 set  <n>/rank/<i>     = its rank, the world size that it believes in, who and where it is
+    every rank   add  <n>/came         → the number i of its arrival
+                 set  <n>/rank/<i>     = its rank, its world size, its process and host
     the first    get  <n>/rank/*       → set  <n>/ranks = all of them, or why there is no group
-    every rank   get  <n>/ranks        → the ranks of one host meet at the token of the first of them
+    every rank   get  <n>/ranks        → the ranks of one host connect to the socket of the first of them
 
-Places are given in the order of coming, not by rank: two processes that take themselves for one rank, or believe in
-different sizes, meet and can be told so, where a key for each rank would have them overlook each other.
+Keys are numbered by arrival, not by rank: where two processes were given one rank, or different world sizes, both are
+seen and told so; with a key for each rank one would overwrite the other.
 
 `n` counts the starts at this store. A start that is over, or that ended processes have left behind in a file, is left
-alone: whoever comes then begins the next. The key `bootstrap` says which one it is, and how the last one ended.
+as it is: the next rank to arrive begins another. The key `bootstrap` holds its number, and how the last one ended.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from phalanx.symmetric_memory.watch import ProcessId
 
 _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
-_LOOK_AROUND_S = 0.25  # how often one looks whether a process has ended
-_FAREWELL_S = 1.0
-_PATIENCE_S = 2.0  # the first in the row says who is missing; a little later the others do it themselves
+_CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has ended
+_ACKNOWLEDGE_S = 1.0
+_PATIENCE_S = 2.0  # the first to arrive reports who is missing; a little later the others do it themselves
 _MOST_REMEMBERED = 64
 NOTICE_S = 5.0
 
 
 class Store(Protocol):
-    """What a meeting needs of torch's store."""
+    """What a bootstrap needs of torch's store."""
 
     def set(self, key: str, value: str, /) -> None:
         """Store a value."""
@@ -65,7 +65,7 @@ class Store(Protocol):
         ...
 
 
-class _Moved(Exception):
+class _Superseded(Exception):
     """The start that this rank waits in is over, without it."""
 
 
@@ -87,24 +87,24 @@ class Bootstrap:
         self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
-        """All seats of the group, by rank; the same list on every rank.
+        """Every rank's information, by rank; the same list on every rank.
 
         Raises:
             ValueError: this rank does not exist in a group of this size.
-            MismatchError: the ranks believe in different world sizes, or two in the same rank.
+            MismatchError: the ranks were given different world sizes, or two of them the same rank.
             PeerLostError: a rank came and ended.
             DeadlineError: some rank never came; `missing` says which, on every rank that did.
         """
-        said = None
-        while said is None:
+        outcome = None
+        while outcome is None:
             self._arrive()
-            with contextlib.suppress(_Moved):
-                said = self._wait()
-        if failure := said.get("failure"):
+            with contextlib.suppress(_Superseded):
+                outcome = self._wait()
+        if failure := outcome.get("failure"):
             # Those who are still to come fit no better; those who are missing will not come.
             self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
             raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
-        self.infos = [RankInfo.from_json(info) for info in said["ranks"]]
+        self.infos = [RankInfo.from_json(info) for info in outcome["ranks"]]
         return self.infos
 
     def contest(self) -> str:
@@ -119,29 +119,31 @@ class Bootstrap:
 
         def is_over() -> bool:
             if min(self._arrived()) == self._index:
-                self._judge()
+                self._decide()
             return self._store.check([infos])
 
-        if not self._await(is_over, self._deadline, _say_nothing):
+        if not self._poll_until(is_over, self._deadline, _no_notice):
             return ""
         failure = json.loads(self._store.get(infos)).get("failure")
         return str(failure["text"]) if failure else ""
 
     def acknowledge_failure(self, *, expected: int = 0) -> None:
-        """The meeting has failed and all ranks will say why: rank 0, whose process may be the store's, goes last.
+        """The start has failed and all ranks will raise why: rank 0, whose process may serve the store, ends last.
 
         It waits for the others, a moment, and until so many as `expected` have come to hear it: without the store they
         could say only that the store is gone.
         """
         with contextlib.suppress(RuntimeError):  # it is gone already
             if self._me.rank == 0:
-                self._await(lambda: self._have_heard(expected), Deadline.after(_FAREWELL_S), _say_nothing)
+                self._poll_until(lambda: self._have_acknowledged(expected), Deadline.after(_ACKNOWLEDGE_S), _no_notice)
             else:
-                self._store.set(self._key(f"heard/{self._index}"), "")
+                self._store.set(self._key(f"acknowledged/{self._index}"), "")
 
-    def _have_heard(self, expected: int) -> bool:
+    def _have_acknowledged(self, expected: int) -> bool:
         others = [i for i, one in self._arrived().items() if one.rank != 0]
-        return len(others) >= expected and (not others or self._store.check([self._key(f"heard/{i}") for i in others]))
+        return len(others) >= expected and (
+            not others or self._store.check([self._key(f"acknowledged/{i}") for i in others])
+        )
 
     def forget(self) -> None:
         """All have met: the keys go, so that a later group of the same name can meet here. For rank 0.
@@ -162,7 +164,7 @@ class Bootstrap:
 
     def _current(self) -> tuple[str, int, dict[str, Any]]:
         """The key `bootstrap`: as it stands, the number of the start, and how the one before ended."""
-        text = self._store.get("meeting").decode() if self._store.check(["meeting"]) else ""
+        text = self._store.get("bootstrap").decode() if self._store.check(["bootstrap"]) else ""
         data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
         return text, data["number"], data["before"]
 
@@ -171,7 +173,7 @@ class Bootstrap:
         text, number, _ = self._current()
         if number == self._number:
             before = {"how": how, "members": list(members)}
-            self._store.compare_set("meeting", text, json.dumps({"number": number + 1, "before": before}))
+            self._store.compare_set("bootstrap", text, json.dumps({"number": number + 1, "before": before}))
 
     def _arrive(self) -> None:
         """Take a place in the row of the start that is going on, or of a new one."""
@@ -217,41 +219,41 @@ class Bootstrap:
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def _wait(self) -> dict[str, Any]:
-        """What is said of this start: its seats, or why there is no group."""
+        """The outcome of this start: every rank's information, or why there is no group."""
         is_first, clock = self._index == 0, self._deadline.clock
         patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
-        next_look = Deadline.after(_LOOK_AROUND_S, clock)
+        next_check = Deadline.after(_CHECK_PROCESSES_S, clock)
 
         def is_over() -> bool:
-            nonlocal next_look, is_first
+            nonlocal next_check, is_first
             if self._store.check([self._key("ranks")]):
                 return True
             if is_first:
-                self._judge()
-            if next_look.passed:
-                next_look = Deadline.after(_LOOK_AROUND_S, clock)
-                self._look_around(is_first)
+                self._decide()
+            if next_check.passed:
+                next_check = Deadline.after(_CHECK_PROCESSES_S, clock)
+                self._check_processes(is_first)
                 is_first = min(self._known) == self._index  # or whoever had the place before has died in taking it
             return False
 
-        if not self._await(is_over, patience, lambda: _logger.warning(self._waiting(patience))):
+        if not self._poll_until(is_over, patience, lambda: _logger.warning(self._describe_wait(patience))):
             self._give_up()
-        said: dict[str, Any] = json.loads(self._store.get(self._key("ranks")))
-        return said
+        outcome: dict[str, Any] = json.loads(self._store.get(self._key("ranks")))
+        return outcome
 
-    def _judge(self) -> None:
+    def _decide(self) -> None:
         """The first in the row: say that the group is complete, or that it never will be."""
         arrivals = list(self._arrived().values())
         if failure := find_problem(arrivals):
-            self._say(failure)
+            self._publish(failure)
         elif len(arrivals) == self._me.world_size:
             infos = [one.info.to_json() for one in sorted(arrivals, key=lambda one: one.rank)]
             self._store.compare_set(self._key("ranks"), "", json.dumps({"ranks": infos}))
 
-    def _look_around(self, is_first: bool) -> None:
+    def _check_processes(self, is_first: bool) -> None:
         """Whether somebody who came has ended, or nobody will come any more."""
         if self._current()[1] != self._number and not self._store.check([self._key("ranks")]):
-            raise _Moved
+            raise _Superseded
         if is_first or not self._store.check([self._key("rank/0")]):
             arrived = self._arrived()
         else:
@@ -259,7 +261,7 @@ class Bootstrap:
             self._known.setdefault(0, Arrival.from_json(json.loads(self._store.get(self._key("rank/0")))))
             arrived = {0: self._known[0]}
         if failure := find_dead(list(arrived.values()), self._me.info) or self._find_holder(len(arrived)):
-            self._say(failure)
+            self._publish(failure)
 
     def _find_holder(self, num_arrived: int) -> Failure | None:
         """Alone for a while, at a store where a group was formed whose rank of this number still runs: a stranger."""
@@ -273,7 +275,7 @@ class Bootstrap:
             return None
         return Failure(
             "mismatch",
-            f"nobody else comes, and rank {self._me.rank} is another process already: {holder}, which still runs; "
+            f"no other rank has come, and rank {self._me.rank} is another process already: {holder}, which still runs; "
             f"{self._before['how']}.\n"
             "Give each process a RANK (rank=...) of its own, and each job an address (port, file) of its own.",
             {self._me.rank: str(holder)},
@@ -295,20 +297,20 @@ class Bootstrap:
                 text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a way to it."
             if self._before:
                 text += f"\nBefore this start, {self._before['how'].rstrip('.')}."
-            self._say(Failure("missing", text, dict.fromkeys(missing, "never came")))
+            self._publish(Failure("missing", text, dict.fromkeys(missing, "never came")))
             return
         first = self._known[min(self._known)]
         text = (
             f"all ranks came, and rank {first.rank} ({first.info}), which was to say so, did not within "
             f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
         )
-        self._say(Failure("missing", text, {first.rank: str(first.info)}))
+        self._publish(Failure("missing", text, {first.rank: str(first.info)}))
 
     def _missing(self) -> list[int]:
         came = {one.rank for one in self._arrived().values()}
         return [r for r in range(self._me.world_size) if r not in came]
 
-    def _say(self, failure: Failure) -> None:
+    def _publish(self, failure: Failure) -> None:
         """Say why there is no group, unless somebody has said something already."""
         now = time.strftime("%H:%M:%S")
         story = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
@@ -326,26 +328,26 @@ class Bootstrap:
             return ValueError(f"{here}: {failure.text}")
         return MismatchError(f"{here}: {failure.text}", calls=who)
 
-    def _await(self, is_over: Callable[[], bool], deadline: Deadline, notice: Callable[[], None]) -> bool:
+    def _poll_until(self, is_over: Callable[[], bool], deadline: Deadline, notice: Callable[[], None]) -> bool:
         """Ask until it is over; `notice` is called once, after five seconds. False when time is up.
 
         Asking, because a store's own `wait` cannot be interrupted by Ctrl-C, counts in whole seconds where the store
         is a file, and has TCPStore print a warning whenever it ends without the key.
         """
-        said = Deadline.after(NOTICE_S, deadline.clock)
+        notice_at = Deadline.after(NOTICE_S, deadline.clock)
         spoken, pause_s = False, 0.0005
         while True:
             if is_over():
                 return True
             if deadline.passed:
                 return False
-            if said.passed and not spoken:
+            if notice_at.passed and not spoken:
                 spoken = True
                 notice()
             time.sleep(min(pause_s, deadline.left_s))
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
-    def _waiting(self, patience: Deadline) -> str:
+    def _describe_wait(self, patience: Deadline) -> str:
         waited = patience.timeout_s - patience.left_s
         missing = self._missing()
         whom = (
@@ -359,11 +361,11 @@ class Bootstrap:
 
 
 def exchange(store: Store, rank: int, world_size: int, mine: RankInfo, group: str, deadline: Deadline) -> Bootstrap:
-    """The meeting of all ranks of the group, with their seats.
+    """The start of the group in which all ranks have exchanged their information.
 
     Raises:
         ValueError, MismatchError, PeerLostError, DeadlineError: as `Bootstrap.join`.
-        PeerLostError: the store is gone, with the process that kept it.
+        PeerLostError: the store is gone, with the process that served it.
     """
     bootstrap = Bootstrap(store, rank, world_size, mine, group, deadline)
     try:
@@ -373,7 +375,7 @@ def exchange(store: Store, rank: int, world_size: int, mine: RankInfo, group: st
     except RuntimeError as error:  # DistNetworkError: whoever keeps the store has ended
         raise PeerLostError(
             f"init_process_group of group {group!r} on rank {rank}: the job's store is gone, and with it the process "
-            f"that kept it: rank 0, or the launcher.\ntorch said: {str(error).splitlines()[0]}\nRead its log first.",
+            f"that served it: rank 0, or the launcher.\ntorch said: {str(error).splitlines()[0]}\nRead its log first.",
             ranks=() if rank == 0 else (0,),
         ) from None
     return bootstrap
@@ -389,7 +391,7 @@ def contest(store: Store, rank: int, world_size: int) -> str:
     return bootstrap.contest()
 
 
-def _say_nothing() -> None:
+def _no_notice() -> None:
     pass
 
 

@@ -193,7 +193,7 @@ def find_agents_store(environment: Mapping[str, str]) -> str:
     return store if store and environment.get("PHALANX_STORE_OF") == describe_rank(environment) else ""
 
 
-def find_half_told(environment: Mapping[str, str], *, is_spawned: bool) -> str:
+def find_incomplete_environment(environment: Mapping[str, str], *, is_spawned: bool) -> str:
     """What says that this process is one of several, where nothing says which, or where they meet; or nothing.
 
     `is_spawned`: it was started by `multiprocessing`.
@@ -205,8 +205,8 @@ def find_half_told(environment: Mapping[str, str], *, is_spawned: bool) -> str:
         ranks = {name: value for name, value in ranks.items() if not name.startswith("PMI")}
     sizes = {name: environment[name] for name in _SIZES if environment.get(name, "") not in ("", "1")}
     if sizes or (ranks and not any(name in environment for name in _SIZES)):
-        told = ", ".join(f"{name}={value}" for name, value in {**ranks, **sizes}.items())
-        return f"{told} in the environment"
+        variables = ", ".join(f"{name}={value}" for name, value in {**ranks, **sizes}.items())
+        return f"{variables} in the environment"
     if is_spawned:
         return "it was started by multiprocessing (mp.spawn)"
     return ""

@@ -1,4 +1,4 @@
-"""Who has come to the start of a group: each rank's seat, what it believes of the group, and whether all that fits.
+"""Who has arrived at the start of a group: each rank's process and host, its settings, and whether all that fits.
 
 Purely data, but for a look at the processes of this host that may have ended.
 """
@@ -69,7 +69,7 @@ class RankInfo:
         )
 
     def has_ended(self, mine: RankInfo) -> bool:
-        """Whether its process is gone, as far as a process with the seat `mine` can see that."""
+        """Whether its process is gone, as far as the process of `mine` can see that."""
         return self.host == mine.host and self.process != mine.process and self.process.has_ended()
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ def find_problem(arrivals: Sequence[Arrival]) -> Failure | None:
     if len({one.world_size for one in arrivals}) > 1:
         return _disagreement(
             arrivals,
-            "the ranks believe in different world sizes",
+            "the ranks were given different world sizes",
             lambda one: f"world size {one.world_size}",
             "Start every rank with the same WORLD_SIZE (world_size=...); if these are two jobs, give each an address "
             "(port, file) of its own.",
@@ -138,7 +138,7 @@ def find_problem(arrivals: Sequence[Arrival]) -> Failure | None:
             return _twice(one, str(first))
     for one in arrivals:
         if one.is_contested:
-            return _twice(one, "the one that keeps the store at that port")
+            return _twice(one, "the one that serves the store at that port")
     return None
 
 
@@ -153,7 +153,7 @@ def _twice(one: Arrival, other: str) -> Failure:
 
 
 def find_dead(arrivals: Sequence[Arrival], mine: RankInfo) -> Failure | None:
-    """The first of those who came and whose process has ended since, as far as a process with seat `mine` sees it."""
+    """The first of those who came and whose process has ended since, as far as the process of `mine` can see that."""
     for one in arrivals:
         if one.info.has_ended(mine):
             return Failure(

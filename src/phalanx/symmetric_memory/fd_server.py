@@ -1,10 +1,10 @@
 """Hand file descriptors to the other ranks of a host over a Unix socket that has no name.
 
 Its file is gone as soon as it listens; the other ranks reach it through the leader's /proc/<pid>/fd, which the kernel
-opens to the same user only. What they say first are 128 random bits that only the job's store knows, and the kernel
+opens to the same user only. They begin with a token, 128 random bits that only the job's store knows, and the kernel
 vouches for the user on either side (`SO_PEERCRED`). Where ranks do not see each other's processes (containers) there is
-one in Linux's abstract namespace as well, to which every user of the machine may come: whoever is not us is turned
-away unheard, and nobody who dawdles holds up those behind.
+a socket in Linux's abstract namespace as well, which every user of the machine can connect to: a connection of another
+user is closed before anything is read from it, and one that sends nothing does not hold up the others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from phalanx.symmetric_memory import private
 from phalanx.symmetric_memory.peer import peer_of
 
 _SLICE_S = 0.5
-_PATIENCE_S = 5.0  # with a visitor that says nothing
-_MOST_VISITORS = 256  # who has said nothing while so many others came is shown out
-_AT_ONCE = 64  # strangers come as fast as they can: hear the others in between
+_HELLO_TIMEOUT_S = 5.0  # for a connection to send its token and rank
+_MAX_PENDING = 256  # accepted and without a token yet; beyond that the oldest is closed
+_AT_ONCE = 64  # accepted in a row: other users may connect as fast as they can; read from the others in between
 _BACKLOG = 1024
 _PAUSE_S = 0.01
 _HELLO = struct.Struct("16sI")
@@ -47,7 +47,7 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class FdAddress:
-    """Where a leader is found, and what to say there. Without a `path` it is in the abstract namespace."""
+    """Where local rank 0 listens, and the token that it expects. Without a `path` it is in the abstract namespace."""
 
     token: str
     path: str = ""
@@ -68,9 +68,9 @@ class FdAddress:
 
 
 class FdServer:
-    """The leader's side: a listening socket from construction, so that nobody can come too early.
+    """The side of local rank 0: it listens from construction on, so that no other rank can connect too early.
 
-    `at`: a path in `private.folder()`, for those who can be told no other way where to come.
+    `at`: a path in `private.folder()`, for ranks that learn the address in no other way.
 
     Raises:
         OSError: there are no Unix sockets here.
@@ -121,54 +121,55 @@ class FdServer:
         *,
         own: Mapping[int, int] | None = None,
     ) -> None:
-        """Give `fds` to each of `ranks`, in whatever order they come, and after them what is its `own`, if anything.
+        """Send `fds` to each of `ranks` as it connects, followed by its `own` descriptor, if there is one.
 
         Raises:
             DeadlineError: some rank did not come; `missing` says which.
         """
         own = own or {}
         missing = set(ranks)
-        visitors: dict[int, _Visitor] = {}
+        connections: dict[int, _Connection] = {}
         try:
             while missing:
-                is_late = deadline.passed  # and whoever stands there now is heard for a last time
-                sockets: list[socket.socket] = [*self._listeners, *(v.socket for v in visitors.values())]
+                is_late = deadline.passed  # but read once more from who has connected
+                sockets: list[socket.socket] = [*self._listeners, *(v.socket for v in connections.values())]
                 ready = _wait(sockets, min(_SLICE_S, deadline.left_s))
                 for listener in self._listeners:
                     if listener in ready:
-                        self._admit(listener, visitors)
-                for fd, visitor in list(visitors.items()):
-                    rank = visitor.hear(self.token)
+                        self._admit(listener, connections)
+                for fd, connection in list(connections.items()):
+                    rank = connection.read_rank(self.token)
                     if rank in missing:
-                        with contextlib.suppress(OSError):  # it gave up, or died, while it stood in line
-                            socket.send_fds(visitor.socket, [b"ok"], [*fds, *([own[rank]] if rank in own else [])])
+                        with contextlib.suppress(OSError):  # it gave up, or died, while it waited
+                            socket.send_fds(connection.socket, [b"ok"], [*fds, *([own[rank]] if rank in own else [])])
                             missing.discard(rank)
-                    if visitor.is_done:
-                        visitors.pop(fd).socket.close()
+                    if connection.is_done:
+                        connections.pop(fd).socket.close()
                 if missing and is_late:
-                    raise DeadlineError(
-                        f"ranks {sorted(missing)} did not fetch the memory", missing=tuple(sorted(missing))
-                    )
+                    late = tuple(sorted(missing))
+                    raise DeadlineError(f"no answer from {', '.join(f'rank {r}' for r in late)}", missing=late)
                 if not ready and not deadline.passed:
-                    # Whoever has not come by now may find no way here; nobody has lost anything if it does.
+                    # A rank that has not connected by now may be unable to use the first address.
                     with contextlib.suppress(OSError):
                         self.open_to_containers()
                     notice(missing)
         finally:
-            for visitor in visitors.values():
-                visitor.socket.close()
+            for connection in connections.values():
+                connection.socket.close()
 
     @staticmethod
-    def _admit(listener: socket.socket, visitors: dict[int, _Visitor]) -> None:
-        """Let in who is our user."""
+    def _admit(listener: socket.socket, connections: dict[int, _Connection]) -> None:
+        """Accept connections of this user; close those of others."""
         for admitted in range(_AT_ONCE):
             try:
                 peer = listener.accept()[0]
             except BlockingIOError:
                 return
-            except OSError:  # no number is left for it; asked for before the kernel looks whether anybody is there
-                if not admitted and visitors:
-                    visitors.pop(next(iter(visitors))).socket.close()
+            except (
+                OSError
+            ):  # out of descriptors; the kernel allocates one before it looks whether there is a connection
+                if not admitted and connections:
+                    connections.pop(next(iter(connections))).socket.close()
                 elif not admitted:
                     time.sleep(_PAUSE_S)
                 return
@@ -176,37 +177,37 @@ class FdServer:
                 peer.close()
                 continue
             peer.setblocking(False)
-            visitors[peer.fileno()] = _Visitor(peer)
-            if len(visitors) > _MOST_VISITORS:
-                visitors.pop(next(iter(visitors))).socket.close()
+            connections[peer.fileno()] = _Connection(peer)
+            if len(connections) > _MAX_PENDING:
+                connections.pop(next(iter(connections))).socket.close()
 
 
-class _Visitor:
-    """Somebody of our user who has come and may say who it is."""
+class _Connection:
+    """A connection of this user that has yet to send the token and its rank."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.is_done = False
-        self._heard = b""
-        self._patience = Deadline.after(_PATIENCE_S)
+        self._received = b""
+        self._deadline = Deadline.after(_HELLO_TIMEOUT_S)
 
-    def hear(self, token: str) -> int | None:
-        """Its rank, once it has said that and the token; `is_done` when nothing more is to be heard."""
+    def read_rank(self, token: str) -> int | None:
+        """Its rank, once that and the right token have arrived; `is_done` when nothing more will."""
         try:
-            data = self.socket.recv(_HELLO.size - len(self._heard))
+            data = self.socket.recv(_HELLO.size - len(self._received))
         except BlockingIOError:
-            self.is_done = self._patience.passed
+            self.is_done = self._deadline.passed
             return None
         except OSError:
             data = b""
-        self._heard += data
-        if data and len(self._heard) < _HELLO.size:
+        self._received += data
+        if data and len(self._received) < _HELLO.size:
             return None
         self.is_done = True
-        if len(self._heard) != _HELLO.size:
+        if len(self._received) != _HELLO.size:
             return None
-        said, rank = _HELLO.unpack(self._heard)
-        return int(rank) if secrets.compare_digest(said, bytes.fromhex(token)) else None
+        token_bytes, rank = _HELLO.unpack(self._received)
+        return int(rank) if secrets.compare_digest(token_bytes, bytes.fromhex(token)) else None
 
 
 def _wait(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.socket]:
@@ -221,48 +222,50 @@ def _wait(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.soc
 def receive_fds(
     address: FdAddress, rank: int, count: int, deadline: Deadline, *, wait_for_leader: bool = False
 ) -> list[int]:
-    """The `count` file descriptors that the leader at `address` hands out. The caller owns them.
+    """The `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
 
-    `wait_for_leader`: it may not listen yet; try until it does. So it always is with one in the abstract
-    namespace, which the leader opens when it knows that somebody needs it.
+    `wait_for_leader`: it may not listen yet; try until it does. An address in the abstract namespace is always
+    tried until it answers: local rank 0 opens it when it knows that some rank needs it.
 
     Raises:
-        PhalanxError: the leader is gone, or refused us.
+        PhalanxError: local rank 0 is gone, or refused this process.
         DeadlineError: it did not answer in time.
     """
     try:
         with contextlib.closing(_connect(address, deadline, wait_for_leader or not address.path)) as s:
             s.settimeout(min(deadline.left_s, 3600.0) or 0.001)
             if peer_of(s).uid != os.getuid():
-                raise PhalanxError("the leader of this host runs as another user; nothing was exchanged")
+                raise PhalanxError(
+                    "the socket of local rank 0 on this host belongs to another user; nothing was exchanged"
+                )
             s.sendall(_HELLO.pack(bytes.fromhex(address.token), rank))
             fds, cut_short = _receive(s, count)
     except TimeoutError:
-        raise DeadlineError("the leader of this host did not hand over the shared memory in time") from None
+        raise DeadlineError("local rank 0 of this host did not hand over the shared memory in time") from None
     except OSError as error:
-        raise PhalanxError(f"the leader of this host cannot be reached: {error}") from None
+        raise PhalanxError(f"local rank 0 of this host cannot be reached: {error}") from None
     if len(fds) != count:
         for fd in fds:
             os.close(fd)
-        if cut_short:  # by the kernel, which found no free number
+        if cut_short:  # by the kernel: no descriptor was free
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise PhalanxError(
                 f"this process may have {soft} open files, and {count} more are needed for the memory of this host "
                 "(ulimit -n)"
             )
         raise PhalanxError(
-            f"the first rank of this host ended the connection after {len(fds)} of {count} file descriptors: "
+            f"local rank 0 of this host closed the connection after {len(fds)} of {count} file descriptors: "
             "read its log"
         )
     return fds
 
 
 _NOT_YET = (errno.ECONNREFUSED, errno.ENOENT)
-_CROWDED = (errno.EAGAIN, errno.EINTR, errno.ENOTCONN)  # its queue is full; or a signal came
+_QUEUE_FULL = (errno.EAGAIN, errno.EINTR, errno.ENOTCONN)  # or a signal came
 
 
 def _connect(address: FdAddress, deadline: Deadline, wait: bool) -> socket.socket:
-    """A connection. Whoever waits in a full queue stands in line there: asking again and again would be pushing in."""
+    """A connection. Waits inside `connect` where the listener's queue is full: retries would overtake other ranks."""
     while True:
         s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -272,13 +275,13 @@ def _connect(address: FdAddress, deadline: Deadline, wait: bool) -> socket.socke
             return s
         except OSError as error:
             s.close()
-            if address.path and error.errno in (errno.EACCES, errno.EPERM):  # a leader that may not be looked into
+            if address.path and error.errno in (errno.EACCES, errno.EPERM):  # a process whose /proc may not be read
                 address, wait = FdAddress(address.token), True
-            elif error.errno not in _CROWDED and not (wait and error.errno in _NOT_YET):
+            elif error.errno not in _QUEUE_FULL and not (wait and error.errno in _NOT_YET):
                 raise
             if deadline.passed:
                 raise TimeoutError from None
-            time.sleep(min(_PAUSE_S, deadline.left_s) if error.errno not in _CROWDED else 0.0)
+            time.sleep(min(_PAUSE_S, deadline.left_s) if error.errno not in _QUEUE_FULL else 0.0)
         except BaseException:
             s.close()
             raise

@@ -85,7 +85,7 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = T
     sealable = os.MFD_ALLOW_SEALING if nbytes else 0  # one that grows is read and written, not mapped
     for folder in _folders():
         try:
-            fd = _nameless_file(folder) if folder else os.memfd_create(name, os.MFD_CLOEXEC | sealable)
+            fd = _unnamed_file(folder) if folder else os.memfd_create(name, os.MFD_CLOEXEC | sealable)
         except OSError as error:
             problems.append(f"{folder or 'memfd_create'}: {error.strerror}")
             continue
@@ -137,7 +137,7 @@ def _folders() -> Iterator[str]:
     yield folder
 
 
-def _nameless_file(folder: str) -> int:
+def _unnamed_file(folder: str) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
     except OSError:  # this file system has no such files

@@ -78,9 +78,9 @@ def listen_at(path: str, backlog: int) -> socket.socket:
 
 
 def _is_listening(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as visitor:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as connection:
         try:
-            _in_folder(path, visitor.connect)
+            _in_folder(path, connection.connect)
         except BlockingIOError:  # its queue is full
             return True
         except OSError:

@@ -147,7 +147,7 @@ class MessageWork(PhalanxWork):
                 self._source = self._end()
             except Exception as e:  # whatever it was, the waiter must hear it; Ctrl-C is the waiter's own
                 error = e
-            tell = self.settle(error)
-            if tell is not None:
-                tell()
+            notify = self.settle(error)
+            if notify is not None:
+                notify()
             self.release()

@@ -23,7 +23,7 @@ def start_together(store: Any, rank: int, world_size: int, group: str, deadline:
         DeadlineError: some rank did not come.
     """
     here = f"init_process_group of group {group!r} on rank {rank}"
-    problems = _tell(store, here, "mpi", rank, world_size, why_not(launcher()), deadline)
+    problems = _gather_text(store, here, "mpi", rank, world_size, why_not(launcher()), deadline)
     _refuse(here, problems)
     mine: dict[str, Any]
     try:
@@ -31,9 +31,11 @@ def start_together(store: Any, rank: int, world_size: int, group: str, deadline:
         mine = {"place": runtime.rank, "problem": ""}
     except PhalanxError as error:
         mine = {"place": -1, "problem": str(error)}
-    told = [json.loads(text) for text in _tell(store, here, "place", rank, world_size, json.dumps(mine), deadline)]
-    _refuse(here, [one["problem"] for one in told])
-    places = [one["place"] for one in told]
+    gathered = [
+        json.loads(text) for text in _gather_text(store, here, "place", rank, world_size, json.dumps(mine), deadline)
+    ]
+    _refuse(here, [one["problem"] for one in gathered])
+    places = [one["place"] for one in gathered]
     if len(set(places)) < world_size:
         raise PhalanxError(
             f"{here}: MPI gave these ranks the numbers {places}: they are in different MPI jobs.\n"
@@ -53,7 +55,9 @@ def _refuse(here: str, problems: list[str]) -> None:
         raise PhalanxError(f"{here}: no MPI on {name_ranks(who)} of {len(problems)}.\n{text}")
 
 
-def _tell(store: Any, here: str, what: str, rank: int, world_size: int, words: str, deadline: Deadline) -> list[str]:
+def _gather_text(
+    store: Any, here: str, what: str, rank: int, world_size: int, words: str, deadline: Deadline
+) -> list[str]:
     """What every rank says, by rank."""
     keys = [f"{what}/{r}" for r in range(world_size)]
     store.set(keys[rank], words)

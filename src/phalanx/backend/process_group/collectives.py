@@ -26,7 +26,7 @@ from phalanx.backend.arguments import (
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.memoryless import FakeCall, nothing_done, without_fakes
 from phalanx.backend.process_group.base import ProcessGroupBase
-from phalanx.backend.process_group.observed import early_modes, num_modes, observed, tell, told, transform
+from phalanx.backend.process_group.observed import early_modes, is_recorded, num_modes, observed, record, transform
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
@@ -61,8 +61,8 @@ class Collectives(ProcessGroupBase):
         """Each tensor becomes the reduction over ranks."""
         if (
             num_modes() or early_modes[0] is not None or transform() is not None or profiler._is_profiler_enabled
-        ) and not told():
-            seen: Work = tell(self, "allreduce", (tensors, *(a for a in (opts, timeout) if a is not None)), {})
+        ) and not is_recorded():
+            seen: Work = record(self, "allreduce", (tensors, *(a for a in (opts, timeout) if a is not None)), {})
             return seen
         # The call that everybody makes, without a detour: a sum of one plain tensor that is waited for. The general
         # way below does the same in three times the time.

@@ -41,18 +41,22 @@ class RoutedProcessGroup(PhalanxProcessGroup):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._carriers = available()
+        self._device_backends = available()
         self._inside: dict[str, Any] = {}
         self._agreed: set[str] = set()
         self._opening = threading.Lock()
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *(torch.device(device) for device in self._carriers)]
+        return [torch.device("cpu"), *(torch.device(device) for device in self._device_backends)]
 
     def _get_backend(self, device: torch.device) -> Any:
         kind = torch.device(device).type
-        return self._group_inside(kind)._get_backend(device) if kind in self._carriers else super()._get_backend(device)
+        return (
+            self._group_inside(kind)._get_backend(device)
+            if kind in self._device_backends
+            else super()._get_backend(device)
+        )
 
     def _group_inside(self, kind: str) -> Any:
         """The group for the tensors of that type of device; talks to nobody."""
@@ -60,7 +64,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             if self._closed:
                 raise closed(self._name)
             if kind not in self._inside:
-                self._inside[kind] = self._carriers[kind].open(
+                self._inside[kind] = self._device_backends[kind].open(
                     self._store,
                     self._rank,
                     self._size,
@@ -72,16 +76,16 @@ class RoutedProcessGroup(PhalanxProcessGroup):
 
     def _route(self, device: torch.device, operation: str, *, collective: bool) -> Any:
         """The group that carries tensors on `device`."""
-        carrier = self._carriers.get(device.type)
-        if carrier is None:
+        device_backend = self._device_backends.get(device.type)
+        if device_backend is None:
             raise ValueError(no_backend_for(device, operation))
         group = self._group_inside(device.type)
         if collective and device.type not in self._agreed:
-            self._agree(carrier, device, operation)
+            self._agree(device_backend, device, operation)
             self._agreed.add(device.type)
         return group
 
-    def _agree(self, carrier: DeviceBackend, device: torch.device, operation: str) -> None:
+    def _agree(self, device_backend: DeviceBackend, device: torch.device, operation: str) -> None:
         """Tell all ranks which device this one uses, once.
 
         Raises:
@@ -89,32 +93,32 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             DeadlineError, PeerLostError, MismatchError: not every rank came with a tensor of this device.
         """
         mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
-        identity = carrier.identify(device).encode()[:_IDENTITY_BYTES]
+        identity = device_backend.identify(device).encode()[:_IDENTITY_BYTES]
         mine[: len(identity)] = torch.tensor(list(identity), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self._size)]
         options = c10d.AllgatherOptions()
         options.asyncOp = False
         super().allgather([theirs], [mine], options).wait()
         names = [bytes(block.tolist()).rstrip(b"\0").decode(errors="replace") for block in theirs]
-        if problem := carrier.problem(names):
+        if problem := device_backend.problem(names):
             raise ValueError(f"{operation} on {device} in group {self._name!r} on rank {self._rank}: {problem}")
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Over when every rank has come; with a device (`device_ids`) also what is queued on it."""
         device = getattr(opts, "device", None)
-        if device is None or torch.device(device).type not in self._carriers:
+        if device is None or torch.device(device).type not in self._device_backends:
             return super().barrier(opts)
         work: dist.Work = self._route(device, "barrier", collective=True).barrier(opts)
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if torch.device(device).type in self._carriers:
+        if torch.device(device).type in self._device_backends:
             self._route(device, "coalescing", collective=False)._start_coalescing(device)
         else:
             super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        if torch.device(device).type in self._carriers:
+        if torch.device(device).type in self._device_backends:
             work: dist.Work = self._route(device, "coalescing", collective=False)._end_coalescing(device)
             return work
         return super()._end_coalescing(device)

@@ -60,9 +60,9 @@ class Posted(PhalanxWork):
         except BaseException as e:  # whatever it was, the waiter must hear it
             error = e
         self._source = self._receive.source
-        tell = self.settle(error)
-        if tell is not None:
-            tell()
+        notify = self.settle(error)
+        if notify is not None:
+            notify()
         self.release()
 
 

@@ -80,23 +80,23 @@ def _observed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (
             num_modes() or early_modes[0] is not None or transform() is not None or profiler._is_profiler_enabled
-        ) and not told():
-            return tell(self, name, args, kwargs)
+        ) and not is_recorded():
+            return record(self, name, args, kwargs)
         return method(self, *args, **kwargs)
 
     del call.__wrapped__  # whoever marks the method must mark this one
     return call
 
 
-def told() -> bool:
+def is_recorded() -> bool:
     """Whether who looks on has been told of the call, or nobody does in this thread; then it is carried out."""
     if getattr(_this_thread, "told", False):
-        _this_thread.told = False  # of this call alone
+        _this_thread.is_recorded = False  # of this call alone
         return True
     return not _is_dispatched() and not torch._C._autograd._profiler_enabled()
 
 
-def tell(group: Any, name: str, args: Any, kwargs: Any) -> Any:
+def record(group: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Carry `group.<name>` out before the eyes of the modes, or of the profiler."""
     return (_through_dispatcher if _is_dispatched() else _profiled)(group, name, args, kwargs)
 
@@ -133,10 +133,10 @@ def _profiled(group: Any, name: str, args: Any, kwargs: Any) -> Any:
 
     torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(event, over)
     try:
-        _this_thread.told = True
+        _this_thread.is_recorded = True
         work = getattr(group, name)(*args, **kwargs)
     except BaseException:
-        _this_thread.told = False
+        _this_thread.is_recorded = False
         leave()
         raise
     work.get_future().add_done_callback(leave)

@@ -1,8 +1,8 @@
 """Where others find the agent: ranks that show it their memory, and `phalanx stacks`.
 
 A socket without a file, named after this process and some random digits, so that nobody can take the name first. The
-kernel vouches for the user on the other side; another user is turned away unheard. A visitor says one packet, with
-descriptors alongside. The agent never waits for one.
+kernel vouches for the user on the other side; a connection of another user is closed before anything is read from it.
+A client sends one packet, with descriptors alongside. The agent never waits for one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PREFIX = "phalanx-agent-"
 
 _MAX_PACKET_BYTES = 1 << 17
 _MAX_FDS = 2
-_QUEUE = 128  # how many may wait to be let in
-_MAX_VISITORS = 64  # who says nothing while so many others come is shown out
+_QUEUE = 128  # connections that may wait to be accepted
+_MAX_PENDING = 64  # accepted and without a packet yet; beyond that the oldest is closed
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a visitor said and brought; `sock` leads back to it. The receiver closes both."""
+    """A client's packet and descriptors; `sock` is for the answer. The receiver closes all."""
 
     message: dict[str, Any]
     fds: tuple[int, ...]
@@ -42,12 +42,12 @@ class Request:
 
 
 class AgentSocket:
-    """Open from construction; without a Linux underneath it stays shut, and `address` is empty."""
+    """Listens from construction on; on other systems than Linux it never does, and `address` is empty."""
 
     def __init__(self) -> None:
         self.address = ""
         self.token = os.urandom(16).hex()
-        self._visitors: OrderedDict[int, socket.socket] = OrderedDict()
+        self._connections: OrderedDict[int, socket.socket] = OrderedDict()
         self._listener: socket.socket | None = None
         if sys.platform != "linux":
             return
@@ -65,24 +65,24 @@ class AgentSocket:
     @property
     def fds(self) -> tuple[int, ...]:
         """What to wait on."""
-        return () if self._listener is None else (self._listener.fileno(), *self._visitors)
+        return () if self._listener is None else (self._listener.fileno(), *self._connections)
 
     def read(self, fd: int) -> Request | None:
-        """Take what arrived on `fd`: new visitors, or what one says. None where that is nothing, or nothing sensible.
+        """Take what arrived on `fd`: new connections, or a request. None where that is nothing, or no valid request.
 
-        `fd` was one of `fds`; meanwhile the visitor may have been shown out, and another have come under its number.
+        `fd` was one of `fds`; meanwhile that connection may have been closed, and another have its number.
         """
         assert self._listener is not None
         if fd == self._listener.fileno():
             self._admit(self._listener)
             return None
-        return self._hear(self._visitors[fd]) if fd in self._visitors else None
+        return self._read_request(self._connections[fd]) if fd in self._connections else None
 
     def close(self) -> None:
-        """Nobody is heard any more."""
-        for visitor in self._visitors.values():
-            visitor.close()
-        self._visitors.clear()
+        """Close the socket and all connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -90,41 +90,41 @@ class AgentSocket:
     def _admit(self, listener: socket.socket) -> None:
         admitted = 0
         # Many at once, because another user of the host can fill the queue and keep the ranks out; not so many that a
-        # visitor could be shown out before anybody has listened to it.
+        # connection could be closed before it was read from.
         for _ in range(_QUEUE):
-            if admitted == _MAX_VISITORS // 2:
+            if admitted == _MAX_PENDING // 2:
                 return
             try:
-                visitor, _ = listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 return
-            if peer_of(visitor).uid != os.getuid():
-                visitor.close()
+            if peer_of(connection).uid != os.getuid():
+                connection.close()
                 continue
             admitted += 1
-            visitor.setblocking(False)
-            self._visitors[visitor.fileno()] = visitor
-            if len(self._visitors) > _MAX_VISITORS:
-                self._visitors.popitem(last=False)[1].close()
+            connection.setblocking(False)
+            self._connections[connection.fileno()] = connection
+            if len(self._connections) > _MAX_PENDING:
+                self._connections.popitem(last=False)[1].close()
 
-    def _hear(self, visitor: socket.socket) -> Request | None:
+    def _read_request(self, connection: socket.socket) -> Request | None:
         fds: Sequence[int] = ()
         try:
-            data, fds, _, _ = socket.recv_fds(visitor, _MAX_PACKET_BYTES, _MAX_FDS)
+            data, fds, _, _ = socket.recv_fds(connection, _MAX_PACKET_BYTES, _MAX_FDS)
         except BlockingIOError:
-            return None  # it has yet to say something
+            return None  # nothing has arrived yet
         except OSError:
             data = b""
-        del self._visitors[visitor.fileno()]
+        del self._connections[connection.fileno()]
         try:
             for fd in fds:
                 os.set_inheritable(fd, False)
             message = json.loads(data)
             if not isinstance(message, dict):
                 raise ValueError
-        except (OSError, ValueError, RecursionError):  # it went without a word, or speaks another language
+        except (OSError, ValueError, RecursionError):  # it was closed without a packet, or sent something else
             for fd in fds:
                 os.close(fd)
-            visitor.close()
+            connection.close()
             return None
-        return Request(message, tuple(fds), visitor)
+        return Request(message, tuple(fds), connection)

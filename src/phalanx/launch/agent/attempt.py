@@ -40,7 +40,7 @@ _MAX_DUMP_BYTES = 1 << 16
 _SWEEP_LIMIT_S = 6.0  # a zygote that has not swept by then is killed: the agent sweeps
 _FORKS_AHEAD = 8  # ranks that the zygote was told to fork and has not: their descriptors are on their way
 _READ_S = 0.05  # a flood of output makes way for signals and events this often
-_TELL_END_AFTER_S = 1.0
+_REPORT_END_AFTER_S = 1.0
 _LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
 
 
@@ -75,7 +75,7 @@ class Attempt:
         self._early: list[Report] = []  # of ranks that the zygote has forked and not told us of
         self._next = 0  # so many were forked
         self._sweep_due: float | None = None
-        self._tell_end_at: float | None = None
+        self._report_end_at: float | None = None
         self._swept = False
         self.zygote_lost = False  # it has ended
         self.zygote_given_up = False  # because we killed it: it did not answer
@@ -209,7 +209,7 @@ class Attempt:
                 poll.register(writer.fd, select.POLLOUT)
             times = [
                 at
-                for at in (self.state.next_due, host.display.next_due, self._sweep_due, self._tell_end_at, self.due)
+                for at in (self.state.next_due, host.display.next_due, self._sweep_due, self._report_end_at, self.due)
                 if at is not None
             ]
             left_s = min([_LONGEST_WAIT_S, *(max(0.0, at - time.monotonic()) for at in times)])
@@ -254,15 +254,15 @@ class Attempt:
         self.do(self.state.on_time(now))
         if self.state.phase not in ("running", "settling"):
             self._host.display.release(self.first)
-            if self._tell_end_at is None and self.state.interrupted is None:
-                self._tell_end_at = now + _TELL_END_AFTER_S
-        if self._tell_end_at is not None and now >= self._tell_end_at:
-            self._tell_end_at = float("inf")
-            self._tell_end()
+            if self._report_end_at is None and self.state.interrupted is None:
+                self._report_end_at = now + _REPORT_END_AFTER_S
+        if self._report_end_at is not None and now >= self._report_end_at:
+            self._report_end_at = float("inf")
+            self._report_end()
         if self._sweep_due is not None and now > self._sweep_due and not self._swept:
             self._give_up_zygote()
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         """The others take their time to end: whoever looks on does not wait for them to hear what has happened."""
         failures, running = self.state.failures, len(self.state.running)
         if failures and running and self.state.interrupted is None and not self.state.overdue:
@@ -297,7 +297,7 @@ class Attempt:
             early, self._early = self._early, []
             for report in early:
                 if report.rank == event["rank"]:
-                    self._hear(report)
+                    self._take_report(report)
                 else:
                     self._early.append(report)
         elif event["event"] == "unforked":
@@ -313,18 +313,18 @@ class Attempt:
 
     def _receive(self, fd: int) -> None:
         """A visitor: a rank that shows us its memory, or somebody who wants to know where the ranks are."""
-        visit = self._host.agent_socket.read(fd)
-        if visit is None:
+        request = self._host.agent_socket.read(fd)
+        if request is None:
             return
-        knows_us = visit.message.get("token") == self._host.agent_socket.token
-        if visit.message.get("kind") == "group" and knows_us:
-            visit.sock.close()
-            self.flights.add(visit.message, visit.fds)
+        has_token = request.message.get("token") == self._host.agent_socket.token
+        if request.message.get("kind") == "group" and has_token:
+            request.sock.close()
+            self.flights.add(request.message, request.fds)
             return
-        if visit.message.get("kind") == "store" and knows_us and self._store is not None:
+        if request.message.get("kind") == "store" and has_token and self._store is not None:
             with contextlib.suppress(OSError):  # it did not wait
-                socket.send_fds(visit.sock, [b"store"], [self._store])
-        if visit.message.get("kind") == "look":
+                socket.send_fds(request.sock, [b"store"], [self._store])
+        if request.message.get("kind") == "look":
             living = [rank for rank in self.state.running if rank in self._pids]
             observed = self.flights.observed
             look = JobSnapshot(
@@ -335,8 +335,8 @@ class Attempt:
                 tuple((rank, self._pids[rank]) for rank in living),
                 tuple(observer.group_info for observer in observed),
             )
-            answer(visit.sock, look, [self._stacks[r] for r in living], [observer.control for observer in observed])
-        visit.close()
+            answer(request.sock, look, [self._stacks[r] for r in living], [observer.control for observer in observed])
+        request.close()
 
     def _read_reports(self) -> None:
         """What has come; no more than a while of it, because whoever floods us must not keep us from the rest."""
@@ -349,11 +349,11 @@ class Attempt:
             if report is None:
                 continue
             if report.rank in self._pids:
-                self._hear(report)
+                self._take_report(report)
             elif report.rank in self.place.ranks and len(self._early) < _MAX_REPORTS:
                 self._early.append(report)
 
-    def _hear(self, report: Report) -> None:
+    def _take_report(self, report: Report) -> None:
         # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
         if self._pids[report.rank] == report.pid:
             if report.traceback and self.state.phase in ("running", "settling"):
@@ -402,13 +402,13 @@ class Attempt:
                 else:
                     self._sweep()
             elif isinstance(action, Tell):
-                self._tell_stragglers(action.waited_s)
+                self._report_stragglers(action.waited_s)
             else:
                 if action.signum in ENDING_SIGNALS:
                     self._host.zygote.wake()
                 self.send_signal(action.signum, action.ranks, group=action.group)
 
-    def _tell_stragglers(self, waited_s: float) -> None:
+    def _report_stragglers(self, waited_s: float) -> None:
         text = describe_stragglers(
             self._pids, self.state.running, self.place.world_size, waited_s, self.flights.logs(), self.place.ranks
         )

@@ -119,10 +119,10 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
         again = failed and left > 0 and not attempt.zygote_lost
         _keep_flight(plan, host, flight, restart_count if again else None)
         if attempt.zygote_lost and not attempt.zygote_given_up and state.interrupted is None:
-            return _tell_zygote_lost(host, state)
+            return _report_zygote_lost(host, state)
         if not again:
             break
-        _tell_failures(host, attempt, flight)
+        _report_failures(host, attempt, flight)
         times = "once more" if left == 1 else f"up to {left} times more"
         host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
     return _conclude(plan, host, attempt, flight)
@@ -151,11 +151,11 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
         Verdict(attempt.place.world_size, state.failures[0].rank, story).write(plan.verdict)
         host.display.forget()
     else:
-        _tell_failures(host, attempt, flight)
+        _report_failures(host, attempt, flight)
     return state.failures[0].code
 
 
-def _tell_failures(host: Host, attempt: Attempt, flight: Flight) -> None:
+def _report_failures(host: Host, attempt: Attempt, flight: Flight) -> None:
     host.display.say("\n" + _describe_failures(attempt, flight))
     host.display.forget()
 
@@ -180,7 +180,7 @@ def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None)
         )
 
 
-def _tell_zygote_lost(host: Host, state: Supervision) -> int:
+def _report_zygote_lost(host: Host, state: Supervision) -> int:
     host.display.release(None)
     pid, status = host.zygote.pid, host.zygote.wait_exit()
     how = name_signal(-status) if status < 0 else f"exit code {status}"

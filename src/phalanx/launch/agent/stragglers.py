@@ -39,16 +39,16 @@ def describe_stragglers(
         pid = pids.get(rank)
         absent = "not started yet" if rank in local_ranks else "on another host"
         state = _STATES.get(read_state(pid), "") if pid is not None else absent
-        said = [state.format(pid=pid), _tell_last(pid, groups)]
+        said = [state.format(pid=pid), _describe_last(pid, groups)]
         lines.append(f"  rank {rank}" + (f" (pid {pid})" if pid else "") + ": " + "; ".join(filter(None, said)))
     if len(ranks) > _MAX_LINES:
         lines.append(f"  … and {len(ranks) - _MAX_LINES} more")
     return "\n".join(lines)
 
 
-def _tell_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
+def _describe_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
     """Where the recorder saw the process last, in whichever group; empty if it knows nothing."""
-    seats = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
-    if not seats:
+    logs = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
+    if not logs:
         return ""
-    return str(position_of(max(seats, key=lambda records: records[-1].enter_ns), time.monotonic_ns()))
+    return str(position_of(max(logs, key=lambda records: records[-1].enter_ns), time.monotonic_ns()))

@@ -41,9 +41,9 @@ def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Map
     lines = [f"Job {snapshot.agent}: {snapshot.target}, {len(snapshot.ranks)} of {snapshot.world_size} ranks running"]
     for rank, pid in snapshot.ranks:
         lines += ["", f"rank {rank} (pid {pid})"]
-        seats = [(group, log) for group in groups for log in group.ranks if log.pid == pid and not log.left]
-        used = [seat for seat in seats if seat[1].records]  # groups are often made in numbers and used by few
-        lines += [f"  group {group.name!r}: {position_of(log.records, now_ns)}" for group, log in used or seats[:1]]
+        members = [(group, log) for group in groups for log in group.ranks if log.pid == pid and not log.left]
+        used = [member for member in members if member[1].records]  # groups are often made in numbers and used by few
+        lines += [f"  group {group.name!r}: {position_of(log.records, now_ns)}" for group, log in used or members[:1]]
         stack = stacks[rank]
         lines += textwrap.indent(stack, "  ").splitlines() if "\n" in stack else [f"  {stack}"]
     lines += ["", f"(innermost call first; the ranks go on; they were asked with {STACKS_SIGNAL.name})"]
