@@ -9,7 +9,7 @@ Purely data: nothing here looks at the machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,10 @@ class Rendezvous:
     for the others. `leads`: whether this host starts the coordinator there; None where HOST tells: it does if that is
     an address of its own. `node_rank` is None where hosts are numbered as they come, behind the one that leads.
     `key` is the job's key as text; None where it is to be looked up.
+
+    `more_endpoints` are tried after `endpoint`: the first host takes the first that it can bind, the others the first
+    where this job answers. `is_local`: all agents run on one host, no port is opened and no key is needed; the others'
+    `endpoint` is the path that `announce` was called with on the first, as soon as its coordinator was there.
     """
 
     endpoint: str = ""
@@ -38,6 +42,9 @@ class Rendezvous:
     last_call_s: float = 30.0
     host_timeout_s: float = 10.0
     local_addr: str = ""
+    more_endpoints: tuple[str, ...] = ()
+    is_local: bool = False
+    announce: Callable[[str], object] | None = None
 
 
 def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:

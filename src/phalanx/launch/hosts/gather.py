@@ -78,7 +78,7 @@ class Gathering:
                 self._guests.pop(member, None)
         while True:
             nodes = self._gather()
-            if self._try_reach(nodes):
+            if self._rendezvous.is_local or self._try_reach(nodes):
                 break
         own = next(node for node in nodes if node.facts.member == self._mail.member)
         self._team = team = Team(self._mail, nodes, own, self._rendezvous.host_timeout_s)
@@ -86,11 +86,14 @@ class Gathering:
         settings = self._plan.settings
         named = choose_environment(self._plan.environ, settings.environment)
         explicit = {name: value for name, value in named.items() if name in settings.environment}
+        known = name_own_address(address, find_interface(address), self._plan.environ)
+        if self._rendezvous.is_local:
+            known = {}
         plan = replace(
             self._plan,
             master_addr=address,
             master_port=find_free_port(),
-            rank_variables={**explicit, **name_own_address(address, find_interface(address), self._plan.environ)},
+            rank_variables={**explicit, **known},
         )
         self._host.display.say(
             f"phalanx run: {len(nodes)} hosts: "

@@ -109,7 +109,7 @@ def _join(endpoint: str, settings: Settings) -> int:
             "first host is to be on this one, too (mode 600); or name another: --key-file, PHALANX_KEY_FILE.",
             exit_code=USAGE_EXIT_CODE,
         )
-    joined = connect(endpoint, key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, say=_say)
+    joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, say=_say)
     terms = joined.terms
     try:
         if os.path.isdir(terms.folder):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
@@ -41,34 +42,45 @@ class Joined:
     """A connection to the first host's coordinator, with the key that opened it, and what that host says of the job."""
 
     client: Client
-    key: Key
+    key: Key | None
     terms: Terms
 
 
 def connect(
-    endpoint: str, key: Key, timeout_s: float, *, is_over: Callable[[], bool], say: Callable[[str], None]
+    endpoints: Sequence[str],
+    key: Key | None,
+    timeout_s: float,
+    *,
+    job: str = "",
+    is_over: Callable[[], bool],
+    say: Callable[[str], None],
 ) -> Joined:
-    """Connect to the coordinator, which may start later than we do; its terms follow at once.
+    """Connect to the coordinator, which may start later than we do, at the first of `endpoints` where `job` answers.
+
+    Its terms follow at once.
 
     Raises:
         LaunchError: it cannot be reached in time, has another key or another version; the message says which.
     """
     end, told = time.monotonic() + timeout_s, False
     began = time.monotonic()
-    while True:
+    for endpoint in itertools.cycle(endpoints):
         try:
-            client = Client(endpoint, key, timeout=_TRY_S)
+            client = Client(endpoint, key, timeout=_TRY_S, job=job)
             break
         except AuthenticationError as error:
-            raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+            if len(endpoints) == 1:
+                raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+            problem: PhalanxError = error
         except (CoordinationError, DeadlineError) as error:
-            now = time.monotonic()
-            if now > end or is_over():
-                raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {error}") from None
-            if not told and now - began > _TELL_AFTER_S:
-                told = True
-                say(f"phalanx run: waiting for the first host. {str(error).splitlines()[0]}")
-            time.sleep(_PAUSE_S)
+            problem = error
+        now = time.monotonic()
+        if now > end or is_over():
+            raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {problem}") from None
+        if not told and now - began > _TELL_AFTER_S:
+            told = True
+            say(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
+        time.sleep(_PAUSE_S)
     try:
         terms = Terms.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
     except (PhalanxError, ValueError) as error:
@@ -83,17 +95,21 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined
     Raises:
         LaunchError: as `connect`; there is no key; or a signal came.
     """
+    key = None
     try:
-        key = (
-            Key.parse(rendezvous.key) if rendezvous.key is not None else find_key(plan.settings.key_file, plan.environ)
-        )
+        if rendezvous.is_local:
+            pass
+        elif rendezvous.key is not None:
+            key = Key.parse(rendezvous.key)
+        else:
+            key = find_key(plan.settings.key_file, plan.environ)
     except (AuthenticationError, ValueError) as error:
         raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
-    if key is None:
+    if key is None and not rendezvous.is_local:
         raise LaunchError(
             f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
-            "lies in "
-            "~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode 600). "
+            "lies in ~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode "
+            "600). "
             "PHALANX_KEY_FILE names another file.",
             exit_code=2,
         )
@@ -101,7 +117,14 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined
     return _while_listening(
         host,
         over,
-        lambda: connect(rendezvous.endpoint, key, rendezvous.join_timeout_s, is_over=over.is_set, say=host.display.say),
+        lambda: connect(
+            (rendezvous.endpoint, *rendezvous.more_endpoints),
+            key,
+            rendezvous.join_timeout_s,
+            job=plan.settings.run_id,
+            is_over=over.is_set,
+            say=host.display.say,
+        ),
     )
 
 
@@ -149,16 +172,9 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
         LaunchError: the first host is lost, or does not take us.
     """
     client = joined.client
-    own = rendezvous.local_addr or client.own_host
-    if joined.terms.version and plan.settings.run_id not in ("", joined.terms.run_id):
-        client.close()
-        raise LaunchError(
-            f"phalanx run: at {rendezvous.endpoint} is job {joined.terms.run_id!r}, not {plan.settings.run_id!r} "
-            "(--rdzv-id)",
-            exit_code=2,
-        )
+    own = rendezvous.local_addr or client.own_host or "127.0.0.1"
     try:
-        responder = Responder(own, joined.key.raw)
+        responder = Responder(own, joined.key.raw) if joined.key is not None else None
     except OSError as error:
         client.close()
         raise LaunchError(
@@ -172,18 +188,20 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     )  # fmt: skip
     assert isinstance(host.pump.viewer, Forward)
     try:
-        client.join({**facts.to_json(), "port": responder.port, "reached": str(client.address.host)})
+        client.join({**facts.to_json(), "port": responder.port if responder else 0, "reached": client.address.host})
         mail = Mail(client)
     except PhalanxError as error:
-        responder.close()
+        if responder is not None:
+            responder.close()
         client.close()
         raise LaunchError(f"phalanx run: {error}") from None
     host.pump.viewer.connect(mail)
-    followed = _Followed(plan, host, joined, mail, own, responder)
+    followed = _Followed(plan, host, joined, mail, own)
     try:
         return followed.run()
     finally:
-        responder.close()
+        if responder is not None:
+            responder.close()
         if not followed.is_alone:
             mail.leave(_LAST_WORDS_S)
         mail.close()
@@ -192,13 +210,12 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
 class _Followed:
     """This host in a job: start after start, until the first host says that it is over."""
 
-    def __init__(self, plan: JobPlan, host: Host, joined: Joined, mail: Mail, own: str, responder: Responder) -> None:
+    def __init__(self, plan: JobPlan, host: Host, joined: Joined, mail: Mail, own: str) -> None:
         self._plan = plan
         self._host = host
         self._joined = joined
         self._mail = mail
         self._own = own
-        self._responder = responder
         self._has_begun = False
         self.is_alone = False  # the first host is lost
 
@@ -265,7 +282,7 @@ class _Followed:
             return None
         if letter.kind == "host lost":
             say_host_lost(letter, self._host.display)
-        if letter.kind == "reach":
+        if letter.kind == "reach" and self._joined.key is not None:
             targets = [Target(int(n), str(label), str(at), int(port)) for n, label, at, port in letter.body["targets"]]
             trial = letter.body["trial"]
             try_all(
@@ -288,14 +305,14 @@ class _Followed:
             rank_variables={
                 **{k: v for k, v in self._joined.terms.environment.items() if k not in self._plan.environ},
                 **self._plan.rank_variables,
-                **name_own_address(self._own, interface, self._plan.environ),
+                **(name_own_address(self._own, interface, self._plan.environ) if self._joined.key is not None else {}),
             },
         )
         self._host.display.say(
             f"phalanx run: host {place.node + 1} of {place.num_nodes} of the job at {body['first_host']}: "
             f"{describe_ranks(place)} of {place.world_size}. What they print is shown there."
         )
-        store = (str(self._joined.client.address), str(self._joined.key))
+        store = (str(self._joined.client.address), str(self._joined.key or ""))
         return FollowerAttempt(plan, self._host, int(body["attempt"]), place, self._mail, store)
 
 

@@ -6,13 +6,13 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import default_path, find_key, make_key
 from phalanx.coordination.service import Service
 from phalanx.errors import AuthenticationError, CoordinationError, LaunchError
-from phalanx.launch.agent.attempt import Host
 from phalanx.launch.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.hosts.addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
@@ -48,11 +48,10 @@ def decide_lead(rendezvous: Rendezvous) -> bool:
 
 
 def _lead(plan: JobPlan, rendezvous: Rendezvous, zygote: ZygoteProcess, signals: int) -> int:
-    key = find_or_make_key(plan, rendezvous)
-    bind, advertised = decide_addresses(rendezvous)
-    with opened_host(plan, zygote, signals) as host, _serving(plan, rendezvous, bind, key, host) as (service, mail):
-        assert service.address is not None
-        gathering = Gathering(plan, rendezvous, host, mail, key, advertised, service.address.port)
+    key = Key.generate() if rendezvous.is_local else find_or_make_key(plan, rendezvous)
+    with opened_host(plan, zygote, signals) as host, _serving(plan, rendezvous, key) as (service, mail, advertised):
+        port = service.address.port if service.address is not None else 0
+        gathering = Gathering(plan, rendezvous, host, mail, key, advertised, port)
 
         def begin(restart_count: int) -> LeaderAttempt:
             return gathering.begin(restart_count, service.local)
@@ -70,22 +69,41 @@ def _lead(plan: JobPlan, rendezvous: Rendezvous, zygote: ZygoteProcess, signals:
 
 
 @contextlib.contextmanager
-def _serving(plan: JobPlan, rendezvous: Rendezvous, bind: str, key: Key, host: Host) -> Iterator[tuple[Service, Mail]]:
-    """The coordinator of the job, with this agent as its first member."""
+def _serving(plan: JobPlan, rendezvous: Rendezvous, key: Key) -> Iterator[tuple[Service, Mail, list[OwnAddress]]]:
+    """The coordinator of the job, with this agent as its first member, and the addresses where others find it."""
     notices = Notices()
-    try:
-        service = Service(bind, key, job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.add_refusal)
-    except CoordinationError as error:
-        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+    service, advertised = _open_service(plan, rendezvous, key, notices)
     with service:
+        if rendezvous.announce is not None:
+            rendezvous.announce(service.local)
         client = Client(service.local)
         client.set(KEY, Terms.of(plan.settings, plan.run_id, plan.environ).to_bytes())
         client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
         mail = Mail(client, notices)
         try:
-            yield service, mail
+            yield service, mail, advertised
         finally:
             mail.close()
+
+
+def _open_service(
+    plan: JobPlan, rendezvous: Rendezvous, key: Key, notices: Notices
+) -> tuple[Service, list[OwnAddress]]:
+    if rendezvous.is_local:
+        service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.add_refusal)
+        return service, [OwnAddress("127.0.0.1", "lo")]
+    problems = []
+    for endpoint in (rendezvous.endpoint, *rendezvous.more_endpoints):
+        bind, advertised = decide_addresses(replace(rendezvous, endpoint=endpoint))
+        try:
+            service = Service(
+                bind, key, job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.add_refusal
+            )
+        except CoordinationError as error:
+            problems.append(f"phalanx run: {error}")
+        else:
+            return service, advertised
+    raise LaunchError("\n".join(problems), exit_code=2)
 
 
 def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
