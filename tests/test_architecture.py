@@ -51,6 +51,7 @@ READS_ENVIRONMENT = {
     "launch": "on a user's behalf",
     "backend/rendezvous.py": "reads what launchers set",
     "backend/torch_patches.py": "asks, when torch is imported, whether `phalanx run` started this process",
+    "backend/create.py": "the network interface, and whether a public address is allowed, as Gloo's users say it",
     "backend/start.py": "asks whether a launcher put this process in a job",
     "backend/job.py": "finds the job that a launcher put this process in",
     "trainer/progress.py": "is told by `phalanx run` that a terminal lies behind its pipe",

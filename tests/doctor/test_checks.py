@@ -56,6 +56,19 @@ def test_a_healthy_host_has_nothing_to_do():
     assert would_train(findings)
 
 
+def test_the_network_is_told_with_who_can_listen():
+    assert the("network", HEALTHY).fact == "no address but the loopback's: nothing leaves this host"
+    private = the("network", on("host", addresses={"lo": ("127.0.0.1",), "eth0": ("10.0.0.7",)}))
+    assert private.status is Status.OK
+    assert private.fact.startswith(
+        "10.0.0.7 (eth0): no public address; what ranks send to other hosts is not encrypted"
+    )
+    public = the("network", on("host", addresses={"eth0": ("10.0.0.7",), "eth1": ("8.8.8.8", "fe80::1")}))
+    assert public.status is Status.WARNING
+    assert public.fact == "8.8.8.8 (eth1) can be reached from the whole internet"
+    assert "a group that would send them to a public address is refused" in public.advice
+
+
 GPU = {"gpus": ("NVIDIA L4, 535.1",), "gpu_tool": WORKS}
 
 

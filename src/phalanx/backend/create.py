@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.gloo import local_address
+from phalanx.engines.interfaces import interface_addresses, is_public
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.log import get_logger, warn_once
 from phalanx.symmetric_memory import memfd
@@ -61,7 +63,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
             "init_process_group: backend 'phalanx' takes pg_options=phalanx.Options(...), "
             f"got {type(backend_options).__name__}"
         )
-    settings = backend_options if backend_options is not None else Options()
+    settings = _with_variables(backend_options if backend_options is not None else Options())
     timeout: timedelta = options.timeout
     if timeout <= timedelta(0):
         raise ValueError(f"init_process_group: timeout must be above zero, got {timeout.total_seconds():g} s")
@@ -78,6 +80,9 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         if problem := _differing_options(infos):
             bootstrap.acknowledge_failure()
             raise ValueError(f"init_process_group of group {name!r}: {problem}")
+        if problem := _exposed(infos, settings):
+            bootstrap.acknowledge_failure()
+            raise PhalanxError(f"init_process_group of group {name!r} on rank {rank}: {problem}")
         reason = _cannot_share(infos)
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
@@ -93,6 +98,31 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
             group = _connect(server, bootstrap, options, settings, deadline)
     leave_at_exit()
     return group
+
+
+def _with_variables(settings: Options) -> Options:
+    """What a variable says where the options say nothing."""
+    interface = settings.interface or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
+    allowed = settings.allow_public_address or os.environ.get("PHALANX_ALLOW_PUBLIC_ADDRESS", "") == "1"
+    return replace(settings, interface=interface, allow_public_address=allowed)
+
+
+def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
+    """Why tensors must not travel between these hosts, or nothing. The same answer on every rank."""
+    if settings.allow_public_address or settings.engine != "gloo" or len({info.host for info in infos}) == 1:
+        return ""
+    public = {info.address: info.hostname for info in infos if is_public(info.address)}
+    if not public:
+        return ""
+    where = ", ".join(f"{address} on {hostname}" for address, hostname in public.items())
+    return (
+        f"tensors would be sent to and from {where}: {'public addresses' if len(public) > 1 else 'a public address'}, "
+        "which everybody on the internet can send to, and between hosts they are neither encrypted nor authenticated.\n"
+        "Let the hosts meet in a private network or a VPN such as WireGuard (MASTER_ADDR, or the address of the "
+        "coordinator, decides; pg_options=phalanx.Options(interface=...) and GLOO_SOCKET_IFNAME do, too). Where a "
+        "firewall lets only these hosts in: Options(allow_public_address=True), or PHALANX_ALLOW_PUBLIC_ADDRESS=1 on "
+        "every rank. See docs/security.md."
+    )
 
 
 def _open_fd_server() -> tuple[FdServer | None, str]:
@@ -115,15 +145,19 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
         process=ProcessId.of_self(),
         cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
         core=_core.VERSION if _core is not None else 0,
-        address=_my_address(store),
+        address=_my_address(store, settings),
         agreed=settings.agreed(),
         obstacle=obstacle,
         keeps_store=is_kept_here(base_of(store)),
     )
 
 
-def _my_address(store: Any) -> str:
-    """This host's address on the way to the job's store, which every rank has reached; empty for a store in a file."""
+def _my_address(store: Any, settings: Options) -> str:
+    """Where other hosts reach this rank: the address of the interface that is asked for, else the one on the way to the
+    job's store, which every rank has reached; empty for a store in a file.
+    """
+    if settings.interface and (addresses := interface_addresses().get(settings.interface)):
+        return next(filter(is_public, addresses), addresses[0])  # the engine may take any of them
     if told := own_address():
         return told
     host = getattr(base_of(store), "host", "")

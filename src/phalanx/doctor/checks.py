@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.doctor.facts import Facts, Probe, Torch
+from phalanx.engines.interfaces import is_public
 from phalanx.launch.limits import needed_open_files
 
 OLDEST_TORCH = (2, 6)
@@ -255,6 +256,29 @@ def check_name(facts: Facts) -> Finding:
     )
 
 
+def check_network(facts: Facts) -> Finding:
+    """Who could listen to what ranks on several hosts send each other, or send them something."""
+    addresses = [(name, address) for name, of_one in facts.host.addresses.items() for address in of_one]
+    public = [f"{address} ({name})" for name, address in addresses if is_public(address)]
+    others = [f"{address} ({name})" for name, address in addresses if name != "lo" and not is_public(address)]
+    if public:
+        return Finding(
+            "network",
+            Status.WARNING,
+            f"{', '.join(public)} can be reached from the whole internet",
+            "Tensors between hosts are neither encrypted nor authenticated, and a group that would send them to a "
+            "public address is refused: let the hosts meet in a private network or a VPN (docs/security.md).",
+        )
+    if not others:
+        return Finding("network", Status.OK, "no address but the loopback's: nothing leaves this host")
+    return Finding(
+        "network",
+        Status.OK,
+        f"{', '.join(others)}: no public address; what ranks send to other hosts is not encrypted, and safe only from "
+        "those who are not in these networks",
+    )
+
+
 def check_limits(facts: Facts) -> Finding:
     """Whether enough files can be opened and enough processes started."""
     host = facts.host
@@ -376,6 +400,7 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     check_torch,
     check_gpus,
     check_name,
+    check_network,
     check_limits,
     check_clock,
     check_variables,

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from phalanx.doctor.facts import Host, Probe
+from phalanx.engines.interfaces import interface_addresses
 from phalanx.errors import LaunchError
 from phalanx.launch.schedulers.find import find_allocation
 from phalanx.launch.schedulers.slurm import find_unused_hosts
@@ -51,6 +52,7 @@ def examine_host(root: Path = Path("/")) -> Host:
         gpu_tool=gpu_tool,
         variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         scheduler=_scheduler(),
+        addresses=interface_addresses(),
         unused_hosts=find_unused_hosts(os.environ),
         folder=_folder(),
     )

@@ -103,12 +103,14 @@ def hosts(
     ipv6: bool = False,
     mtu: int | None = None,
     dead_end: bool = False,
+    network: str = "10.77.0",
 ) -> Iterator[list[Host]]:
     """`count` hosts joined by a switch; they are gone on the way out, whatever happens.
 
     Arguments:
         rate: limits what each host may send, in the words of tc ("1gbit"), by a token bucket.
         burst_bytes: what the bucket holds: so much passes at once after a pause.
+        network: the first three numbers of the hosts' IPv4 addresses.
         both_ways: what each may receive is limited too, as at the port of a real switch.
         ipv6: the hosts have IPv6 addresses, and no others.
         mtu: how long a packet may be, in bytes, if not the usual 1500; 1280 is the least that IPv6 allows.
@@ -128,7 +130,7 @@ def hosts(
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for number in range(count):
-            host = Host(f"{prefix}-{number}", f"fd77::{number + 1}" if ipv6 else f"10.77.0.{number + 1}")
+            host = Host(f"{prefix}-{number}", f"fd77::{number + 1}" if ipv6 else f"{network}.{number + 1}")
             _add(host.name, stack)
             port = f"port{number}"
             _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)

@@ -24,6 +24,9 @@ class Options:
         error_feedback: keep what that rounding loses and add it to the next all_reduce of the same tensor.
         engine: what carries the bytes: "gloo", or "mpi" in a job that mpiexec started.
         interface: the network interface by which other hosts reach this one; None asks the routing table.
+        allow_public_address: between hosts tensors travel neither encrypted nor authenticated, so an address that
+            everybody on the internet can send to is refused; True allows it, and so does the variable
+            PHALANX_ALLOW_PUBLIC_ADDRESS=1. Does not concern MPI and NCCL, which choose for themselves.
         link: what the choice takes the network between hosts for; None is 30 µs and 1 Gbit/s. Never measured at run
             time: another algorithm adds up in another order, and a run would not repeat the last one's bits.
 
@@ -37,6 +40,7 @@ class Options:
     engine: str = "gloo"
     interface: str | None = None
     link: Link | None = None
+    allow_public_address: bool = False
 
     def __post_init__(self) -> None:
         problems = []
@@ -60,5 +64,5 @@ class Options:
 
     def agreed(self) -> str:
         """What must be the same on every rank, in words that can be compared."""
-        names = ("algorithm", "wire_dtype", "error_feedback", "engine", "link")
+        names = ("algorithm", "wire_dtype", "error_feedback", "engine", "link", "allow_public_address")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
