@@ -41,3 +41,8 @@ class Deadline:
     def passed(self) -> bool:
         """Whether the time has come."""
         return self.clock() >= self.at
+
+
+def timeout_ns(timeout_s: float) -> int:
+    """Seconds as the core counts them; "for ever" is 292 years."""
+    return int(timeout_s * 1e9) if timeout_s < 9e9 else (1 << 63) - 1

@@ -52,6 +52,8 @@ REAL_CODES: Mapping[torch.dtype, int] = {d: row.code for d, row in DTYPES.items(
 
 _NAMES = {dtype.code: dtype.name for dtype in DTYPES.values()} | {0: "bytes"}
 
+_BITWISE = {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}
+
 # Order and numbers are those of enum plx_redop.
 REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
     op: code
@@ -68,6 +70,13 @@ REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
         )
     )
 }
+# Bits of floats mean nothing together, complex numbers have no order, a bool no mean.
+_LACKS = {
+    torch.bool: {ReduceOp.AVG},
+    **{dtype: _BITWISE for dtype in DTYPES if dtype.is_floating_point},
+    **{dtype: {*_BITWISE, ReduceOp.MIN, ReduceOp.MAX} for dtype in DTYPES if dtype.is_complex},
+}
+_REDUCED = frozenset((d, code) for d in DTYPES for op, code in REDUCTIONS.items() if op not in _LACKS.get(d, ()))
 _REDUCTION_NAMES = {code: op.name for op, code in REDUCTIONS.items()}
 
 
@@ -85,3 +94,8 @@ def dtype_name(code: int) -> str:
 def reduction_name(code: int) -> str:
     """What people call the reduction with this number."""
     return _REDUCTION_NAMES.get(code, f"reduction {code}")
+
+
+def can_reduce(dtype: torch.dtype, redop: int) -> bool:
+    """Whether tensors of the type can be combined by the reduction with this number."""
+    return (dtype, redop) in _REDUCED

@@ -15,7 +15,7 @@ from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.testing import run_ranks
-from phalanx.transport import shared_memory
+from phalanx.transport.shared_memory import session
 
 
 def test_a_rank_that_never_reaches_init_is_named_on_every_rank_that_did(tmp_path):
@@ -119,9 +119,7 @@ def test_monitored_barrier_has_a_timeout_of_its_own():
 
 
 def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path):
-    import phalanx.transport.shared_memory as shared_memory
-
-    monkeypatch.setattr(shared_memory, "NOTICE_S", 0.5)
+    monkeypatch.setattr(session, "NOTICE_S", 0.5)
 
     def check(rank, world_size):
         lines = []
@@ -174,7 +172,7 @@ def test_a_timeout_that_leaves_no_time_is_refused_before_anybody_waits(seconds, 
 
 def test_a_long_wait_for_gradients_is_announced_with_who_is_missing_and_again(monkeypatch, tmp_path):
     """The notice said "waiting for other ranks", and was the only one however long the wait."""
-    monkeypatch.setattr(shared_memory, "NOTICE_S", 0.0)
+    monkeypatch.setattr(session, "NOTICE_S", 0.0)
 
     def check(rank, world_size):
         lines = []

@@ -104,11 +104,11 @@ def _everything(rank, world_size, path):
 def _seqs():
     """How many collectives went through memory: those of float64 must not."""
     group = dist.group.WORLD
-    before = group._memory.seq
+    before = group.transport.seq
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1, dtype=torch.float64))
     dist.barrier()
-    return group._memory.seq - before, sorted(group._inside)
+    return group.transport.seq - before, sorted(group._inside)
 
 
 def _all_collectives(dtype, rank, world_size):

@@ -201,7 +201,7 @@ def quiet():
     except Exception:
         pass  # of the other rank's end
 
-core = dist.group.WORLD._memory.core
+core = dist.group.WORLD.transport.core
 before = len(core.records(rank))
 if rank == 0 or what.endswith("s"):
     threading.Thread(target=quiet, daemon=True).start()
@@ -252,7 +252,7 @@ def _interrupt_each_other(rank, handler):
 
 def _await_begun(kind):
     """Until rank 1 is inside an operation of that kind; it will not come out before rank 0 joins."""
-    core = dist.group.WORLD._memory.core
+    core = dist.group.WORLD.transport.core
     while not ((records := read(core, 1)) and records[-1].name == kind and records[-1].leave_ns == 0):
         pass
 
@@ -406,7 +406,7 @@ def test_a_group_is_destroyed_in_a_signal_handler():
         if rank == 0:
             from phalanx.diagnostics.flight_recorder import read
 
-            while not ((records := read(group._memory.core, 1)) and records[-1].name == "all_reduce"):
+            while not ((records := read(group.transport.core, 1)) and records[-1].name == "all_reduce"):
                 pass
             os.kill(pid, signal.SIGUSR1)
             with pytest.raises(PeerLostError, match="destroy_process_group"):

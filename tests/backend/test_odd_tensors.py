@@ -255,7 +255,7 @@ def test_the_core_refuses_address_zero_with_a_size():
     """Whatever comes past the checks at the door must not end the process."""
 
     def check(rank, world_size):
-        core, shape = dist.group.WORLD._memory.core, (3,)
+        core, shape = dist.group.WORLD.transport.core, (3,)
         here = torch.ones(3).data_ptr()
         tail = (10**9, 0, shape)
         for call in (

@@ -112,7 +112,7 @@ def test_buckets_of_the_shared_heap_are_reduced_where_they_lie_also_after_they_a
         for _ in range(2):
             assert isinstance(ddp._reducer._exchange, BoardExchange)
             _plain(ddp, rank)
-        symm_mem = dist.group.WORLD._memory.symm_mem
+        symm_mem = dist.group.WORLD.transport.symm_mem
         return [symm_mem.heap_offset(parameter.grad.data_ptr()) for parameter in ddp.parameters()]  # raises outside
 
     mine, other = run_ranks(fn, 2)

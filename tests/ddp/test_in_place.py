@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx import DistributedDataParallel, _core
-from phalanx.backend import pool
-from phalanx.backend.pool import SharedPool
+from phalanx import DistributedDataParallel, _core, shared_empty
+from phalanx.symmetric_memory import pool
+from phalanx.symmetric_memory.pool import SharedPool
 from phalanx.testing import run_ranks
 
 _WIDTH = 300  # 300 x 300 floats: above the size from which a gradient is written in place
@@ -223,7 +223,7 @@ def test_a_plan_takes_one_block_of_the_heap_however_many_buckets_it_has():
             ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers))))
             for step in range(2):
                 _step(ddp, rank, step)
-            placement = dist.group.WORLD._memory.symm_mem._placement  # of the rank that places
+            placement = dist.group.WORLD.transport.symm_mem._placement  # of the rank that places
             blocks.append(0 if placement is None else len(placement.live))
             del ddp
             gc.collect()
@@ -234,15 +234,19 @@ def test_a_plan_takes_one_block_of_the_heap_however_many_buckets_it_has():
     assert few == many
 
 
+def _allocate(nbytes):
+    return shared_empty(nbytes, dtype=torch.uint8)
+
+
 def test_a_pool_that_a_finalizer_closes_inside_a_sweep_is_not_lost():
     """The sweep wrote back the list that it had read; what a finalizer had added meanwhile was gone, and with it the
     memory of gradients in use."""
 
     def fn(rank, world_size):
-        pools = [SharedPool(dist.group.WORLD, {_WIDTH * _WIDTH * 4: 1}) for _ in range(3)]
+        pools = [SharedPool(dist.group.WORLD.symm_mem, {_WIDTH * _WIDTH * 4: 1}, _allocate) for _ in range(3)]
         held = []
         for number, shared in enumerate(pools):
-            held.append(shared.empty_like(torch.empty(_WIDTH, _WIDTH)).fill_(number))
+            held.append(shared.empty_strided((_WIDTH, _WIDTH), (_WIDTH, 1), torch.float32).fill_(number))
 
         class Closing:  # stands in the list of closed pools; the sweep's question to it is when a finalizer runs
             def delete(self):

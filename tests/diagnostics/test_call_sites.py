@@ -44,7 +44,7 @@ def test_every_operation_is_told_to_be_called_from_the_users_line():
             lambda: functools.partial(dist.all_reduce, one)(),
             lambda: _in_a_thread(lambda: dist.all_reduce(one)),
         ]
-        core, here = dist.group.WORLD._memory.core, inspect.getsourcefile(check)
+        core, here = dist.group.WORLD.transport.core, inspect.getsourcefile(check)
         for call in calls:
             before = len(read(core, rank))
             with warnings.catch_warnings():

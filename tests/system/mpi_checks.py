@@ -20,7 +20,7 @@ def everything():
     tensor = torch.tensor([float(rank)])
     if rank in (1, 2):
         dist.all_reduce(tensor, group=across)
-    memory = dist.group.WORLD._memory
+    memory = dist.group.WORLD.transport
     dist.barrier()  # rank 0 keeps the store, and is no member of the last group
     dist.destroy_process_group()
     return {"engine": memory._engine.name, "store": "MASTER_ADDR" in os.environ, "across": tensor.item()}

@@ -12,8 +12,8 @@ import phalanx
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.diagnostics.flight_recorder import read
 from phalanx.testing import why_no_hosts
-from phalanx.transport.hierarchical import AcrossHosts
-from phalanx.transport.shared_memory import SharedMemory
+from phalanx.transport.hierarchical import HierarchicalTransport
+from phalanx.transport.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
@@ -31,7 +31,7 @@ def recorded(rank, world_size, machines):
     elif rank == world_size - 1:
         dist.recv(torch.ones(7), 0)
     group = dist.group.WORLD
-    core, me = group._memory._core, group._memory.layout.local_rank
+    core, me = group.transport._core, group.transport.layout.local_rank
     lines = read(core, me)[-5 if rank in (0, world_size - 1) else -4 :]
     assert [(r.call().partition(" at ")[0], r.status_name) for r in lines[:4]] == [
         ("barrier", "ok"),
@@ -51,7 +51,7 @@ def recorded(rank, world_size, machines):
 def test_every_collective_gives_the_values_of_one_host(sizes):
     def check(rank, world_size, machines):
         assert isinstance(dist.group.WORLD, PhalanxProcessGroup)
-        assert isinstance(dist.group.WORLD._memory, AcrossHosts)
+        assert isinstance(dist.group.WORLD.transport, HierarchicalTransport)
         reductions(rank, world_size)
         moves(rank, world_size)
         messages(rank, world_size)
@@ -70,11 +70,11 @@ def test_a_subgroup_uses_memory_alone_where_its_ranks_share_a_host():
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         across = dist.new_group([1, 2])
         mine = pairs[rank // 2]
-        assert isinstance(mine._memory, SharedMemory)
+        assert isinstance(mine.transport, SharedMemoryTransport)
         tensor = torch.tensor([float(rank)])
         dist.all_reduce(tensor, group=mine)
         if rank in (1, 2):
-            assert isinstance(across._memory, AcrossHosts)
+            assert isinstance(across.transport, HierarchicalTransport)
             dist.all_reduce(tensor, group=across)
         return tensor.item()
 
@@ -152,7 +152,7 @@ def test_every_byte_crosses_a_hosts_edge_once():
 
 def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_travel_together():
     def check(rank, world_size, machines):
-        memory = dist.group.WORLD._memory
+        memory = dist.group.WORLD.transport
         log = []
         send, play, agree = memory._leaders.send, memory._rail.play, memory._agree
 

@@ -134,7 +134,7 @@ def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
         dist.barrier()
         store = dist.group.WORLD.get_group_store()
         if rank == late:
-            while dist.group.WORLD._memory._report is None:  # it comes only when the others have given up
+            while dist.group.WORLD.transport._report is None:  # it comes only when the others have given up
                 time.sleep(0.01)
             store.set("it has heard", "yes")
         with pytest.raises(DeadlineError) as caught:
@@ -207,7 +207,7 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
         dist.barrier()
         group = dist.group.WORLD
         if rank == 1:
-            while group._memory._report is None:  # the health monitor hears of it
+            while group.transport._report is None:  # the health monitor hears of it
                 time.sleep(0.01)
             with pytest.raises(PeerLostError) as caught:
                 dist.all_reduce(torch.ones(3))
@@ -215,7 +215,7 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
         sent = []
 
         def interrupt():
-            while not (group._memory._position.inside if waits_for == "collective" else group._channels):
+            while not (group.transport._position.inside if waits_for == "collective" else group._channels):
                 time.sleep(0.01)
             time.sleep(0.2)  # into the wait itself
             sent.append(time.monotonic())

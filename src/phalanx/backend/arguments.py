@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from phalanx import _core
 from phalanx.backend.device_backends import no_backend_for
 from phalanx.backend.memoryless import address_of, check_memory
-from phalanx.dtypes import REDUCTIONS, dtype_of, reduction_name
+from phalanx.dtypes import REDUCTIONS, can_reduce, dtype_of, reduction_name
 
 _SUM = REDUCTIONS[ReduceOp.SUM]
 _PREMUL = int(cast(Any, ReduceOp.PREMUL_SUM))
@@ -48,7 +47,7 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
     row = dtype_of(dtype)
     if factor is not None and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"{operation}: PREMUL_SUM is not defined for {row.name} tensors")
-    if not _core.can_reduce(row.code, code):
+    if not can_reduce(dtype, code):
         raise ValueError(f"{operation}: {reduction_name(code)} is not defined for {row.name} tensors")
     return code, factor
 
@@ -107,6 +106,14 @@ def check_list(
                 f"{like.numel()}"
             )
     return checked
+
+
+def check_sparse(tensor: Tensor, op: Any) -> None:
+    """Only sums of CPU tensors: what else would the missing entries be?"""
+    if getattr(op, "op", op) != ReduceOp.SUM:
+        raise ValueError(f"all_reduce: sparse tensors can only be summed, not reduced with {op}")
+    if tensor.device.type != "cpu":
+        raise ValueError(no_backend_for(tensor.device, "all_reduce"))
 
 
 def check_parts(whole: Tensor, part: Tensor, world_size: int, operation: str, names: tuple[str, str]) -> None:

@@ -32,6 +32,7 @@ from phalanx.symmetric_memory import memfd
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
+from phalanx.transport.base import CallContext
 from phalanx.transport.options import Options
 
 try:
@@ -189,21 +190,21 @@ def _cannot_share(infos: Sequence[RankInfo]) -> str:
 
 
 def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
-    from phalanx.transport.shared_memory import CallContext, SharedMemory
+    from phalanx.transport.shared_memory import SharedMemoryTransport  # here, because it needs the C core
 
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
-    memory = SharedMemory(name)
-    symm_mem = _open_symmetric_memory(server, infos, range(len(infos)), options, deadline, memory.idle)
-    memory.attach(symm_mem)
+    transport = SharedMemoryTransport(name)
+    symm_mem = _open_symmetric_memory(server, infos, range(len(infos)), options, deadline, transport.idle)
+    transport.attach(symm_mem)
     try:
         if rank == 0:
             bootstrap.forget()
-        memory.barrier(CallContext(max(deadline.left_s, 0.001), memory.site(("", 0))))
+        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.site(("", 0))))
     except BaseException:
         symm_mem.close()
         raise
     return _group_class()(
-        options.store, memory, rank, options.group_size, options.timeout, name, options.global_ranks_in_group
+        options.store, transport, rank, options.group_size, options.timeout, name, options.global_ranks_in_group
     )
 
 
@@ -325,16 +326,15 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     """Share memory on each host, and build the engine between all ranks."""
     from phalanx.backend.connect import build_engine
     from phalanx.diagnostics.failure_store import FailureStore
-    from phalanx.transport.hierarchical import AcrossHosts
+    from phalanx.transport.hierarchical import HierarchicalTransport
     from phalanx.transport.hierarchical.layout import Layout
-    from phalanx.transport.shared_memory import CallContext
 
     rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     word = infos[0].token
     processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
-    memory = AcrossHosts(name, layout, settings, processes, options.global_ranks_in_group)
-    symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, memory.idle)
+    transport = HierarchicalTransport(name, layout, settings, processes, options.global_ranks_in_group)
+    symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
     try:
         engine = build_engine(options.store, word, infos, layout, settings, name, deadline)
     except BaseException:
@@ -349,15 +349,15 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
         server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
     )
-    memory.attach(symm_mem, engine, failure_store)
+    transport.attach(symm_mem, engine, failure_store)
     try:
         if rank == 0:
             bootstrap.forget()
-        memory.barrier(CallContext(max(deadline.left_s, 0.001), memory.site(("", 0))))
+        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.site(("", 0))))
     except BaseException:
-        memory.close()
+        transport.close()
         raise
-    return _group_class()(options.store, memory, rank, size, options.timeout, name, options.global_ranks_in_group)
+    return _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
 
 
 _exit_watched = False

@@ -13,6 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+# From this size on a gradient has a bucket to itself, lies where autograd wrote it, and is cut between ranks: for a
+# smaller one a copy, in the cache, costs less than its own bookkeeping.
+LARGE_BYTES = 256 * 1024
+
 
 class NeededSlice:
     """Elements `start` to `stop`, in the order of memory, of a gradient that is averaged over `ranks`."""

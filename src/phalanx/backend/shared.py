@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.deadline import Deadline
+from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.diagnostics.call_sites import calling_site
-from phalanx.transport.shares_memory import shares_memory
+
+
+def shares_memory(group: dist.ProcessGroup) -> TypeGuard[PhalanxProcessGroup]:
+    """Whether all ranks of `group` share memory. The backend's name does not tell: they may be on several hosts."""
+    return isinstance(group, PhalanxProcessGroup) and group.shares_memory
 
 
 def shared_empty(
@@ -43,36 +47,14 @@ def shared_empty(
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise RuntimeError("shared_empty needs a process group: call phalanx.init() first")
-    shared = shares_memory(group)
-    if owner is not None and not shared:
-        raise ValueError(f"shared_empty: owner={owner} needs a group of backend 'phalanx' whose ranks are on one host")
+    if not shares_memory(group):
+        if owner is not None:
+            raise ValueError(
+                f"shared_empty: owner={owner} needs a group of backend 'phalanx' whose ranks are on one host"
+            )
+        return torch.empty(shape, dtype=dtype)
     if owner is not None and not 0 <= owner < group.size():
         raise ValueError(f"shared_empty: owner={owner} is not a rank of the group, which has {group.size()}")
-    if not shared or count == 0:
+    if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return _allocate(group, shape, dtype, owner, calling_site())
-
-
-def _allocate(
-    group: Any, shape: tuple[int, ...], dtype: torch.dtype, owner: int | None, place: tuple[str, int]
-) -> Tensor:
-    from phalanx.transport.shared_memory import (
-        CallContext,  # not at the top: it needs the C core, which may not be there
-    )
-
-    memory = group._memory
-    ctx = CallContext(group._timeout_s, memory.site(place))
-    nbytes = math.prod(shape) * dtype.itemsize
-
-    def allocate() -> Tensor:
-        if memory.uneven is not None:
-            memory.barrier(ctx)  # where all meet again, if some were out of training steps
-        deadline = Deadline.after(group._timeout_s)
-        with memory.turn(group._timeout_s):
-            buffer = memory.symm_mem.allocate(
-                nbytes, deadline, ctx.site, lambda status: memory.check(status, ctx), owner=owner
-            )
-        return torch.frombuffer(buffer, dtype=dtype).view(shape)
-
-    allocated: Tensor = group.in_order(allocate)
-    return allocated
+    return group.allocate_symmetric(shape, dtype, calling_site(), owner=owner)

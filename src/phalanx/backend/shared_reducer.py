@@ -16,7 +16,7 @@ from phalanx.diagnostics.failure_report import closed
 from phalanx.diagnostics.failures import APART
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError
-from phalanx.transport.shared_memory import CallContext
+from phalanx.transport.base import CallContext
 from phalanx.transport.uneven import STEP, WAITS
 
 
@@ -30,7 +30,7 @@ class SharedReducer:
 
     def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
         self._group = group
-        self._memory = group._memory
+        self._memory = group.transport.shared_memory
         self._tensors = list(tensors)  # the heap's blocks stay ours as long as the board does
         words = _core.board_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()

@@ -284,9 +284,18 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ranks: bool) -> None:
-    """What `dist.monitored_barrier` does: ours for our groups, torch's for all others."""
-    home = importlib.import_module("phalanx.backend.monitored_barrier")
-    home.monitored_barrier(_originals["monitored_barrier"], group, timeout, wait_all_ranks)
+    """What `dist.monitored_barrier` does: ours for our groups, torch's for all others.
+
+    Raises:
+        DeadlineError: some rank did not come within `timeout` (by default the group's); `missing` says which.
+    """
+    ours = _c10d().group.WORLD if group is None else group
+    if not isinstance(ours, importlib.import_module("phalanx.backend.process_group").PhalanxProcessGroup):
+        _originals["monitored_barrier"](group, timeout, wait_all_ranks)
+        return
+    if isinstance(timeout, (int, float)):  # as torch's own takes it
+        timeout = timedelta(seconds=timeout)
+    ours.monitored_barrier(timeout, wait_all_ranks)
 
 
 # -- once backend "mpi" is asked for, and torch was built without MPI --------------------------------------------------

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.backend.uneven import training_step
 from phalanx.log import get_logger
 from phalanx.nn.sync_batchnorm import SyncBatchNorm, find_batchnorms
-from phalanx.transport.uneven import training_step
 
 SYNC_BELOW = 16
 """Samples per rank below which statistics of a rank's own batch are taken to be too noisy.

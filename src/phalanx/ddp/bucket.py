@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.gradient_shards import NeededSlice, find_needed
-from phalanx.backend.strides import is_dense, same_order
+from phalanx.backend.shared import shares_memory
 from phalanx.ddp.holders import is_alone, is_shared, storage_holders, view_holders
 from phalanx.ddp.plan import Bucket, BucketPlan
-from phalanx.transport.shares_memory import shares_memory
+from phalanx.transport.tensors import is_dense, same_order
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
-    from phalanx.backend.pool import SharedPool
+    from phalanx.symmetric_memory.pool import SharedPool
 
 _ALIGN = 4096  # pages: what is not used is not touched, and no two ranks' caches meet
 
@@ -234,7 +234,8 @@ class DenseBucket:
         if written and self._lies_in(pool, parameter.grad) and (self._is_published(0) or is_alone(parameter)):
             self.in_place = parameter.grad
             return True
-        self.in_place = pool.empty_like(parameter)
+        stride = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+        self.in_place = pool.empty_strided(parameter.shape, stride, parameter.dtype)
         if self.in_place is None:
             return False
         self.in_place.copy_(parameter.grad)

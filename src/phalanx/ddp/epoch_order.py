@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from phalanx.backend.strides import is_dense
 from phalanx.ddp.digest import has_bytes
+from phalanx.transport.tensors import is_dense
 
 NUM_BATCHES = 3
 """So many batches in the order of the beginning are no accident."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.shared import shares_memory
+from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
-from phalanx.transport.shares_memory import shares_memory
-from phalanx.transport.uneven import absent_ranks, training_step
 
 
 class Pending(Protocol):

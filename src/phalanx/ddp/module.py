@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
 from phalanx.backend.dynamo import skipped, untraced
+from phalanx.backend.uneven import take_part, training_step
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
@@ -30,7 +31,7 @@ from phalanx.ddp.replicate import BufferBroadcast, broadcast_tensors, replicate
 from phalanx.ddp.structure import describe, verify_same
 from phalanx.ddp.uneven import UnevenInputs, decide_source
 from phalanx.nn.sync_batchnorm import find_batchnorms
-from phalanx.transport.uneven import RejoinChannel, take_part, training_step
+from phalanx.transport.uneven import RejoinChannel
 
 _PREFIX = "module."
 

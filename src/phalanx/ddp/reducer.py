@@ -27,17 +27,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.backend.dynamo import untraced
+from phalanx.backend.gradient_shards import LARGE_BYTES
+from phalanx.backend.shared import shared_empty, shares_memory
+from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Counted, Exchange, Pending, SparsePending, WorkExchange
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
 from phalanx.ddp.uneven import UnevenInputs
-from phalanx.transport.shares_memory import LARGE_BYTES, shares_memory
-from phalanx.transport.uneven import absent_ranks, training_step
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
-    from phalanx.backend.pool import SharedPool
+    from phalanx.symmetric_memory.pool import SharedPool
 
 _SHOWN = 8  # parameter names in a message
 
@@ -498,9 +499,9 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
     )
     if not sizes or not shares_memory(group):
         return None
-    from phalanx.backend.pool import SharedPool  # needs the C core, which a group that shares memory has
+    from phalanx.symmetric_memory.pool import SharedPool  # needs the C core, which a group that shares memory has
 
-    return SharedPool(group, sizes)
+    return SharedPool(group.symm_mem, sizes, lambda nbytes: shared_empty(nbytes, dtype=torch.uint8, group=group))
 
 
 def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # torch's own DDP packs with them
 
-from phalanx.transport.shares_memory import shares_memory
+from phalanx.backend.shared import shares_memory
 
 _MESSAGE_BYTES = 32 * 1024 * 1024  # bounds the memory beside the model
 _ALIGN = 64

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.backend.shared import shares_memory
 from phalanx.diagnostics.divergence import EVEN_ADVICE
 from phalanx.diagnostics.flight_recorder import read_position
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import MismatchError
 from phalanx.log import get_logger
-from phalanx.transport.shares_memory import shares_memory
 
 _LEFT = 2  # enum plx_life
 

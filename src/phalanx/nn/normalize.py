@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.backend.uneven import training_step
 from phalanx.nn.batch_statistics import BatchStatistics, combine, measure, statistics_dtype
-from phalanx.transport.uneven import training_step
 
 
 def gather_statistics(values: Tensor, group: dist.ProcessGroup) -> BatchStatistics:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.transport.shares_memory import shares_memory
+from phalanx.backend.shared import shares_memory
 
 
 class Flat:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.strides import is_dense
 from phalanx.optim.plan import Extent, Slice, plan_offsets
+from phalanx.transport.tensors import is_dense
 
 
 class SharedParameters:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from phalanx.backend.dynamo import undecorated, untraced
 from phalanx.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
+from phalanx.backend.shared import shares_memory
 from phalanx.optim.arguments import check_parameters, decide_group, refuse
 from phalanx.optim.element_wise import decide_cut
 from phalanx.optim.parameter_shard import ParameterShard
@@ -32,7 +33,6 @@ from phalanx.optim.plan import Slice, plan_cut, plan_whole
 from phalanx.optim.shared_parameters import SharedParameters
 from phalanx.optim.state import StateDict, cut_state, merge_state_dicts
 from phalanx.optim.undo import Undo
-from phalanx.transport.shares_memory import shares_memory
 
 _OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not options
 

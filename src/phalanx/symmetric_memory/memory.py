@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from phalanx import _core
 from phalanx.deadline import Deadline
+from phalanx.deadline import timeout_ns as timeout_ns
 from phalanx.errors import ClosedError, InternalError, PhalanxError
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, Notice, receive_fds
 from phalanx.symmetric_memory.liveness_pipe import LivenessPipes, needs_liveness_pipes, new_pipes
@@ -359,11 +360,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def timeout_ns(timeout_s: float) -> int:
-    """Seconds as the core counts them; "for ever" is 292 years."""
-    return int(timeout_s * 1e9) if timeout_s < 9e9 else (1 << 63) - 1
 
 
 @contextlib.contextmanager

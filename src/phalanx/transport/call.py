@@ -62,6 +62,16 @@ class Call:
         return (self.head(seq) + payload).ljust(BLOCK_BYTES, b"\0")
 
 
+class Disagreement(Exception):
+    """The ranks called different things. `complete`: all ranks' calls are known, not only some."""
+
+    def __init__(self, calls: Mapping[int, RankCall], *, complete: bool = True, is_collective: bool = True) -> None:
+        super().__init__(calls)
+        self.calls = calls
+        self.complete = complete
+        self.is_collective = is_collective
+
+
 @lru_cache(maxsize=1024)
 def same_call(
     name: str,

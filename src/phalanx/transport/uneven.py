@@ -7,17 +7,15 @@ calls are part of a step, and bring everybody up to date before the collective a
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.transport.shares_memory import shares_memory
+from phalanx.transport.base import CallContext
 
 WAITS, STEP, BACKGROUND = 0, 2, 4  # roles of a call: PLX_FLAG_* in csrc/layout.h
 
@@ -31,22 +29,18 @@ class RejoinChannel:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def _span(self) -> Any:
-        from phalanx.transport.shared_memory import (
-            CallContext,  # needs the C core, which a group that shares memory has
-        )
-
-        return CallContext(self._group._timeout_s, self._group._memory.site(("", 0)))
+    def _span(self) -> CallContext:
+        return CallContext(self._group._timeout_s, self._group.transport.site(("", 0)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """`tensor` becomes that of rank `src`."""
-        self._group._memory.broadcast(tensor, src, self._span())
+        self._group.transport.broadcast(tensor, src, self._span())
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of whole numbers, all of one length."""
         mine = torch.tensor(list(row), dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]
-        self._group._memory.gather(rows, mine, self._span())
+        self._group.transport.gather(rows, mine, self._span())
         return [one.tolist() for one in rows]
 
 
@@ -97,41 +91,4 @@ class UnevenInputs:
         in_round = any(one is not None and one.in_round for one in participants)
         group = self._group()
         if group is not None and sys.exc_info()[0] is None and not in_round:
-            group._memory.core.leave_in_order()
-
-
-def take_part(group: Any, participant: Participant) -> bool:
-    """Let steps over `group` do without ranks that wait elsewhere, where that is possible; whether it is.
-
-    Collective, in the sense that all ranks do it for the same participants in the same order.
-    """
-    if not shares_memory(group) or group.size() == 1:
-        return False
-    if group._uneven_inputs is None:
-        group._uneven_inputs = group._memory.uneven = UnevenInputs(group)
-        group._memory.core.allow_uneven()
-    group._uneven_inputs.add(participant)
-    return True
-
-
-@contextlib.contextmanager
-def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Collectives of `group` inside are part of a training step: whoever is out of it takes part with zeros.
-
-    They must be such that zeros are neutral: a sum, a maximum of what is not negative, an all_gather whose receivers
-    know empty rows, a broadcast that any rank's tensor serves. On groups without a participant nothing changes.
-    """
-    uneven: UnevenInputs | None = getattr(group, "_uneven_inputs", None)
-    if uneven is None:
-        yield
-        return
-    before, uneven.role = uneven.role, STEP
-    try:
-        yield
-    finally:
-        uneven.role = before
-
-
-def absent_ranks(group: Any) -> list[int]:
-    """The ranks that were out of the latest step of `group`."""
-    return list(group._memory.core.absent) if getattr(group, "_uneven_inputs", None) is not None else []
+            group.symm_mem.core.leave_in_order()

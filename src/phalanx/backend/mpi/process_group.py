@@ -17,8 +17,8 @@ from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.work import Closable, PhalanxWork, SerialExecutor
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import Underway
-from phalanx.transport.mpi.operations import OverMpi
-from phalanx.transport.shared_memory import dense, write_back
+from phalanx.transport.mpi.operations import MpiTransport
+from phalanx.transport.tensors import dense, write_back
 
 _ANYBODY = -1
 _PAUSE_S = 0.0005
@@ -32,10 +32,17 @@ class MpiProcessGroup(PhalanxProcessGroup):
     """
 
     def __init__(
-        self, store: Any, memory: OverMpi, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+        self,
+        store: Any,
+        transport: MpiTransport,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        ranks: Sequence[int],
     ) -> None:
-        super().__init__(store, memory, rank, size, timeout, name, ranks)
-        self._mpi = memory
+        super().__init__(store, transport, rank, size, timeout, name, ranks)
+        self._mpi = transport
         self._futures = SerialExecutor(f"phalanx-{name}-futures")
 
     def getBackendName(self) -> str:

@@ -26,7 +26,7 @@ from phalanx.deadline import Deadline
 from phalanx.engines.mpi import MpiEngine, Runtime, start, why_not
 from phalanx.errors import PhalanxError
 from phalanx.symmetric_memory.watch import ProcessId
-from phalanx.transport.mpi.operations import OverMpi
+from phalanx.transport.mpi.operations import MpiTransport
 
 
 def new_process_group(
@@ -66,8 +66,8 @@ def new_process_group(
     def create(_: Any) -> MpiProcessGroup:
         names = [f"pid {info.process.pid} on {info.hostname}" for info in infos]
         engine = MpiEngine(runtime, ranks, rank, timedelta(seconds=max(deadline.left_s, 0.1)))
-        memory = OverMpi(name, engine, names)
-        return MpiProcessGroup(store, memory, rank, len(ranks), timeout, name, ranks)
+        transport = MpiTransport(name, engine, names)
+        return MpiProcessGroup(store, transport, rank, len(ranks), timeout, name, ranks)
 
     offer(create)
     made = original(**asked)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.backend.process_group.collectives import Collectives
-from phalanx.backend.process_group.messages import Messages
+from phalanx.backend.process_group.collectives import ProcessGroupCollectives
+from phalanx.backend.process_group.messages import ProcessGroupMessages
 
 __all__ = ["PhalanxProcessGroup"]
 
 
-class PhalanxProcessGroup(Collectives, Messages):
-    """The backend "phalanx", on one host or several. Made by `init_process_group("phalanx")`, not by hand."""
+class PhalanxProcessGroup(ProcessGroupCollectives, ProcessGroupMessages):
+    """The backend "phalanx", made by `init_process_group("phalanx")`, not by hand."""

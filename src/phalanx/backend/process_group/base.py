@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,13 @@ from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed, nested
-from phalanx.symmetric_memory.memory import SymmetricMemory
-from phalanx.transport.hierarchical import AcrossHosts
-from phalanx.transport.mpi.operations import OverMpi
-from phalanx.transport.shared_memory import CallContext, SharedMemory
+from phalanx.errors import PhalanxError
+from phalanx.symmetric_memory.scratch import Scratch, scratch_bytes
+from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.uneven import BACKGROUND, WAITS, UnevenInputs
+
+if TYPE_CHECKING:
+    from phalanx.symmetric_memory.memory import SymmetricMemory
 
 Operation = Callable[[CallContext], None]
 Result = TypeVar("Result")
@@ -32,51 +34,49 @@ Result = TypeVar("Result")
 _JOIN_S = 5.0
 
 
-# torch's stub lists overloads for several devices per process and for positional options, which nobody calls.
-_ProcessGroup: Any = dist.ProcessGroup
-
-
 @untraced
-class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
+class ProcessGroupBase(dist.ProcessGroup):
     """What every process group answers, and the order in which this one carries things out.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
-    the group's executor, one thread, first come first served. Either way all ranks run the same calls in order. The
-    memory sees to it that the main thread hears Ctrl-C in an operation; a wait for the executor hears it by itself.
+    the group's executor, one thread, first come first served. Either way all ranks run the same calls in one order.
+    A transport sees to it that the main thread hears Ctrl-C in an operation.
     """
 
     def __init__(
         self,
         store: Store,
-        memory: SharedMemory | AcrossHosts | OverMpi,
+        transport: Transport,
         rank: int,
         size: int,
         timeout: timedelta,
         name: str,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        super().__init__(rank, size)  # not (store, rank, size): torch would look for backends of its own
+        # Not (store, rank, size), which is all that the stub knows: torch would look for backends of its own.
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
-        self._memory = memory
+        self.transport = transport
+        self._shared_memory = transport.shared_memory
         self._rank = rank
         self._size = size
         self._timeout_s = timeout.total_seconds()
         self._name = name
         self._desc = ""
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
-        self._interrupted = memory.interrupted if isinstance(memory, AcrossHosts) else None
+        self._interrupted = None if transport.hears_signals else transport.interrupted
         self._executor = SerialExecutor(
             f"phalanx-{name}",
             callbacks_first=True,
             interrupted=self._interrupted,
-            interrupts=self._interrupts_collective,
-            ledger=memory.core if isinstance(memory, SharedMemory) else None,
+            interrupts=lambda: transport.in_turn,
+            ledger=None if self._shared_memory is None else self._shared_memory.core,
         )
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
         self._closed = False
         self._closing = threading.RLock()  # a signal handler may come in the middle
         self._done = DoneWork()
-        self._scratch: Any = None  # memory for `allocate_tensor`, once somebody asked
+        self._scratch: Scratch | None = None  # memory for `allocate_tensor`, once somebody asked
         self._uneven_inputs: UnevenInputs | None = None  # once somebody trains over the group
         _groups.add(self)
 
@@ -102,17 +102,17 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def symm_mem(self) -> SymmetricMemory:
-        """The memory that the ranks of this host share."""
-        assert not isinstance(self._memory, OverMpi), "there is no shared memory in a group over MPI"
-        return self._memory.symm_mem
+        """The memory that all ranks share."""
+        assert self._shared_memory is not None, f"the ranks of group {self._name!r} share no memory"
+        return self._shared_memory.symm_mem
 
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks share it, because they are on one host."""
-        return isinstance(self._memory, SharedMemory)
+        return self._shared_memory is not None
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # for mypy a type of its own; a string
         """The name that torch gave the group; unique in the job."""
         return self._name
 
@@ -123,7 +123,7 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
-        self._memory.group = name
+        self.transport.group = name
 
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
@@ -149,8 +149,7 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether `allocate_tensor` has memory from which collectives copy less: FSDP2 asks, if it is told to."""
-        memory = self._memory
-        return torch.device(device).type == "cpu" and isinstance(memory, SharedMemory) and self._size > 1
+        return torch.device(device).type == "cpu" and self._shared_memory is not None and self._size > 1
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of `size` elements that the other ranks can read where it lies, while there is room for such.
@@ -160,11 +159,23 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
         if not self.supports_tensor_alloc(device):
             raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
         if self._scratch is None:
-            from phalanx.backend.scratch import Scratch  # after this module: it needs a group
+            nbytes = scratch_bytes(self.symm_mem.heap_bytes)
+            try:
+                piece = self.allocate_symmetric((nbytes,), torch.uint8, calling_site())
+            except (
+                PhalanxError
+            ):  # memory that lies in a file system is reserved, and there is not as much; on all ranks
+                piece = torch.empty(0, dtype=torch.uint8)
+            self._scratch = Scratch(piece)
+        return self._scratch.allocate(size, dtype)
 
-            self._scratch = Scratch(self)
-        tensor: torch.Tensor = self._scratch.allocate(size, dtype)
-        return tensor
+    def allocate_symmetric(
+        self, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int], *, owner: int | None = None
+    ) -> torch.Tensor:
+        """What `shared_empty` is for a group that shares memory; `place` is the caller's. Collective."""
+        assert self._shared_memory is not None
+        memory, ctx = self._shared_memory, CallContext(self._timeout_s, self.transport.site(place))
+        return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
 
     @property
     def options(self) -> Any:
@@ -176,7 +187,7 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
-        return 0 if self._closed else self._memory.seq
+        return 0 if self._closed else self.transport.seq
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to set: the sequence number is counted in shared memory from the start."""
@@ -190,9 +201,9 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
     # -- order ---------------------------------------------------------------------------------------------------
 
     def _span(self, options: Any, depth: int, role: int = WAITS) -> CallContext:
-        if self._closed or self._memory.closed:  # the latter alone in a forked child, which has no executors
+        if self._closed or self.transport.closed:  # the latter alone in a forked child, which has no executors
             raise closed(self._name)
-        return CallContext(timeout_of(options, self._timeout_s), self._memory.site(calling_site(depth)), role)
+        return CallContext(timeout_of(options, self._timeout_s), self.transport.site(calling_site(depth)), role)
 
     def _role(self, *, waits: bool) -> int:
         """Of a call that the program waits for, or not; only groups that somebody trains over tell them apart."""
@@ -206,7 +217,7 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
         return (
             not (executor._busy or executor._items or executor._postponing)
             and not self._closed
-            and not self._memory.closed
+            and not self.transport.closed
             and (self._uneven_inputs is None or self._uneven_inputs.role == WAITS)
         )
 
@@ -237,10 +248,6 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
     def postponing(self) -> contextlib.AbstractContextManager[None]:
         """For what has its own place among the group's collectives: a handler's collectives wait for its end."""
         return self._executor.postponing()
-
-    def _interrupts_collective(self) -> bool:
-        memory = self._memory
-        return isinstance(memory, SharedMemory | AcrossHosts) and memory.in_turn
 
     def in_order(self, operation: Callable[[], Result]) -> Result:
         """Run `operation`, whose collectives go straight to the memory, after all that was called here before; wait.
@@ -283,36 +290,30 @@ class ProcessGroupBase(_ProcessGroup):  # type: ignore[misc]
             if self._closed:
                 return
             self._closed = True
-        if self._memory.closed:  # a forked child: the threads and the seat are its parent's
+        if self.transport.closed:  # a forked child: the threads and the seat are its parent's
             _groups.discard(self)
             return
         ended = self._settle(patience_s)
         in_order = in_order and ended
-        if not ended and not self._memory.closed:
-            if for_good and isinstance(self._memory, SharedMemory):
-                self._memory.close_for_good()
+        if not ended and not self.transport.closed:
+            if for_good and self.transport.closes_in_flight:
+                self.transport.abandon()
                 return
-            self._memory.leave_in_flight()
+            self.transport.leave_in_flight()
             ended = self._settle(_JOIN_S)
         self._recent.clear()
         self._scratch = None
         if in_order and self._uneven_inputs is not None:
             self._uneven_inputs.leave()
-        if ended or isinstance(self._memory, SharedMemory):  # whose memory stays for whoever is still inside
-            self._memory.close()
+        if ended or self.transport.closes_in_flight:
+            self.transport.close()
         _groups.discard(self)
 
     def _settle(self, patience_s: float) -> bool:
         """Let what is queued end, and what other threads are in; whether all was over within `patience_s`."""
         deadline = Deadline.after(patience_s)
         ended = all([executor.close(deadline.left_s) for executor in self._executors()])
-        memory = self._memory
-        if isinstance(memory, SharedMemory):
-            return memory.settle(deadline.left_s) and ended
-        if ended and memory.lock.acquire(timeout=deadline.left_s):
-            memory.lock.release()
-            return True
-        return False
+        return self.transport.settle(deadline.left_s) and ended
 
 
 class _Options:
@@ -331,6 +332,6 @@ _groups: weakref.WeakSet[ProcessGroupBase] = weakref.WeakSet()
 def leave_all(note: str) -> None:
     """At the end of the process: leave every group that is still open, saying why."""
     for group in list(_groups):
-        if not group._closed and not group._memory.closed:
-            group._memory.leave_note(note)
+        if not group._closed and not group.transport.closed:
+            group.transport.leave_note(note)
             group._leave(0.1, for_good=True)

@@ -1,4 +1,4 @@
-"""The collectives as c10d calls them: unpack, check, carry out. What they do is in `transport/shared_memory.py`."""
+"""The collectives as c10d calls them: unpack, check, carry out. What they do is the transport's: `transport/base`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from phalanx.backend import sparse
 from phalanx.backend.arguments import (
     check_list,
     check_parts,
     check_rank,
+    check_sparse,
     check_tensor,
     one,
     reduction_of,
@@ -30,7 +30,9 @@ from phalanx.backend.process_group.observed import early_modes, is_recorded, num
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
-from phalanx.transport.shared_memory import CallContext, SharedMemory, is_plain, write_back
+from phalanx.transport import sparse
+from phalanx.transport.base import CallContext
+from phalanx.transport.tensors import is_plain, write_back
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM
@@ -51,8 +53,8 @@ def _options(options: Any, kind: type, timeout: timedelta | None = None) -> Any:
 
 @untraced
 @observed
-class Collectives(ProcessGroupBase):
-    """Every collective of `torch.distributed`, on CPU tensors of the ranks of one host.
+class ProcessGroupCollectives(ProcessGroupBase):
+    """Every collective of `torch.distributed`, on CPU tensors.
 
     Lists hold one tensor per call, as c10d's signatures want (several belong to torch's multi-device past).
     """
@@ -79,7 +81,7 @@ class Collectives(ProcessGroupBase):
                 and tensor.data_ptr()
                 and opts.reduceOp == _SUM
             ):
-                self._memory.sum_in_place(tensor, real, timeout_of(opts, self._timeout_s), calling_site())
+                self.transport.sum_in_place(tensor, real, timeout_of(opts, self._timeout_s), calling_site())
                 return self._done
         opts = _options(opts, c10d.AllreduceOptions, timeout)
         if isinstance(tensors, Sequence) and len(tensors) == 1 and _is_sparse(tensors[0]):
@@ -89,11 +91,11 @@ class Collectives(ProcessGroupBase):
         except FakeCall:
             return nothing_done("all_reduce", (tensors,))
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "all_reduce")
-        return self._carry_out(lambda ctx: self._memory.all_reduce(tensor, code, ctx, factor=factor), opts, [tensor])
+        return self._carry_out(lambda ctx: self.transport.all_reduce(tensor, code, ctx, factor=factor), opts, [tensor])
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
-        sparse.check(tensor, opts.reduceOp)
-        return self._carry_out(lambda ctx: sparse.all_reduce(self._memory, tensor, ctx), opts, [tensor])
+        check_sparse(tensor, opts.reduceOp)
+        return self._carry_out(lambda ctx: sparse.all_reduce(self.transport, tensor, ctx), opts, [tensor])
 
     def sparse_mean(self, tensor: Tensor) -> Tensor:
         """The mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay as they are. It waits.
@@ -101,7 +103,7 @@ class Collectives(ProcessGroupBase):
         As an all_reduce with AVG, which sparse tensors do not have, without c10d's way there and a copy of the result.
         """
         ctx = self._span(None, 4)
-        return self.in_order(lambda: sparse.add_up(self._memory, tensor, ctx, divisor=self._size))
+        return self.in_order(lambda: sparse.add_up(self.transport, tensor, ctx, divisor=self._size))
 
     @without_fakes
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
@@ -112,7 +114,7 @@ class Collectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             for tensor, (code, factor) in zip(checked, codes, strict=True):
-                self._memory.all_reduce(tensor, code, ctx, factor=factor)
+                self.transport.all_reduce(tensor, code, ctx, factor=factor)
 
         return self._carry_out(run, opts, checked)
 
@@ -126,7 +128,7 @@ class Collectives(ProcessGroupBase):
             opts.asyncOp = True
         tensor = one(tensors, "broadcast", written=True)
         root = check_rank(opts.rootRank, self._size, "broadcast", "src")
-        return self._carry_out(lambda ctx: self._memory.broadcast(tensor, root, ctx), opts, [tensor])
+        return self._carry_out(lambda ctx: self.transport.broadcast(tensor, root, ctx), opts, [tensor])
 
     def broadcast_buffers(self, tensor: Tensor, root: int, *, number: int = 0) -> None:
         """`tensor` becomes rank `root`'s, which goes on at once; the others wait for that rank alone.
@@ -147,8 +149,8 @@ class Collectives(ProcessGroupBase):
         root = check_rank(root, self._size, "broadcast_buffers", "src")
         opts = c10d.BroadcastOptions()
         opts.asyncOp = False
-        memory = self._memory
-        if not isinstance(memory, SharedMemory):
+        memory = self._shared_memory
+        if memory is None:
             raise ValueError(f"broadcast_buffers: the ranks of group {self._name!r} do not share memory")
         self._carry_out(lambda span: memory.broadcast_buffers(tensor, root, span, number=number), opts, [tensor]).wait()
 
@@ -160,7 +162,7 @@ class Collectives(ProcessGroupBase):
         root = check_rank(opts.rootRank, self._size, "reduce", "dst")
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "reduce")
         return self._carry_out(
-            lambda ctx: self._memory.all_reduce(tensor, code, ctx, root=root, factor=factor), opts, [tensor]
+            lambda ctx: self.transport.all_reduce(tensor, code, ctx, root=root, factor=factor), opts, [tensor]
         )
 
     @without_fakes
@@ -175,7 +177,7 @@ class Collectives(ProcessGroupBase):
                 f"all_gather: tensor_list[{self._rank}] has {outputs[self._rank].numel()} elements, this rank's tensor "
                 f"of shape {tuple(tensor.shape)} has {tensor.numel()}"
             )
-        return self._carry_out(lambda ctx: self._memory.gather(outputs, tensor, ctx), opts, outputs)
+        return self._carry_out(lambda ctx: self.transport.gather(outputs, tensor, ctx), opts, outputs)
 
     @without_fakes
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
@@ -184,7 +186,7 @@ class Collectives(ProcessGroupBase):
         check_tensor(output, "all_gather_into_tensor", written=True)
         check_tensor(tensor, "all_gather_into_tensor")
         check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
-        return self._carry_out(lambda ctx: self._memory.all_gather_single(output, tensor, ctx), opts, [output])
+        return self._carry_out(lambda ctx: self.transport.all_gather_single(output, tensor, ctx), opts, [output])
 
     _allgather_base = all_gather_single
 
@@ -201,7 +203,7 @@ class Collectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._memory.all_gather_single(output, tensor, ctx)
+                self.transport.all_gather_single(output, tensor, ctx)
 
         return self._carry_out(run, opts, list(outputs))
 
@@ -227,7 +229,7 @@ class Collectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             for tensor, outputs in zip(input_list, by_tensor, strict=True):
-                self._memory.gather(outputs, tensor, ctx)
+                self.transport.gather(outputs, tensor, ctx)
 
         return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
 
@@ -244,7 +246,7 @@ class Collectives(ProcessGroupBase):
             outputs = check_list(output_tensors[0], self._size, tensor, "gather", "gather_list", written=True)
         elif output_tensors:
             raise ValueError(f"gather: only rank {root} (dst) takes outputs, rank {self._rank} gave some")
-        return self._carry_out(lambda ctx: self._memory.gather(outputs, tensor, ctx, root=root), opts, outputs)
+        return self._carry_out(lambda ctx: self.transport.gather(outputs, tensor, ctx, root=root), opts, outputs)
 
     @without_fakes
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
@@ -259,7 +261,7 @@ class Collectives(ProcessGroupBase):
             inputs = check_list(input_tensors[0], self._size, output, "scatter", "scatter_list")
         elif input_tensors:
             raise ValueError(f"scatter: only rank {root} (src) gives inputs, rank {self._rank} gave some")
-        return self._carry_out(lambda ctx: self._memory.scatter(output, inputs, root, ctx), opts, [output])
+        return self._carry_out(lambda ctx: self.transport.scatter(output, inputs, root, ctx), opts, [output])
 
     @without_fakes
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
@@ -275,7 +277,7 @@ class Collectives(ProcessGroupBase):
             )
         code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter")
         return self._carry_out(
-            lambda ctx: self._memory.reduce_scatter(output, inputs, code, ctx, factor=factor), opts, [output]
+            lambda ctx: self.transport.reduce_scatter(output, inputs, code, ctx, factor=factor), opts, [output]
         )
 
     @without_fakes
@@ -287,7 +289,7 @@ class Collectives(ProcessGroupBase):
         check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
         code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor")
         return self._carry_out(
-            lambda ctx: self._memory.reduce_scatter_single(output, tensor, code, ctx, factor=factor), opts, [output]
+            lambda ctx: self.transport.reduce_scatter_single(output, tensor, code, ctx, factor=factor), opts, [output]
         )
 
     _reduce_scatter_base = reduce_scatter_single
@@ -307,7 +309,7 @@ class Collectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             for output, tensor, (code, factor) in zip(outputs, inputs, codes, strict=True):
-                self._memory.reduce_scatter_single(output, tensor, code, ctx, factor=factor)
+                self.transport.reduce_scatter_single(output, tensor, code, ctx, factor=factor)
 
         return self._carry_out(run, opts, list(outputs))
 
@@ -324,7 +326,7 @@ class Collectives(ProcessGroupBase):
         outputs = check_list(
             output_tensors, self._size, like, "all_to_all", "output_tensor_list", uneven=True, written=True
         )
-        return self._carry_out(lambda ctx: self._memory.all_to_all(outputs, inputs, ctx, splits=True), opts, outputs)
+        return self._carry_out(lambda ctx: self.transport.all_to_all(outputs, inputs, ctx, splits=True), opts, outputs)
 
     @without_fakes
     def all_to_all_single(
@@ -349,14 +351,14 @@ class Collectives(ProcessGroupBase):
             )
         rows = tensor.shape[0] if tensor.dim() else 1
         if not splits and rows % self._size == 0 and is_plain(tensor) and is_plain(output):
-            return self._carry_out(lambda ctx: self._memory.all_to_all_single(output, tensor, ctx), opts, [output])
+            return self._carry_out(lambda ctx: self.transport.all_to_all_single(output, tensor, ctx), opts, [output])
         # A copy with its elements in order, so that rows of it are pieces of memory.
         dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
         inputs = split_rows(tensor, input_split_sizes or [], self._size, "all_to_all_single", "the input")
         outputs = split_rows(dense, output_split_sizes or [], self._size, "all_to_all_single", "the output")
 
         def run(ctx: CallContext) -> None:
-            self._memory.all_to_all(outputs, inputs, ctx, splits=splits)
+            self.transport.all_to_all(outputs, inputs, ctx, splits=splits)
             if dense is not output:
                 write_back(output, dense)
 
@@ -367,23 +369,21 @@ class Collectives(ProcessGroupBase):
     def barrier(self, opts: Any = None) -> Work:
         """Over when every rank has come."""
         opts = _options(opts, c10d.BarrierOptions)
-        return self._carry_out(lambda ctx: self._memory.barrier(ctx), opts, [])
+        return self._carry_out(lambda ctx: self.transport.barrier(ctx), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names who did not come, as every error of this backend does; the words are Gloo's.
 
         `wait_all_ranks` says whether the first line names all missing ranks or the first; what follows names all.
         """
-        from phalanx.backend.monitored_barrier import in_torchs_words
-
         opts = c10d.BarrierOptions()
         opts.asyncOp = False
         if timeout is not None:
             opts.timeout = max(timeout, timedelta(milliseconds=1))  # no time at all would read as "unset"
         try:
-            self._carry_out(lambda ctx: self._memory.barrier(ctx), opts, []).wait()
+            self._carry_out(lambda ctx: self.transport.barrier(ctx), opts, []).wait()
         except DeadlineError as error:
-            raise in_torchs_words(error, self._rank, wait_all_ranks=wait_all_ranks) from None
+            raise _in_torchs_words(error, self._rank, wait_all_ranks=wait_all_ranks) from None
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing to open: operations inside the block are carried out as they come."""
@@ -395,3 +395,11 @@ class Collectives(ProcessGroupBase):
 
 def _is_sparse(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.layout == torch.sparse_coo
+
+
+def _in_torchs_words(error: DeadlineError, rank: int, *, wait_all_ranks: bool) -> DeadlineError:
+    """`error` of a barrier, below the sentence with which Gloo's monitored barrier begins."""
+    missing = error.missing if wait_all_ranks else error.missing[:1]
+    who = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    failed = f"; {who} failed to pass monitoredBarrier" if missing else ""
+    return DeadlineError(f"Rank {rank} timed out in monitoredBarrier{failed}.\n{error}", missing=error.missing)

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch import Tensor
 
-from phalanx import _core
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.work import DoneWork, PhalanxWork, start_thread
-from phalanx.deadline import Deadline
-from phalanx.diagnostics import failures
-from phalanx.dtypes import dtype_of
-from phalanx.errors import ClosedError, PhalanxError
-from phalanx.symmetric_memory.memory import timeout_ns
-from phalanx.transport.shared_memory import CallContext, SharedMemory, dense, nbytes, write_back
-
-_PENDING = -1  # PLX_PENDING
+from phalanx.deadline import Deadline, timeout_ns
+from phalanx.errors import ClosedError
+from phalanx.transport.base import CallContext
+from phalanx.transport.shared_memory import SharedMemoryTransport
+from phalanx.transport.shared_memory.messages import PostedReceive
 
 
 @untraced
 class Posted(PhalanxWork):
     """A receive that is not over. Whoever waits for it takes in messages itself, for all posted receives."""
 
-    def __init__(self, inbox: Inbox, receive: _core.Receive, tensor: Tensor, end: Callable[[], None]) -> None:
+    def __init__(self, inbox: Inbox, receive: PostedReceive, tensor: Tensor) -> None:
         super().__init__([tensor])
         self._inbox = inbox
-        self._receive = receive
-        self._end = end
+        self.receive = receive
 
     @property
     def is_pending(self) -> bool:
         """Whether its message has not come, and nothing has ended the wait for it."""
-        return self._receive.status == _PENDING
+        return self.receive.is_pending
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the message is here; True, or what went wrong."""
@@ -56,10 +49,10 @@ class Posted(PhalanxWork):
         """Its status is known: tell everybody. Called once."""
         error: BaseException | None = None
         try:
-            self._end()
+            self.receive.conclude()
         except BaseException as e:  # whatever it was, the waiter must hear it
             error = e
-        self._source = self._receive.source
+        self._source = self.receive.source
         notify = self.settle(error)
         if notify is not None:
             notify()
@@ -73,10 +66,10 @@ class Inbox:
     whoever waits.
     """
 
-    def __init__(self, memory: SharedMemory, group: str) -> None:
+    def __init__(self, memory: SharedMemoryTransport, group: str) -> None:
         self._memory = memory
         self._group = group
-        self._works: dict[_core.Receive, Posted] = {}
+        self._works: dict[PostedReceive, Posted] = {}
         self._dismissed = False
         self._starting = threading.RLock()  # a signal handler may post in the middle of it
         self._begun = False
@@ -84,31 +77,13 @@ class Inbox:
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | DoneWork:
         """`tensor` will be the next message with `tag` from `src` (below zero: from anybody). Never waits."""
-        data = dense(tensor)
-        receive = _core.Receive()
-        status = self._memory.core.post(
-            receive,
-            data.data_ptr(),
-            nbytes(data),
-            src,
-            tag,
-            dtype_of(data.dtype).code,
-            ctx.timeout_ns,
-            ctx.site,
-            tensor.shape,
-        )
-
-        def end() -> None:
-            self._memory.check(receive.status, ctx, kind=failures.RECV, peer=src)
-            if data is not tensor:
-                write_back(tensor, data)
-
+        receive = self._memory.post(tensor, src, tag, ctx)
         if self._works:
             self._reap()  # what came may have ended others
-        if status == failures.OK:
-            end()
+        if receive.was_here:
+            receive.conclude()
             return DoneWork([tensor], source=receive.source)
-        work = Posted(self, receive, tensor, end)
+        work = Posted(self, receive, tensor)
         self._works[receive] = work
         if not work.is_pending:  # it failed at once, or another thread ended it before it was ours to see
             self._reap()
@@ -120,7 +95,7 @@ class Inbox:
         """Take in messages until `work` is over, or the deadline has passed."""
         while work.is_pending and not deadline.passed:
             try:
-                self._memory.core.drive(work._receive, timeout_ns(deadline.left_s))
+                self._memory.core.drive(work.receive.handle, timeout_ns(deadline.left_s))
             except BaseException as error:
                 with contextlib.suppress(ClosedError):
                     self._memory.core.set_note(type(error).__name__)
@@ -170,11 +145,3 @@ class Inbox:
         for receive, work in list(self._works.items()):
             if not work.is_pending and self._works.pop(receive, None) is not None:
                 work.finish()
-
-
-def failed(error: PhalanxError, outputs: list[Tensor]) -> dist.Work:
-    """A work that is over, and not well."""
-    work = PhalanxWork(outputs)
-    work.settle(error)
-    work.release()
-    return work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,12 +13,12 @@ from phalanx.backend.arguments import check_rank, one
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.memoryless import without_fakes
 from phalanx.backend.process_group.base import ProcessGroupBase
-from phalanx.backend.process_group.inbox import Inbox, failed
 from phalanx.backend.process_group.observed import observed
 from phalanx.backend.work import Closable, PhalanxWork, SerialExecutor
 from phalanx.errors import PhalanxError
-from phalanx.transport.hierarchical import AcrossHosts
-from phalanx.transport.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from phalanx.backend.process_group.inbox import Inbox
 
 _ANYBODY = -1
 _LINGER_S = 1.0
@@ -27,17 +27,21 @@ _MANY = 64  # channels, before those that nobody uses are forgotten
 
 @untraced
 @observed
-class Messages(ProcessGroupBase):
+class ProcessGroupMessages(ProcessGroupBase):
     """send, recv and recv from anybody. Messages between two ranks arrive in order per tag.
 
-    A posted receive waits for no other with another tag. On one host `inbox` matches them; across hosts those of one
-    peer and tag run in the order in which they were posted, in a thread that ends when there are no more.
+    A posted receive waits for no other with another tag. Where ranks share memory `inbox` matches them; elsewhere those
+    of one peer and tag run in the order in which they were posted, in a thread that ends when there are no more.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._channels: dict[tuple[str, int, int], SerialExecutor] = {}
-        self._inbox = Inbox(self._memory, self._name) if isinstance(self._memory, SharedMemory) else None
+        self._inbox: Inbox | None = None
+        if self._shared_memory is not None:
+            from phalanx.backend.process_group.inbox import Inbox  # needs the C core, which such a group has
+
+            self._inbox = Inbox(self._shared_memory, self._name)
 
     @without_fakes
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
@@ -46,15 +50,15 @@ class Messages(ProcessGroupBase):
         self._check_peer(dst, "send", "dst")
         ctx = self._span(None, 3)
         executor = self._channels.get(("send", dst, 0))
-        memory = self._memory
-        assert isinstance(memory, SharedMemory | AcrossHosts)
-        if isinstance(memory, SharedMemory) and (executor is None or executor.idle):
+        if self._shared_memory is not None and (executor is None or executor.idle):
             try:
-                if memory.send_now(tensor, dst, tag, ctx):
+                if self._shared_memory.send_now(tensor, dst, tag, ctx):
                     return self._done
             except PhalanxError as error:  # heard by whoever waits, as that of a send that takes time
-                return failed(error, [tensor])
-        return self._queue(self._channel("send", dst, tag), lambda: memory.send(tensor, dst, tag, ctx), [tensor])
+                return _failed(error, [tensor])
+        return self._queue(
+            self._channel("send", dst, tag), lambda: self.transport.send(tensor, dst, tag, ctx), [tensor]
+        )
 
     @without_fakes
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
@@ -78,12 +82,11 @@ class Messages(ProcessGroupBase):
             if isinstance(posted, PhalanxWork):
                 self._recent.append(posted)
             return posted
-        memory, work = self._memory, PhalanxWork([tensor])
+        work = PhalanxWork([tensor])
         self._recent.append(work)
 
         def action() -> None:
-            assert isinstance(memory, AcrossHosts)
-            work._source = memory.recv(tensor, src, tag, ctx)
+            work._source = self.transport.recv(tensor, src, tag, ctx)
 
         return self._channel("recv", src, tag).put(action, work)
 
@@ -93,7 +96,7 @@ class Messages(ProcessGroupBase):
             raise ValueError(f"{operation}: {name} is {peer}, which is this rank itself")
 
     def _channel(self, direction: str, peer: int, tag: int) -> SerialExecutor:
-        if isinstance(self._memory, SharedMemory):
+        if self._inbox is not None:
             return self._lane_of((direction, peer, 0), None)
         # A receive from anybody looks into every channel, so then all receives with its tag share one executor.
         if direction == "recv" and ("recv", _ANYBODY, tag) in self._channels:
@@ -129,3 +132,11 @@ class Messages(ProcessGroupBase):
 def _close_all(executors: Sequence[SerialExecutor], timeout_s: float) -> None:
     for executor in executors:
         executor.close(timeout_s)
+
+
+def _failed(error: PhalanxError, outputs: list[Tensor]) -> dist.Work:
+    """A work that is over, and not well."""
+    work = PhalanxWork(outputs)
+    work.settle(error)
+    work.release()
+    return work

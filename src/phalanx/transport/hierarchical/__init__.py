@@ -9,11 +9,14 @@ messages    point to point
 
 from __future__ import annotations
 
+from phalanx.transport.base import Transport
 from phalanx.transport.hierarchical.collectives import Collectives
 from phalanx.transport.hierarchical.messages import Messages
 
-__all__ = ["AcrossHosts"]
+__all__ = ["HierarchicalTransport"]
 
 
-class AcrossHosts(Collectives, Messages):
-    """What `SharedMemory` is for one host, for several. Tensors are on the CPU and checked by the caller."""
+class HierarchicalTransport(Collectives, Messages, Transport):
+    """Ranks on several hosts: shared memory in each, an engine between."""
+
+    hears_signals = False  # an engine's wait hears none; collectives see to it themselves

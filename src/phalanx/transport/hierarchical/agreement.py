@@ -15,15 +15,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.deadline import Deadline
+from phalanx.deadline import Deadline, timeout_ns
 from phalanx.diagnostics import failures
-from phalanx.symmetric_memory.memory import timeout_ns
-from phalanx.transport.call import HEAD_BYTES, digest_of, foreign_head, rank_call
+from phalanx.transport.base import CallContext
+from phalanx.transport.call import HEAD_BYTES, Disagreement, digest_of, foreign_head, rank_call
 from phalanx.transport.hierarchical.exchange import SMALL_BYTES, Came, all_agree
-from phalanx.transport.hierarchical.failure_reports import Disagreement, LocalFailure
+from phalanx.transport.hierarchical.failure_reports import LocalFailure
 from phalanx.transport.hierarchical.rails import ConnectionBroken, data_tag
 from phalanx.transport.hierarchical.session import Session
-from phalanx.transport.shared_memory import CallContext
 
 Piece = tuple[int, int]
 """Where bytes lie, and how many."""

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.direct import DirectCollectives
 from phalanx.transport.hierarchical.numerics import HALF, sum_type
-from phalanx.transport.shared_memory import CallContext, dense, is_plain, nbytes, scaled, write_back
+from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 
 _SUM = 0  # enum plx_redop
 
 
 class Collectives(DirectCollectives):
-    """Every collective of `SharedMemory`, with the same arguments; see there for what each does.
+    """Every collective of `SharedMemoryTransport`, with the same arguments; see there for what each does.
 
     Raises:
         MismatchError: some rank called something else; no tensor was changed.

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.deadline import Deadline
+from phalanx.deadline import Deadline, timeout_ns
 from phalanx.diagnostics.failure_report import RankCall
 from phalanx.dtypes import dtype_of
-from phalanx.symmetric_memory.memory import timeout_ns
-from phalanx.transport.call import Call, same_call
-from phalanx.transport.hierarchical.failure_reports import Disagreement
+from phalanx.transport.base import CallContext
+from phalanx.transport.call import Call, Disagreement, same_call
 from phalanx.transport.hierarchical.rails import Message, talking_to
 from phalanx.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx.transport.hierarchical.small import SmallCollectives
-from phalanx.transport.shared_memory import CallContext, dense, nbytes, write_back
+from phalanx.transport.tensors import dense, nbytes, write_back
 
 
 class DirectCollectives(SmallCollectives, SegmentedCollectives):

@@ -15,9 +15,10 @@ from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position, read, read_position
 from phalanx.diagnostics.whereabouts import how_it_ended, late_ranks
 from phalanx.symmetric_memory.memory import SymmetricMemory
+from phalanx.transport.base import CallContext
+from phalanx.transport.call import Disagreement
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import ConnectionBroken
-from phalanx.transport.shared_memory import CallContext
 
 # How long a broken connection waits for somebody who saw the cause: the dead rank's neighbours notice within 50 ms.
 _PATIENCE_S = 0.4
@@ -31,15 +32,6 @@ class LocalFailure(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
-
-
-class Disagreement(Exception):
-    """The ranks called different things. `complete`: all ranks' calls are known, not only this host's."""
-
-    def __init__(self, calls: Mapping[int, RankCall], *, complete: bool) -> None:
-        super().__init__(calls)
-        self.calls = calls
-        self.complete = complete
 
 
 class Reports:

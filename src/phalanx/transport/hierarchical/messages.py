@@ -12,10 +12,11 @@ from torch import Tensor
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import FailureReport, Operation, RankCall, closed
 from phalanx.dtypes import dtype_name, dtype_of
+from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.rails import Message, talking_to
 from phalanx.transport.hierarchical.session import Session
-from phalanx.transport.shared_memory import CallContext, dense, nbytes, write_back
+from phalanx.transport.tensors import dense, nbytes, write_back
 
 
 class Messages(Session):

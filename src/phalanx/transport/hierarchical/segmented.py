@@ -19,15 +19,14 @@ from torch import Tensor
 
 from phalanx import _core
 from phalanx.collectives.schedule import Operation, Schedule, chunk_bounds
-from phalanx.deadline import Deadline
+from phalanx.deadline import Deadline, timeout_ns
 from phalanx.dtypes import dtype_of
 from phalanx.engines.engine import Pending
-from phalanx.symmetric_memory.memory import timeout_ns
+from phalanx.transport.base import CallContext
 from phalanx.transport.hierarchical.agreement import Agreement
 from phalanx.transport.hierarchical.numerics import divide, sum_of
 from phalanx.transport.hierarchical.rails import Held, Message, plan, talking_to
 from phalanx.transport.hierarchical.segments import Turns
-from phalanx.transport.shared_memory import CallContext
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 

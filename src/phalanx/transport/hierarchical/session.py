@@ -35,16 +35,17 @@ from phalanx.engines.engine import Engine
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import SymmetricMemory
-from phalanx.transport.call import Call
+from phalanx.transport.base import CallContext
+from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.hierarchical.background import BackgroundThread
 from phalanx.transport.hierarchical.compression import Wire
 from phalanx.transport.hierarchical.exchange import LeaderExchange
-from phalanx.transport.hierarchical.failure_reports import Disagreement, LocalFailure, Reports
+from phalanx.transport.hierarchical.failure_reports import LocalFailure, Reports
 from phalanx.transport.hierarchical.health_monitor import HealthMonitor
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Rail
 from phalanx.transport.options import Options
-from phalanx.transport.shared_memory import CallContext, SharedMemory
+from phalanx.transport.shared_memory import SharedMemoryTransport
 
 _logger = get_logger(__name__)
 _KINDS = {name: kind for kind, name in KINDS.items()}
@@ -113,7 +114,7 @@ class Session(Reports):
         self._options = options
         self._names = tuple(names)  # how people call each rank's process: 'pid 17 on node3'
         self._numbers = tuple(numbers) or tuple(range(self.world_size))  # the ranks' numbers in the job
-        self._memory = SharedMemory(group)
+        self._memory = SharedMemoryTransport(group)
         self._seq = 0
         self._said_seq = -1
         self._has_said = False  # how this rank ends
@@ -122,7 +123,7 @@ class Session(Reports):
         self._entered_s = 0.0
         self._report: FailureReport | None = None
         self._wire = Wire(options.wire_dtype, error_feedback=options.error_feedback)
-        self._engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemory
+        self._engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemoryTransport
         self._failure_store: FailureStore = None  # type: ignore[assignment]
         self._monitor: HealthMonitor | None = None
         self._rail: Rail | None = None

@@ -19,11 +19,12 @@ from torch import Tensor
 from phalanx import _core
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
+from phalanx.transport.base import CallContext
 from phalanx.transport.call import PAYLOAD_BYTES, Call
 from phalanx.transport.hierarchical.agreement import Agreement, Piece
 from phalanx.transport.hierarchical.exchange import SMALL_BYTES
 from phalanx.transport.hierarchical.numerics import HALF, divide, sum_of, sum_type
-from phalanx.transport.shared_memory import CallContext, dense, is_plain, nbytes, scaled, write_back
+from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 
 
 class SmallCollectives(Agreement):

@@ -1,4 +1,4 @@
-"""The operations of a group over MPI: what `SharedMemory` is for the ranks of one host. Tensors are on the CPU."""
+"""The operations of a group over MPI: every collective is one of MPI's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from torch import Tensor
 
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import Operation, RankCall
-from phalanx.dtypes import REDUCTIONS, dtype_name, dtype_of
+from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.engines.mpi import Underway
-from phalanx.transport.call import Call
+from phalanx.transport.base import AVG, CallContext
+from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.mpi.datatypes import datatype_of, element_of, operation_of, summand
-from phalanx.transport.mpi.session import Disagreement, Session
-from phalanx.transport.shared_memory import CallContext, dense, nbytes, scaled, write_back
-
-_SUM, _AVG = (REDUCTIONS[torch.distributed.ReduceOp.SUM], REDUCTIONS[torch.distributed.ReduceOp.AVG])
+from phalanx.transport.mpi.session import MpiSession
+from phalanx.transport.tensors import dense, nbytes, scaled, write_back
 
 
-class OverMpi(Session):
+class MpiTransport(MpiSession):
     """Every collective is one of MPI's, started without waiting and asked for until it is over.
 
     Numerics: MPI adds up, in an order of its own: the same for the same job, perhaps another for another number of
@@ -37,10 +36,6 @@ class OverMpi(Session):
         """Return when every rank has come: the agreement is a barrier already."""
         with self._collective(Call("barrier", place=self._place(ctx)), ctx):
             pass
-
-    def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """As `all_reduce` with SUM."""
-        self.all_reduce(tensor, _SUM, CallContext(timeout_s, self.site(place)))
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
@@ -100,7 +95,7 @@ class OverMpi(Session):
 
     def _give(self, tensor: Tensor, work: Tensor, redop: int) -> None:
         """Write what MPI has reduced into `work`, which may be the memory of `tensor`, to `tensor`."""
-        if redop == _AVG:
+        if redop == AVG:
             exact = work.is_floating_point() or work.is_complex()
             work.div_(self.world_size, rounding_mode=None if exact else "trunc")
         if work.data_ptr() != tensor.data_ptr():
@@ -234,6 +229,19 @@ class OverMpi(Session):
         return Call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(ctx))
 
     # -- point to point ------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
+        """Return when the bytes of `tensor` have left it."""
+        self.end_send(self.begin_send(dense(tensor.detach()), dst, tag), dst, Deadline.after(ctx.timeout_s))
+
+    def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
+        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
+        tensor = tensor.detach()
+        data = dense(tensor)
+        source = self.end_recv(self.begin_recv(data, src, tag), data, src, Deadline.after(ctx.timeout_s))
+        if data is not tensor:
+            write_back(tensor, data)
+        return source
 
     def begin_send(self, data: Tensor, dst: int, tag: int) -> Underway:
         """Start to send a dense tensor."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,29 +27,19 @@ from phalanx.diagnostics.failure_report import (
     LEFT_IN_FLIGHT,
     FailureReport,
     Operation,
-    RankCall,
     closed,
     ended_well,
 )
 from phalanx.diagnostics.flight_recorder import Position
 from phalanx.engines.mpi import EngineClosed, MpiEngine, PeerLeft, TimedOut, Underway
 from phalanx.engines.mpi.polling import wait_until
-from phalanx.transport.call import BLOCK_BYTES, Call, disagreement, split_blocks
-from phalanx.transport.shared_memory import CallContext
+from phalanx.transport.base import CallContext, Transport
+from phalanx.transport.call import BLOCK_BYTES, Call, Disagreement, disagreement, split_blocks
 
 _COLLECT_S = 0.5
 
 
-class Disagreement(Exception):
-    """The ranks called different things."""
-
-    def __init__(self, calls: Mapping[int, RankCall], *, is_collective: bool = True) -> None:
-        super().__init__(calls)
-        self.calls = calls
-        self.is_collective = is_collective
-
-
-class Session:
+class MpiSession(Transport):
     """One rank's side of a group over MPI. `names` is how people call each rank's process: 'pid 17 on node3'.
 
     One collective at a time: `lock` is held while it runs.
@@ -60,7 +50,7 @@ class Session:
         self.rank = engine.rank
         self.world_size = engine.world_size
         self.lock = threading.Lock()
-        self.seq = 0
+        self._seq = 0
         self._engine = engine
         self._mpi = engine.runtime.mpi
         self._names = tuple(names)
@@ -78,6 +68,11 @@ class Session:
     def closed(self) -> bool:
         """Whether this process has left."""
         return (self._engine.is_closed and self._report is None) or self._engine.runtime.is_over
+
+    @property
+    def seq(self) -> int:
+        """How many collectives this rank has begun."""
+        return self._seq
 
     def site(self, place: tuple[str, int]) -> int:
         """A number for a (file, line)."""
@@ -111,7 +106,7 @@ class Session:
         """
         with self.lock, torch.no_grad():
             self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
-            self.seq += 1
+            self._seq += 1
             operation = Operation(f"{call.name} #{self.seq}", self.group, self.rank, self.seq, call.place)
             self._entered_s = time.monotonic()
             self._position = Position(self.seq, operation.place, inside=True)

@@ -2,72 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
-from phalanx.backend.device_backends import no_backend_for
-from phalanx.transport.hierarchical import AcrossHosts
-from phalanx.transport.mpi.operations import OverMpi
-from phalanx.transport.shared_memory import CallContext, SharedMemory
+from phalanx.transport.base import CallContext, Transport
 
 
-def check(tensor: Tensor, op: Any) -> None:
-    """Only sums of CPU tensors: what else would the missing entries be?"""
-    if getattr(op, "op", op) != ReduceOp.SUM:
-        raise ValueError(f"all_reduce: sparse tensors can only be summed, not reduced with {op}")
-    if tensor.device.type != "cpu":
-        raise ValueError(no_backend_for(tensor.device, "all_reduce"))
-
-
-def all_reduce(memory: SharedMemory | AcrossHosts | OverMpi, tensor: Tensor, ctx: CallContext) -> None:
+def all_reduce(transport: Transport, tensor: Tensor, ctx: CallContext) -> None:
     """`tensor` becomes the sum over ranks, coalesced.
 
     Shape: the same on every rank, with the same number of sparse dimensions; the number of entries may differ.
     Cost: three gathers, of few entries one; every rank holds all ranks' entries for a moment.
     """
-    total = add_up(memory, tensor.coalesce(), ctx)
+    total = add_up(transport, tensor.coalesce(), ctx)
     with torch.no_grad():
         tensor.copy_(total)
 
 
-def add_up(
-    memory: SharedMemory | AcrossHosts | OverMpi, mine: Tensor, ctx: CallContext, *, divisor: float | None = None
-) -> Tensor:
+def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: float | None = None) -> Tensor:
     """The sum over ranks of coalesced tensors, coalesced; each entry divided by `divisor` before it is added."""
     indices, values = mine.indices().t().contiguous(), mine.values()
-    if isinstance(memory, SharedMemory):
-        counts, gathered = _exchange_packets(memory, indices, values, ctx)
-    else:
-        counts, gathered = _exchange_counts(memory, len(values), ctx), None
-    all_indices, all_values = gathered or _exchange(memory, counts, indices, values, ctx)
+    counts, gathered = _exchange_packets(transport, indices, values, ctx)
+    all_indices, all_values = gathered or _exchange(transport, counts, indices, values, ctx)
     if divisor is not None:
         all_values /= divisor
     return torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=False).coalesce()
 
 
 _Entries = tuple[Tensor, Tensor]  # indices, one entry a row, and values
-_PACKET_BYTES = 32768
 _HEAD_BYTES = 16  # how many entries there are; what follows is aligned for any dtype
 
 
 def _exchange_packets(
-    memory: SharedMemory, indices: Tensor, values: Tensor, ctx: CallContext
+    transport: Transport, indices: Tensor, values: Tensor, ctx: CallContext
 ) -> tuple[list[int], _Entries | None]:
     """How many entries each rank has, and the entries themselves where all ranks' fit into packets.
 
-    Ranks that wait for each other cost more than bytes that nobody reads: one gather in place of three.
+    Ranks that wait for each other cost more than a few bytes that nobody reads: one gather in place of three.
     """
-    packet = torch.empty(_PACKET_BYTES, dtype=torch.uint8)
+    packet = torch.zeros(transport.eager_bytes, dtype=torch.uint8)
     packet[:8].view(torch.int64)[0] = len(values)
     parts = _cut(packet, len(values), indices, values)
     if parts is not None:
         for part, own in zip(parts, (indices, values), strict=True):
             part.copy_(own)
-    packets = torch.empty((memory.world_size, _PACKET_BYTES), dtype=torch.uint8)
-    memory.all_gather_single(packets, packet, ctx)
+    packets = torch.empty((transport.world_size, transport.eager_bytes), dtype=torch.uint8)
+    transport.all_gather_single(packets, packet, ctx)
     counts = packets.view(torch.int64)[:, 0].tolist()
     cut = [_cut(theirs, n, indices, values) for theirs, n in zip(packets, counts, strict=True)]
     entries = [parts for parts in cut if parts is not None]
@@ -80,25 +60,17 @@ def _cut(packet: Tensor, n: int, indices: Tensor, values: Tensor) -> _Entries | 
     """Where `n` entries like these lie in a packet; None if there is no room for them."""
     middle = _HEAD_BYTES + -(-8 * n * indices.shape[1] // 16) * 16
     row = values.shape[1:].numel() * values.element_size()
-    if middle + n * row > _PACKET_BYTES:
+    if middle + n * row > packet.numel():
         return None
     first = packet[_HEAD_BYTES : _HEAD_BYTES + 8 * n * indices.shape[1]].view(torch.int64)
     second = packet[middle : middle + n * row].view(values.dtype)
     return first.view(n, indices.shape[1]), second.view(n, *values.shape[1:])
 
 
-def _exchange_counts(memory: AcrossHosts | OverMpi, count: int, ctx: CallContext) -> list[int]:
-    counts = torch.empty(memory.world_size, dtype=torch.int64)
-    memory.all_gather_single(counts, torch.tensor([count]), ctx)
-    return [int(n) for n in counts]
-
-
-def _exchange(
-    memory: SharedMemory | AcrossHosts | OverMpi, counts: list[int], indices: Tensor, values: Tensor, ctx: CallContext
-) -> _Entries:
+def _exchange(transport: Transport, counts: list[int], indices: Tensor, values: Tensor, ctx: CallContext) -> _Entries:
     """All ranks' entries, of which each rank has as many as `counts` says."""
     all_indices = indices.new_empty((sum(counts), indices.shape[1]))
     all_values = values.new_empty((sum(counts), *values.shape[1:]))
-    memory.gather(list(torch.split(all_indices, counts)), indices, ctx)
-    memory.gather(list(torch.split(all_values, counts)), values, ctx)
+    transport.gather(list(torch.split(all_indices, counts)), indices, ctx)
+    transport.gather(list(torch.split(all_values, counts)), values, ctx)
     return all_indices, all_values

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import _core
-from phalanx.backend.shared import shared_empty
-from phalanx.backend.strides import is_dense
 from phalanx.log import get_logger, warn_once
+from phalanx.symmetric_memory.memory import SymmetricMemory
 
 _SPARE = 2  # blocks of a size for each tensor that is expected: autograd may need one more to make the next
 
@@ -28,15 +26,18 @@ class SharedPool:
     has no block for lies in ordinary memory: also everything, where torch's allocator can't be reached.
 
     Collective: all ranks build theirs, for the same sizes. Tensors need not lie at the same offset on every rank.
+    `allocate` gives it so many bytes of symmetric memory; pages that nobody touches cost nothing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, expected: Mapping[int, int]) -> None:
+    def __init__(
+        self, symm_mem: SymmetricMemory, expected: Mapping[int, int], allocate: Callable[[int], Tensor]
+    ) -> None:
         _sweep()
         classes = tuple((nbytes, _SPARE * count) for nbytes, count in sorted(expected.items()))
         nbytes = sum(math.ceil(size / _core.PAGE) * _core.PAGE * most for size, most in classes)
         self._sizes = frozenset(expected)
-        self._memory = shared_empty(nbytes + _core.PAGE, dtype=torch.uint8, group=group)  # untouched pages cost nothing
-        self._symm_mem = group._memory.symm_mem  # type: ignore[attr-defined]  # groups of backend "phalanx" have one
+        self._memory = allocate(nbytes + _core.PAGE)
+        self._symm_mem = symm_mem
         begin = -(-self._memory.data_ptr() // _core.PAGE) * _core.PAGE
         self._range = range(begin, begin + nbytes)
         self._pool: _core.Pool | None = None
@@ -80,12 +81,11 @@ class SharedPool:
         """Whether the tensor's memory is a block of the pool."""
         return tensor.data_ptr() in self._range
 
-    def empty_like(self, tensor: Tensor) -> Tensor | None:
-        """A new tensor in the pool with the shape of `tensor`, and its strides where they fill one block, or None."""
+    def empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """A new tensor in the pool, or None; as `torch.empty_strided`."""
         was_inside = self._enter()
         try:
-            stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-            made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+            made = torch.empty_strided(shape, stride, dtype=dtype)
         finally:
             if not was_inside:
                 self.leave()

@@ -1,35 +1,32 @@
-"""Tensors that come and go in a piece of the shared heap: what FSDP2 gathers parameters into, layer by layer."""
+"""Tensors that come and go in a piece of symmetric memory: what FSDP2 gathers parameters into, layer by layer."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from phalanx.backend.shared import shared_empty
-from phalanx.errors import PhalanxError
 
 _LINE = 128
 _LARGEST_BYTES = 1 << 36  # addresses; what nobody uses has no pages
 
 
+def scratch_bytes(heap_bytes: int) -> int:
+    """How large a piece of a heap is taken."""
+    return min(_LARGEST_BYTES, heap_bytes // 4)
+
+
 class Scratch:
-    """A piece of this rank's heap, and the blocks in it. Collective: all ranks build theirs.
+    """The blocks in `piece`, bytes of this rank's heap.
 
     Each rank places its own blocks, wherever there is room: collectives find tensors at any offset. A block is used
     again when its tensor has died, for a tensor of the same size.
     """
 
-    def __init__(self, group: Any) -> None:
-        symm_mem = group.symm_mem
-        self._nbytes = min(_LARGEST_BYTES, symm_mem.heap_bytes // 4)
-        try:
-            self._memory = shared_empty(self._nbytes, dtype=torch.uint8, group=group)
-        except PhalanxError:  # memory that lies in a file system is reserved, and there is not as much; on all ranks
-            self._nbytes = 0
+    def __init__(self, piece: Tensor) -> None:
+        self._memory = piece
+        self._nbytes = piece.numel()
         self._end = 0
         self._free: dict[int, list[int]] = {}
 

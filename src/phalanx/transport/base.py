@@ -1,0 +1,217 @@
+"""What the process group asks of whoever carries its operations; the contract that every transport keeps.
+
+    shared_memory   the ranks of one host                              memory that all of them map
+    hierarchical    ranks on several hosts                             memory in each, an engine between
+    gloo            where memory can't be shared, or there's no core   torch's Gloo
+    mpi             what MPI started                                   MPI's own collectives
+
+**Order.** All ranks call the same collectives of a group in the same order. Every one carries a fingerprint (sequence
+number, operation, dtype, element count, root, reduction), which the ranks compare before a tensor changes. One
+collective of a group runs at a time: a second thread waits for the first one's. Messages are outside of that order, and
+keep their own, per pair of ranks and tag.
+
+**Blocking.** Everything here returns when the caller's tensors are done with; nothing is asynchronous. What is called
+with `async_op=True` the process group gives to a thread of its own. Methods may be called from any thread.
+
+**Deadlines.** Every call has one, in its `CallContext`; waiting for another thread's collective counts.
+
+**Sizes.** Tensors are on the CPU, of any strides, and checked by the caller. They have one size on all ranks, except
+the outputs of `gather` (outputs[r] is as large as rank r's tensor), the inputs of `reduce_scatter` (inputs[r] as rank
+r's output) and those of `all_to_all` with `splits`; ranks that disagree about those sizes get a MismatchError, too. A
+message is as long as the tensor that receives it.
+
+**Numerics.** The same bits on every rank, and in every run of the same job.
+
+**Errors**, and what has changed by then:
+
+    MismatchError   the ranks called different things; on every rank   no tensor was changed (one message: its tensor)
+    PeerLostError   a rank ended, left, or was interrupted             outputs hold undefined values, inputs their own
+    DeadlineError   a rank did not come in time; it is named           the same
+    ClosedError     this process has left, or was forked               nothing
+    ValueError      a call that this transport cannot carry out        nothing
+
+After any but the last two (and but a mismatch of a message's size with shared memory, which costs that message) the
+group is over: all ranks hear the same cause, also those that come later.
+
+**The end.** `close` leaves: whoever waits for this rank hears it at once. Where operations of this process are still
+inside, `leave_in_flight` wakes them first; `abandon` is for the end of the process, when nobody needs them to end.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.deadline import timeout_ns
+from phalanx.dtypes import REDUCTIONS
+
+if TYPE_CHECKING:
+    from phalanx.transport.shared_memory import SharedMemoryTransport
+
+SUM, AVG = REDUCTIONS[dist.ReduceOp.SUM], REDUCTIONS[dist.ReduceOp.AVG]
+
+
+class CallContext:
+    """How long an operation may take, where it was called, and in which role (see `uneven`).
+
+    `timeout_s` seconds; `site` is the place in the rank's table, and above its lower 16 bits the role.
+
+    `awaited`: whoever called it waits for it, whichever thread carries it out.
+    """
+
+    __slots__ = ("awaited", "site", "timeout_ns", "timeout_s")
+
+    def __init__(self, timeout_s: float, site: int, role: int = 0) -> None:
+        self.awaited = False
+        self.timeout_s = timeout_s
+        self.timeout_ns = timeout_ns(timeout_s)
+        self.site = site | role << 16
+
+
+class Transport(ABC):
+    """One rank's side of a group. `group` is its name in messages."""
+
+    group: str
+    rank: int
+    world_size: int
+    lock: threading.Lock
+    """Held while a collective runs."""
+
+    # -- what it can do ------------------------------------------------------------------------------------------
+
+    hears_signals = True
+    """Whether its waits end with Ctrl-C in the main thread. Else whoever waits for an executor tells `interrupted`."""
+
+    closes_in_flight = False
+    """Whether `close` may come while operations of this process are inside: its memory stays until they are out."""
+
+    eager_bytes = 256
+    """Up to so many bytes a rank, an all_gather costs hardly more than its latency."""
+
+    @property
+    def shared_memory(self) -> SharedMemoryTransport | None:
+        """Where all ranks share memory: what that allows beyond the operations here.
+
+        Symmetric tensors, reductions of them in place, steps that go on without some ranks, posted receives.
+        """
+        return None
+
+    # -- where it is ---------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether this process has left, or is a fork of the one that came."""
+
+    @property
+    @abstractmethod
+    def seq(self) -> int:
+        """How many collectives this rank has begun."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
+        return False
+
+    @abstractmethod
+    def site(self, place: tuple[str, int]) -> int:
+        """A number for a (file, line), as a `CallContext` takes it."""
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def leave_note(self, note: str) -> None:
+        """How this process ends, for those who will miss it."""
+
+    @abstractmethod
+    def leave_in_flight(self) -> None:
+        """Operations are still running here: end the group, so that they wake up."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Whoever waits for this rank hears it at once."""
+
+    def abandon(self) -> None:
+        """As `close` with `closes_in_flight`, at the end of the process: what is inside need not wake up."""
+        self.close()
+
+    def settle(self, patience_s: float) -> bool:
+        """Whether no thread of this process is in a collective, after at most `patience_s`."""
+        if not self.lock.acquire(timeout=min(patience_s, threading.TIMEOUT_MAX)):
+            return False
+        self.lock.release()
+        return True
+
+    def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
+        """Where waits hear no signal: whoever waits for an operation was interrupted, so end the operation.
+
+        `what`: a message with `peer`; else it is the collective.
+        """
+        raise NotImplementedError
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def barrier(self, ctx: CallContext) -> None:
+        """Return when every rank has come."""
+
+    def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
+        """As `all_reduce` with SUM, for a contiguous tensor of the real dtype with this code: the call that counts."""
+        self.all_reduce(tensor, SUM, CallContext(timeout_s, self.site(place)))
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
+        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
+        """`tensor` becomes root's."""
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
+        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+
+    @abstractmethod
+    def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+
+    @abstractmethod
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
+        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+
+    @abstractmethod
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+
+    @abstractmethod
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
+    ) -> None:
+        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
+
+    @abstractmethod
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        """As `all_to_all` with the equal parts of two contiguous tensors."""
+
+    # -- point to point ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
+        """Return when the bytes of `tensor` have left it."""
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
+        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""

@@ -1,0 +1,312 @@
+"""The collectives of one host: tensors in, the C core underneath."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.deadline import Deadline, timeout_ns
+from phalanx.diagnostics import failures
+from phalanx.dtypes import dtype_of
+from phalanx.symmetric_memory.memory import STAGE_BYTES, Buffer
+from phalanx.transport.base import CallContext
+from phalanx.transport.shared_memory.session import SharedMemorySession
+from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
+
+
+class SharedMemoryCollectives(SharedMemorySession):
+    """Every collective, straight from and to the memory of all ranks where a tensor lies in the symmetric heap."""
+
+    def barrier(self, ctx: CallContext) -> None:
+        """Return when every rank has come."""
+        self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.site, ()))
+
+    def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
+        """As `all_reduce` with SUM, for a contiguous tensor of a real dtype: the shortest way to the core."""
+        if self.symm_mem.one_memory:
+            self._refuse_one_memory(tensor)
+        site = self._sites.get(place)
+        at = tensor.data_ptr()
+        me = threading.get_ident()
+        if self.lock.locked():
+            self._await_turn(timeout_s)
+        with self.lock:  # `turn`, spelt out
+            self._holder = me
+            try:
+                status = self.core.all_reduce(
+                    at,
+                    at,
+                    tensor.numel(),
+                    code,
+                    0,
+                    -1,
+                    timeout_ns(timeout_s),
+                    self.site(place) if site is None else site,
+                    tensor.shape,
+                )
+            except BaseException as error:
+                self._interrupted(error)
+                raise
+            finally:
+                self._holder = 0
+        if status == failures.REJOIN:
+            self._rejoin()
+            self.sum_in_place(tensor, code, timeout_s, place)
+        elif status:
+            self.check(status, CallContext(timeout_s, 0))
+
+    def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
+        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first.
+
+        Raises:
+            ValueError: the tensor is one memory for all ranks.
+        """
+        if self.symm_mem.one_memory:
+            self._refuse_one_memory(tensor)
+        src = dense(scaled(tensor, factor))
+        dst = src if factor is None or not is_plain(tensor) else tensor
+        self._collective(
+            ctx,
+            lambda: self.core.all_reduce(
+                src.data_ptr(),
+                dst.data_ptr(),
+                src.numel(),
+                dtype_of(src.dtype).code,
+                redop,
+                root,
+                ctx.timeout_ns,
+                ctx.site,
+                tensor.shape,
+            ),
+        )
+        if dst is not tensor and root in (-1, self.symm_mem.rank):
+            write_back(tensor, dst)
+
+    def _refuse_one_memory(self, tensor: Tensor) -> None:
+        at = tensor.data_ptr()
+        if tensor.numel() and any(at in addresses for addresses in list(self.symm_mem.one_memory.values())):
+            raise ValueError(
+                f"all_reduce in group {self.group!r} on rank {self.symm_mem.rank}: the tensor of shape "
+                f"{tuple(tensor.shape)} lies in one memory for all ranks (a parameter of ZeroRedundancyOptimizer, or "
+                "shared_empty(owner=...)): each would read what others have already written.\nIt holds the same on "
+                "every rank; to reduce another value of each rank, reduce a clone."
+            )
+
+    def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
+        """`tensor` becomes root's."""
+        data = dense(tensor)
+        self._collective(
+            ctx,
+            lambda: self.core.broadcast(
+                data.data_ptr(), nbytes(data), dtype_of(data.dtype).code, root, ctx.timeout_ns, ctx.site, tensor.shape
+            ),
+        )
+        if data is not tensor and root != self.symm_mem.rank:
+            write_back(tensor, data)
+
+    def broadcast_buffers(self, tensor: Tensor, root: int, ctx: CallContext, *, number: int) -> None:
+        """As `broadcast`, but the root waits for nobody, and the others for the root alone; see csrc/early.h.
+
+        Whether all ranks called it, with the same `number`, is asked when the next collective begins.
+        """
+        data = dense(tensor)
+        # Held here until the call is over: the heap may go with the last block of it.
+        area = self._area(nbytes(data), ctx) if nbytes(data) > STAGE_BYTES and self.world_size > 1 else None
+        self._collective(
+            ctx,
+            lambda: self.core.broadcast_buffers(
+                data.data_ptr(),
+                nbytes(data),
+                ctypes.addressof(area) if area is not None else 0,
+                dtype_of(data.dtype).code,
+                root,
+                number,
+                ctx.timeout_ns,
+                ctx.site,
+                tensor.shape,
+            ),
+        )
+        if data is not tensor and root != self.symm_mem.rank:
+            write_back(tensor, data)
+
+    def _area(self, size: int, ctx: CallContext) -> Buffer:
+        """Where in this rank's heap `size` bytes lie this time; two areas take turns. Collective where they are new."""
+        areas = self._areas.get(size)
+        if areas is None:
+            with self.turn(ctx.timeout_s):
+                deadline = Deadline.after(ctx.timeout_s)
+                areas = [
+                    self.symm_mem.allocate(size, deadline, ctx.site, lambda status: self.check(status, ctx))
+                    for _ in range(2)
+                ]
+            self._areas[size] = areas
+        areas.reverse()
+        return areas[0]
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
+        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+        src, dst = dense(tensor), [dense(t) for t in outputs]
+        sizes = tuple(nbytes(t) for t in dst) if dst else (nbytes(src),) * self.symm_mem.world_size
+        self._collective(
+            ctx,
+            lambda: self.core.gather(
+                src.data_ptr(),
+                tuple(t.data_ptr() for t in dst) if dst else None,
+                sizes,
+                dtype_of(src.dtype).code,
+                root,
+                ctx.timeout_ns,
+                ctx.site,
+                tensor.shape,
+            ),
+        )
+        for output, got in zip(outputs, dst, strict=True):
+            if got is not output:
+                write_back(output, got)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        src, dst = dense(tensor), dense(output)
+        size, at = nbytes(src), dst.data_ptr()
+        world = self.symm_mem.world_size
+        self._collective(
+            ctx,
+            lambda: self.core.gather(
+                src.data_ptr(),
+                tuple(at + r * size for r in range(world)),
+                (size,) * world,
+                dtype_of(src.dtype).code,
+                -1,
+                ctx.timeout_ns,
+                ctx.site,
+                tensor.shape,
+            ),
+        )
+        if dst is not output:
+            write_back(output, dst)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
+        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        src, dst = [dense(t) for t in inputs], dense(output)
+        self._collective(
+            ctx,
+            lambda: self.core.scatter(
+                tuple(t.data_ptr() for t in src) if src else None,
+                dst.data_ptr(),
+                nbytes(dst),
+                dtype_of(dst.dtype).code,
+                root,
+                ctx.timeout_ns,
+                ctx.site,
+                output.shape,
+            ),
+        )
+        if dst is not output:
+            write_back(output, dst)
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+        src, dst = [dense(scaled(t, factor)) for t in inputs], dense(output)
+        self._reduce_scatter(
+            tuple(t.data_ptr() for t in src), tuple(t.numel() for t in src), dst, redop, ctx, output.shape
+        )
+        if dst is not output:
+            write_back(output, dst)
+
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        src, dst = dense(scaled(tensor, factor)), dense(output)
+        at, size, world = src.data_ptr(), nbytes(dst), self.symm_mem.world_size
+        addresses = tuple(at + r * size for r in range(world))
+        self._reduce_scatter(addresses, (dst.numel(),) * world, dst, redop, ctx, output.shape)
+        if dst is not output:
+            write_back(output, dst)
+
+    def _reduce_scatter(
+        self,
+        addresses: tuple[int, ...],
+        counts: tuple[int, ...],
+        dst: Tensor,
+        redop: int,
+        ctx: CallContext,
+        shape: torch.Size,
+    ) -> None:
+        self._collective(
+            ctx,
+            lambda: self.core.reduce_scatter(
+                addresses, counts, dst.data_ptr(), dtype_of(dst.dtype).code, redop, ctx.timeout_ns, ctx.site, shape
+            ),
+        )
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
+    ) -> None:
+        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
+        src, dst = [dense(t) for t in inputs], [dense(t) for t in outputs]
+        self._collective(
+            ctx,
+            lambda: self.core.all_to_all(
+                tuple(t.data_ptr() for t in src),
+                tuple(nbytes(t) for t in src),
+                tuple(t.data_ptr() for t in dst),
+                tuple(nbytes(t) for t in dst),
+                dtype_of(src[0].dtype).code,
+                int(splits),
+                ctx.timeout_ns,
+                ctx.site,
+                src[0].shape,
+            ),
+        )
+        for output, got in zip(outputs, dst, strict=True):
+            if got is not output:
+                write_back(output, got)
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        """As `all_to_all` with the equal parts of two contiguous tensors, without cutting them into views."""
+        world = self.symm_mem.world_size
+        size = nbytes(tensor) // world
+        sizes = (size,) * world
+        src, dst = tensor.data_ptr(), output.data_ptr()
+        self._collective(
+            ctx,
+            lambda: self.core.all_to_all(
+                tuple(range(src, src + size * world, size)) if size else (src,) * world,
+                sizes,
+                tuple(range(dst, dst + size * world, size)) if size else (dst,) * world,
+                sizes,
+                dtype_of(tensor.dtype).code,
+                0,
+                ctx.timeout_ns,
+                ctx.site,
+                tensor.shape,
+            ),
+        )
+
+    # -- symmetric tensors ----------------------------------------------------------------------------------------
+
+    def allocate(
+        self, shape: tuple[int, ...], dtype: torch.dtype, ctx: CallContext, *, owner: int | None = None
+    ) -> Tensor:
+        """An uninitialised tensor, at one place of all ranks' heaps, or in `owner`'s alone. Collective."""
+        if self.uneven is not None:
+            self.barrier(ctx)  # where all meet again, if some were out of training steps
+        deadline = Deadline.after(ctx.timeout_s)
+        with self.turn(ctx.timeout_s):
+            buffer = self.symm_mem.allocate(
+                math.prod(shape) * dtype.itemsize,
+                deadline,
+                ctx.site,
+                lambda status: self.check(status, ctx),
+                owner=owner,
+            )
+        return torch.frombuffer(buffer, dtype=dtype).view(shape)

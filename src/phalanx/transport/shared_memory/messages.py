@@ -1,0 +1,101 @@
+"""Point to point on one host: sends go through a ring per pair of ranks, receives are posted and match as they come."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from phalanx import _core
+from phalanx.deadline import timeout_ns
+from phalanx.diagnostics import failures
+from phalanx.dtypes import dtype_of
+from phalanx.transport.base import CallContext
+from phalanx.transport.shared_memory.session import SharedMemorySession
+from phalanx.transport.tensors import dense, nbytes, write_back
+
+_PENDING = -1  # PLX_PENDING
+
+
+class PostedReceive:
+    """A receive that matches a message by sender and tag, in the order of posting, whatever comes first.
+
+    It is over once any thread of this rank that takes messages in has found its message, or its end.
+    """
+
+    def __init__(self, memory: SharedMemoryMessages, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> None:
+        self._memory = memory
+        self._tensor = tensor
+        self._data = dense(tensor)
+        self._peer = src
+        self._ctx = ctx
+        self.handle = _core.Receive()
+        self.was_here = (
+            memory.core.post(
+                self.handle,
+                self._data.data_ptr(),
+                nbytes(self._data),
+                src,
+                tag,
+                dtype_of(self._data.dtype).code,
+                ctx.timeout_ns,
+                ctx.site,
+                tensor.shape,
+            )
+            == failures.OK
+        )
+        """Whether the message had come before."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its message has not come, and nothing has ended the wait for it."""
+        return self.handle.status == _PENDING
+
+    @property
+    def source(self) -> int:
+        """Who sent the message, once it is not pending."""
+        return self.handle.source
+
+    def conclude(self) -> None:
+        """Once it is not pending: give the tensor its message, or raise what went wrong."""
+        self._memory.check(self.handle.status, self._ctx, kind=failures.RECV, peer=self._peer)
+        if self._data is not self._tensor:
+            write_back(self._tensor, self._data)
+
+
+class SharedMemoryMessages(SharedMemorySession):
+    """send, and receives that are posted. Messages between two ranks keep their order per tag."""
+
+    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
+        """Return when the bytes of `tensor` have left it."""
+        data = dense(tensor)
+        code = dtype_of(data.dtype).code
+        self.check(
+            self.core.send(data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.site, tensor.shape),
+            ctx,
+            kind=failures.SEND,
+            peer=dst,
+        )
+
+    def send_now(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> bool:
+        """As `send` if that needs no waiting; else False, and nothing has happened."""
+        data = dense(tensor)
+        code = dtype_of(data.dtype).code
+        status = self.core.send_now(
+            data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.site, tensor.shape
+        )
+        if status:
+            self.check(status, ctx, kind=failures.SEND, peer=dst)
+        return status is not None
+
+    def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PostedReceive:
+        """`tensor` will be the next message with `tag` from `src` (below zero: from anybody). Never waits."""
+        return PostedReceive(self, tensor, src, tag, ctx)
+
+    def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
+        """`tensor` becomes the next message with `tag` from `src` (below zero: from anybody); who sent it."""
+        receive = self.post(tensor, src, tag, ctx)
+        while receive.is_pending:
+            self.core.drive(receive.handle, timeout_ns(math.inf))  # up to the deadline with which it was posted
+        receive.conclude()
+        return receive.source

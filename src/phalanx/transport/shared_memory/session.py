@@ -1,0 +1,199 @@
+"""One rank's side of the memory of a host: its turn at a collective, its call sites, its warnings, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from phalanx.coordination.bootstrap import NOTICE_S
+from phalanx.deadline import timeout_ns
+from phalanx.diagnostics import failures
+from phalanx.diagnostics.call_sites import short
+from phalanx.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, nested
+from phalanx.diagnostics.flight_recorder import read
+from phalanx.diagnostics.whereabouts import find_position, late_ranks, remember
+from phalanx.errors import ClosedError, DeadlineError
+from phalanx.log import get_logger
+from phalanx.symmetric_memory.memory import Buffer, SymmetricMemory
+from phalanx.transport.base import CallContext
+
+if TYPE_CHECKING:
+    from phalanx.transport.uneven import UnevenInputs
+
+_logger = get_logger(__name__)
+_MAX_SITES = 256
+
+
+class SharedMemorySession:
+    """What is around the operations of a rank whose group's ranks are all on this host."""
+
+    rank: int
+    world_size: int
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.lock = threading.Lock()  # held while the core runs a collective
+        self._holder = 0  # the thread that has it; a signal handler runs in that very thread
+        self.uneven: UnevenInputs | None = None  # of those who train over the group
+        self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
+        self._sites: dict[tuple[str, int], int] = {}
+        self._places: dict[int, str] = {}
+        self._areas: dict[int, list[Buffer]] = {}  # for `broadcast_buffers`, by their size
+        self._said_at = 0
+        self._say_again_s = 0.0
+
+    def attach(self, symm_mem: SymmetricMemory) -> None:
+        """Take the seat; before the first operation."""
+        self.symm_mem = symm_mem
+        self.rank, self.world_size = symm_mem.rank, symm_mem.world_size
+        self.core = symm_mem.core
+        remember(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has left."""
+        return self.symm_mem.closed
+
+    @property
+    def seq(self) -> int:
+        """How many collectives this rank has begun."""
+        return self.core.seq
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def leave_note(self, note: str) -> None:
+        """How this process ends, for those who will miss it."""
+        self.core.set_note(note)
+
+    def leave_in_flight(self) -> None:
+        """Operations are still running here: end the group, so that they wake up before its memory goes."""
+        self.core.set_note(LEFT_IN_FLIGHT)
+        self.core.set_poison(failures.PEER_LOST, self.symm_mem.rank)
+
+    def settle(self, patience_s: float) -> bool:
+        """Whether no thread of this process is in an operation, after at most `patience_s`.
+
+        In a signal handler the operation that it interrupted is not waited for.
+        """
+        return self.core.settle(timeout_ns(patience_s))
+
+    def close(self) -> None:
+        """Leave. Whoever waits for this rank hears it at once, and so does whoever is in an operation here."""
+        self.symm_mem.close()
+
+    def abandon(self) -> None:
+        """As `close`, at the end of the process, while threads are in operations: nothing happens to them."""
+        self.symm_mem.close_for_good()
+
+    # -- around an operation -------------------------------------------------------------------------------------
+
+    def site(self, place: tuple[str, int]) -> int:
+        """The number of a (file, line) in the table that other ranks and the agent can read."""
+        number = self._sites.get(place)
+        if number is None:
+            if len(self._sites) >= _MAX_SITES:
+                self._sites.clear()
+                self._places.clear()
+            text = f"{short(place[0])}:{place[1]}" if place[0] else ""
+            try:
+                number = self.core.add_site(text)
+            except ClosedError:
+                raise closed(self.group) from None
+            self._sites[place] = number
+            self._places[number] = text
+        return number
+
+    def place(self, number: int) -> str:
+        """The 'file:line' that `site` gave this number, or nothing."""
+        return self._places.get(number, "")
+
+    def idle(self, waited_s: float) -> None:
+        """The core calls this while it waits: say who is missing, and again after as long again, who is then."""
+        if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
+            return
+        with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
+            self._tell_wait(waited_s)
+
+    def _tell_wait(self, waited_s: float) -> None:
+        records = read(self.core, self.symm_mem.rank)
+        if not records or (records[-1].enter_ns == self._said_at and waited_s < self._say_again_s):
+            return
+        last = records[-1]
+        self._said_at, self._say_again_s = last.enter_ns, 2 * waited_s
+        missing = late_ranks(self.core, self.symm_mem.rank, self.symm_mem.world_size) if last.is_collective else []
+        if last.is_collective and not missing and self.core.culprit not in (-1, self.symm_mem.rank):
+            missing = [self.core.culprit]  # in a round of gradients no rank has come further: the core looks at flags
+        if not last.is_collective and last.peer >= 0:
+            missing = [last.peer]
+        where = "; ".join(f"rank {r} {find_position(self.symm_mem, r)}" for r in missing[:8])
+        where = where or ("other ranks" if last.is_collective else "a message")
+        _logger.warning("%s", describe_wait(last.label, self.group, self.symm_mem.rank, missing, waited_s, where))
+
+    def check(self, status: int, ctx: CallContext, *, kind: int = 0, peer: int = -1) -> None:
+        """Raise the error that `status` stands for, if it is one; `kind` and `peer` if it was a message's."""
+        if status:
+            try:
+                error = failures.failure(status, self.symm_mem, self.group, ctx.timeout_s, kind=kind, peer=peer)
+            except ClosedError:  # before the memory could be read, by another thread
+                error = closed(self.group)
+            raise error
+
+    def _collective(self, ctx: CallContext, call: Callable[[], int]) -> None:
+        status = failures.REJOIN
+        while status == failures.REJOIN:
+            with self.turn(ctx.timeout_s):
+                try:
+                    status = call()
+                except BaseException as error:
+                    self._interrupted(error)
+                    raise
+            if status == failures.REJOIN:
+                self._rejoin()
+        if status:
+            self.check(status, ctx)
+
+    @contextlib.contextmanager
+    def turn(self, timeout_s: float) -> Iterator[None]:
+        """Hold `lock`, for one collective.
+
+        Raises:
+            PhalanxError: this is a signal handler, and the collective that it interrupted waits for its end.
+            DeadlineError: the other thread's collective was not over in time.
+        """
+        me = threading.get_ident()
+        if self.lock.locked():
+            self._await_turn(timeout_s)
+        with self.lock:
+            self._holder = me  # and nothing before it that a signal handler could come after
+            try:
+                yield
+            finally:
+                self._holder = 0
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
+        return self._holder == threading.get_ident()
+
+    def _await_turn(self, timeout_s: float) -> None:
+        if self.in_turn:
+            raise nested("a collective", self.group, self.symm_mem.rank)
+        if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise DeadlineError(
+                f"group {self.group!r} on rank {self.symm_mem.rank}: another thread's collective was still under way "
+                f"after {timeout_s:.1f} s, so this one could not begin.\n"
+                "Let one thread call the collectives of a group, or give each thread a group of its own."
+            )
+        self.lock.release()
+
+    def _rejoin(self) -> None:
+        """All wait at this collective, and some were out of training steps; after this it is called again."""
+        assert self.uneven is not None  # it is what made the core look
+        self.uneven.rejoin()
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
+        with contextlib.suppress(ClosedError):
+            self.core.set_note(type(error).__name__)

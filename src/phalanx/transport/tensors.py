@@ -1,0 +1,59 @@
+"""How a tensor's elements lie in memory, and the ways in and out for those whose memory cannot be used as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the elements lie in order in memory and mean what they say."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not tensor._is_zerotensor()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """`tensor` itself if it is plain; else a copy that is."""
+    if is_plain(tensor):
+        return tensor
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def scaled(tensor: Tensor, factor: Any) -> Tensor:
+    """`tensor` itself without a factor; else its product with it, in its own dtype whatever the factor's is."""
+    if factor is None:
+        return tensor
+    with torch.no_grad():
+        product: Tensor = (tensor * factor).to(tensor.dtype)
+        return product
+
+
+def write_back(tensor: Tensor, data: Tensor) -> None:
+    """Copy `data` into a tensor whose own memory could not be used."""
+    # Only inference mode may write to its tensors, and it belongs to the thread: this may be another than the caller's.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        tensor.copy_(data)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the strides visit each element of one block exactly once, in some order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def same_order(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors of one shape have the same element at the same place; a dimension of 1 has no say."""
+    return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size != 1)
