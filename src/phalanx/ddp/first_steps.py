@@ -57,7 +57,7 @@ class FirstSteps:
         self._nan_gradients: dict[int, Tensor] = {}
 
     def before_forward(self, inputs: Iterable[Tensor]) -> None:
-        """JobSnapshot at what the step's first forward is given, unless a part of it can't be read."""
+        """Look at what the step's first forward is given, unless a part of it can't be read."""
         if self._has_forward:
             return
         self._has_forward = True
@@ -71,13 +71,13 @@ class FirstSteps:
         )
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
-        """JobSnapshot at what a forward returned, and whether it drew random numbers."""
+        """Look at what a forward returned, and whether it drew random numbers."""
         if self._draws is None and self._generator is not None:  # after the first forward
             self._draws = not torch.equal(self._generator, self._generator_state())
         self._nan_outputs += _nans(outputs)
 
     def on_gradient(self, index: int, gradient: Tensor | None) -> None:
-        """JobSnapshot at this rank's own gradient of a parameter."""
+        """Look at this rank's own gradient of a parameter."""
         if gradient is not None and not self._scaled:
             for nan in _nans([gradient]):
                 self._nan_gradients.setdefault(index, nan)
@@ -107,7 +107,7 @@ class FirstSteps:
         return False
 
     def close(self) -> None:
-        """JobSnapshot at no more steps."""
+        """Look at no more steps."""
         self._optimizers.close()
 
     def _observe(self, parameters: Tensor) -> Observation:

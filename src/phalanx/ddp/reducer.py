@@ -148,7 +148,7 @@ class Reducer:
         self.end_watch()
 
     def end_watch(self) -> None:
-        """JobSnapshot at no more first rounds: not all ranks make the same ones."""
+        """Look at no more first rounds: not all ranks make the same ones."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None

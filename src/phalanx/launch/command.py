@@ -69,7 +69,7 @@ def _has_folder() -> bool:
 
 
 def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
-    """JobSnapshot at the host and decide everything that can be decided before a process is started.
+    """Look at the host and decide everything that can be decided before a process is started.
 
     Raises:
         LaunchError: with all the problems that were found.
