@@ -51,7 +51,7 @@ def test_what_a_rank_did_is_read_from_outside_also_after_it_left(seen):
     symm_mem.close()
     after = looker.read()
     assert looker.is_over()
-    assert (after.ranks[0].note, after.ranks[0].records) == ("done", rank.records)
+    assert (after.ranks[0].exit_reason, after.ranks[0].records) == ("done", rank.records)
 
 
 def test_reading_writes_nothing(seen):

@@ -35,13 +35,13 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class RankLog:
-    """What one rank did in a group. `came` and `left`: it has taken, and given up, its seat; `note` are last words."""
+    """What one rank did in a group. `came` and `left`: it has joined and left; `exit_reason` are its last words."""
 
     rank: int
     pid: int
     came: bool
     left: bool
-    note: str
+    exit_reason: str
     records: tuple[Record, ...]
 
 
@@ -139,7 +139,7 @@ class Observer:
             _core.unmap(address, nbytes)
 
     def _log(self, core: _core.Group, index: int) -> RankLog:
-        life, _, _, _, _, note = core.state(index)
+        life, _, _, _, _, reason = core.state(index)
         records = read(core, index)
         ranks = self.group_info.ranks
         if len(ranks) == self.group_info.world_size:  # peers are numbered in the group; people know the job's numbers
@@ -151,7 +151,9 @@ class Observer:
                 )
                 for record in records
             ]
-        return RankLog(ranks[index], self.group_info.pids[index], life != _ABSENT, life == _LEFT, note, tuple(records))
+        return RankLog(
+            ranks[index], self.group_info.pids[index], life != _ABSENT, life == _LEFT, reason, tuple(records)
+        )
 
     def close(self) -> None:
         """Let go of the memory."""

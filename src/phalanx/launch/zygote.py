@@ -25,7 +25,7 @@ import threading
 import time
 from typing import Any
 
-from phalanx.launch import wire
+from phalanx.launch import control_protocol
 from phalanx.launch.folder import remove
 from phalanx.launch.processes import (
     ENDING_SIGNALS,
@@ -112,7 +112,7 @@ class _Zygote:
                 _drain(self._wake[0])
                 self._reap()
             if self._control.fileno() in ready:
-                received = wire.receive(self._control)
+                received = control_protocol.receive(self._control)
                 if received is None:
                     kill_descendants(list(self._ranks))
                     if self._target:
@@ -201,7 +201,7 @@ class _Zygote:
 
     def _tell(self, event: dict[str, Any]) -> None:
         try:
-            wire.send(self._control, event)
+            control_protocol.send(self._control, event)
         except OSError:
             pass  # the agent has gone; the next receive sees it
 

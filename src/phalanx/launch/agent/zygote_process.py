@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from phalanx.launch import wire
+from phalanx.launch import control_protocol
 from phalanx.launch.processes import SUPPORTED
 from phalanx.launch.target import Target
 
@@ -29,7 +29,7 @@ class ZygoteProcess:
     def __init__(self, environment: Mapping[str, str], *, preload: bool, room: int = 0) -> None:
         """`room` is the number of bytes that the ranks will need for the words that `ps` shows of them."""
         ours, theirs = socket.socketpair()
-        self.control = wire.Channel(ours)
+        self.control = control_protocol.Channel(ours)
         boot = _BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload)
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

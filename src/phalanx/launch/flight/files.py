@@ -53,7 +53,7 @@ def plan_records(
                         "rank": rank.rank,
                         "pid": rank.pid,
                         "left": rank.left,
-                        "note": rank.note,
+                        "exit_reason": rank.exit_reason,
                         "ended_ns": ended_ns.get(rank.pid),
                         "operations": [
                             {

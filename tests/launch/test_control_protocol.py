@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from phalanx.launch import wire
+from phalanx.launch import control_protocol
 
 
 @pytest.mark.parametrize("text", ["", "a", "ü" * 1000])
@@ -11,18 +11,18 @@ def test_a_message_arrives_as_it_was_sent(text: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for _ in range(2):
-            wire.send(ours, {"text": text})
-        assert wire.receive(theirs) == ({"text": text}, [])
-        assert wire.receive(theirs) == ({"text": text}, [])
+            control_protocol.send(ours, {"text": text})
+        assert control_protocol.receive(theirs) == ({"text": text}, [])
+        assert control_protocol.receive(theirs) == ({"text": text}, [])
 
 
 def test_descriptors_travel_and_are_not_inherited() -> None:
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
     with ours, theirs:
-        wire.send(ours, {"n": 1}, [write])
+        control_protocol.send(ours, {"n": 1}, [write])
         os.close(write)
-        received = wire.receive(theirs)
+        received = control_protocol.receive(theirs)
         assert received is not None
         message, (copy,) = received
         assert message == {"n": 1}
@@ -39,13 +39,13 @@ def test_a_peer_that_has_gone_is_the_end_even_in_the_middle_of_a_message(sent: b
     with theirs:
         ours.sendall(sent)
         ours.close()
-        assert wire.receive(theirs) is None
+        assert control_protocol.receive(theirs) is None
 
 
 def test_a_channel_never_waits_and_loses_nothing() -> None:
     # Agent and zygote once waited for each other, each in a full socket.
     ours, theirs = socket.socketpair()
-    channel = wire.Channel(ours)
+    channel = control_protocol.Channel(ours)
     read, write = os.pipe()
     with theirs:
         for number in range(2000):
@@ -53,7 +53,7 @@ def test_a_channel_never_waits_and_loses_nothing() -> None:
         assert channel.waiting
         os.close(write)
         for number in range(2000):
-            received = wire.receive(theirs)
+            received = control_protocol.receive(theirs)
             channel.send_some()
             assert received is not None
             message, fds = received
@@ -69,11 +69,11 @@ def test_a_channel_never_waits_and_loses_nothing() -> None:
 
 def test_a_channel_reads_messages_however_they_were_cut_and_the_last_of_one_that_has_gone() -> None:
     ours, theirs = socket.socketpair()
-    channel = wire.Channel(ours)
+    channel = control_protocol.Channel(ours)
     assert channel.take() == []
     sender, copy = socket.socketpair()
     with sender, copy:
-        wire.send(sender, {"text": "ü" * 10})
+        control_protocol.send(sender, {"text": "ü" * 10})
         data = copy.recv(1 << 16)
     for byte in data:
         theirs.sendall(bytes([byte]))
