@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -318,3 +319,39 @@ def test_a_script_that_only_the_first_host_has_is_missed_where_it_is_not(tmp_pat
         ended = finish([first, second])
     assert [end.code for end in ended] == [1, 2]
     assert f"phalanx join: script {script!r}: no such file" in ended[1].out
+
+
+def test_stacks_of_all_hosts_are_shown_on_the_first(tmp_path: Path) -> None:
+    script = write_script(tmp_path, _FOR_EVER)
+    with hosts(2) as machines, commands(machines, *numbered(machines, script=(script,), nproc="1")) as jobs:
+        jobs[0].read_until_all("running", 2)
+        shown = []
+        for machine, job in zip(machines, jobs, strict=True):
+            with start("stacks", str(job.process.pid), before=machine.command) as stacks:
+                shown.append(stacks.finish())
+        jobs[0].process.send_signal(signal.SIGTERM)
+        finish(jobs)
+    name = os.uname().nodename
+    assert [each.code for each in shown] == [0, 0], shown[0].err + shown[1].err
+    here, there = shown[0].out.split(f"On {name}#1 (10.77.0.2):")
+    assert "1 of 2 ranks running on this host, 1 of 2" in here
+    assert "rank 0 (pid " in here
+    assert "1 of 2 ranks running on this host, 2 of 2" in there
+    assert "rank 1 (pid " in there
+    for said in (here, there):
+        assert "all_reduce #" in said
+        assert 'script.py", line 8 in <module>' in said
+    assert "ask on the first one, for all" in shown[1].out
+
+
+def test_a_job_on_one_host_loads_nothing_for_several(tmp_path: Path) -> None:
+    """The first start on one host is what people wait for: neither ZeroMQ nor anything of several hosts is loaded."""
+    script = write_script(tmp_path, "print('here')\n")
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "phalanx.cli", "run", "--nproc-per-node=1", "--no-preload", script],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert "phalanx.launch.agent.job" in loaded
+    assert not [name for name in loaded if name.partition(".")[0] == "zmq" or name.startswith("phalanx.launch.hosts")]
+    assert {name for name in loaded if name.startswith("phalanx.coordination.")} == {"phalanx.coordination.launchers"}

@@ -18,7 +18,7 @@ from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
-from phalanx.launch.agent.agent_socket import AgentSocket
+from phalanx.launch.agent.agent_socket import AgentSocket, Request
 from phalanx.launch.agent.flights import Flights
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.stragglers import describe_stragglers
@@ -31,7 +31,7 @@ from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal
-from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer
+from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer, answer_others
 from phalanx.symmetric_memory.memfd import create
 
 _MAX_REPORT_BYTES = 1 << 18
@@ -115,6 +115,11 @@ class Attempt:
     def is_swept(self) -> bool:
         """Whether no process of the job is left, on any host."""
         return self._swept
+
+    def look_at_others(self, request: Request) -> None:
+        """Somebody wants to know where the ranks of other hosts are."""
+        answer_others(request.sock, [])
+        request.close()
 
     def collect_logs(self) -> list[GroupLog]:
         """What the ranks have recorded."""
@@ -324,16 +329,21 @@ class Attempt:
         if request.message.get("kind") == "store" and has_token and self._store is not None:
             with contextlib.suppress(OSError):  # it did not wait
                 socket.send_fds(request.sock, [b"store"], [self._store])
+        if request.message.get("kind") == "look at others":
+            self.look_at_others(request)
+            return
         if request.message.get("kind") == "look":
             living = [rank for rank in self.state.running if rank in self._pids]
             observed = self.flights.observed
             look = JobSnapshot(
                 os.getpid(),
                 self._plan.settings.target.name,
-                self._plan.num_ranks,
+                self.place.world_size,
                 self._host.zygote.pid,
                 tuple((rank, self._pids[rank]) for rank in living),
                 tuple(observer.group_info for observer in observed),
+                self.place.node,
+                self.place.num_nodes,
             )
             answer(request.sock, look, [self._stacks[r] for r in living], [observer.control for observer in observed])
         request.close()

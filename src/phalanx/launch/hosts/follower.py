@@ -6,6 +6,7 @@ When nothing is heard of the first host any more, it stops its ranks by itself, 
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,7 @@ from phalanx.launch.hosts.store import create_store
 from phalanx.launch.output.display import Display
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
+from phalanx.launch.stacks.report import report_own_stacks
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent
 FIRST = 0  # the first host's member: it joins before anybody can
@@ -231,9 +233,15 @@ class FollowerAttempt(Attempt):
                 if signum in ENDING_SIGNALS:
                     self.abandon_rest()
                 self.do(state.obey(signum, letter.body["ranks"], bool(letter.body["group"])))
+            elif letter.kind == "stacks":
+                threading.Thread(target=self._tell_stacks, args=(letter.body["look"],), daemon=True).start()
             elif letter.kind == "sweep":
                 self.abandon_rest()
                 self.do(state.sweep())
+
+    def _tell_stacks(self, look: Any) -> None:
+        """In a thread: the ranks are given a second to answer, and the agent itself is asked who they are."""
+        self._mail.put(FIRST, "stacks", attempt=self._number, look=look, text=report_own_stacks())
 
     def _lose_first(self, why: str) -> None:
         if self.obedience.abandoned_by or self.ended is not None:

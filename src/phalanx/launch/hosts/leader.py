@@ -6,11 +6,12 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.launch.agent.agent_socket import Request
 from phalanx.launch.agent.attempt import Attempt, Host
 from phalanx.launch.agent.supervision import Action
 from phalanx.launch.failure import Exit, Loss, Report
@@ -19,7 +20,9 @@ from phalanx.launch.hosts.mail import Letter, Mail, decode_lines
 from phalanx.launch.hosts.roster import Node, find_node
 from phalanx.launch.hosts.store import create_store
 from phalanx.launch.plan import JobPlan
+from phalanx.launch.stacks.job_snapshot import answer_others
 
+_LOOK_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
 _SWEEP_LIMIT_S = 15.0  # what a host may take to kill and tell, which is otherwise alive
 
 
@@ -54,6 +57,16 @@ class Team:
         return node
 
 
+@dataclass
+class Look:
+    """Somebody who wants to know where the ranks of other hosts are: which hosts have yet to say, what others said."""
+
+    request: Request
+    waiting: set[int]
+    due: float
+    told: dict[int, str] = field(default_factory=dict)
+
+
 class LeaderAttempt(Attempt):
     """An attempt whose other ranks are on other hosts."""
 
@@ -65,6 +78,8 @@ class LeaderAttempt(Attempt):
         self._sweep_limit: float | None = None
         self._remote_logs: list[GroupLog] = []
         self._remote_ended_ns: dict[int, int] = {}
+        self._looks: dict[int, Look] = {}
+        self._number_of_looks = 0
         super().__init__(plan, host, restart_count, team.own.place)
         host.display.host_of = team.name_host
 
@@ -79,7 +94,8 @@ class LeaderAttempt(Attempt):
     @property
     def due(self) -> float | None:
         """When to look again although nothing has come."""
-        return self._sweep_limit
+        times = [at for at in (self._sweep_limit, *(look.due for look in self._looks.values())) if at is not None]
+        return min(times, default=None)
 
     def receive(self, ready: set[int]) -> None:
         """Read what the other hosts say."""
@@ -88,6 +104,7 @@ class LeaderAttempt(Attempt):
         if self._team.mail.fileno() in ready:
             for letter in self._team.mail.take():
                 self._read(letter)
+        self._answer_looks()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
             self._sweep_limit = None
             for node in self._team.present:
@@ -119,6 +136,32 @@ class LeaderAttempt(Attempt):
     def is_swept(self) -> bool:
         """Whether no process of the job is left, on any host that is still there."""
         return super().is_swept and all(node.facts.member in self._swept_hosts for node in self._team.present)
+
+    def look_at_others(self, request: Request) -> None:
+        """Ask the agents of the other hosts, and answer when they have."""
+        self._number_of_looks += 1
+        waiting = {node.facts.member for node in self._team.present}
+        self._looks[self._number_of_looks] = Look(request, waiting, time.monotonic() + _LOOK_LIMIT_S)
+        for node in self._team.present:
+            self._put(node, "stacks", look=self._number_of_looks)
+        self._answer_looks()
+
+    def _answer_looks(self) -> None:
+        for number, look in list(self._looks.items()):
+            if look.waiting and time.monotonic() < look.due:
+                continue
+            silent = [(self._team.others[member].where, "does not answer") for member in look.waiting]
+            told = [(node.where, look.told[m]) for m, node in self._team.others.items() if m in look.told]
+            answer_others(look.request.sock, [*told, *silent])
+            look.request.close()
+            del self._looks[number]
+
+    def close(self) -> None:
+        """Let go of what the ranks have shown us, and of those who wait to be told where they are."""
+        for look in self._looks.values():
+            look.request.close()
+        self._looks.clear()
+        super().close()
 
     def collect_logs(self) -> list[GroupLog]:
         """What the ranks of all hosts have recorded, group by group."""
@@ -175,6 +218,11 @@ class LeaderAttempt(Attempt):
             self._remote_ended_ns.update(ended_ns)
         elif letter.kind == "swept":
             self._swept_hosts.add(letter.member)
+        elif letter.kind == "stacks":
+            look = self._looks.get(int(body["look"]))
+            if look is not None:
+                look.waiting.discard(letter.member)
+                look.told[letter.member] = str(body["text"])
         elif letter.kind == "failed":
             self._lose(letter.member, str(body["why"]))
 

@@ -34,6 +34,8 @@ class JobSnapshot:
     zygote: int
     ranks: tuple[tuple[int, int], ...]
     groups: tuple[GroupInfo, ...]
+    node: int = 0
+    num_nodes: int = 1
 
     def to_bytes(self) -> bytes:
         """As JSON."""
@@ -65,6 +67,36 @@ def answer(sock: socket.socket, snapshot: JobSnapshot, stacks: Sequence[int], co
         pass
     finally:
         os.close(description)
+
+
+def answer_others(sock: socket.socket, told: Sequence[tuple[str, str]]) -> None:
+    """The agent's side of `ask_others`; never waits."""
+    description = create("phalanx-look")
+    try:
+        os.write(description, json.dumps(told).encode())
+        socket.send_fds(sock, [b"others"], [description])
+    except OSError:
+        pass
+    finally:
+        os.close(description)
+
+
+def ask_others(name: str, timeout_s: float) -> list[tuple[str, str]]:
+    """What `phalanx stacks` would say on each other host of the job: its name, and the text. Empty if nobody says."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(timeout_s)
+            sock.connect(f"\0{name}")
+            if peer_of(sock).uid != os.getuid():
+                return []
+            sock.send(b'{"kind": "look at others"}')
+            _, fds, _, _ = socket.recv_fds(sock, 16, 1)
+    except OSError:
+        return []
+    if not fds:
+        return []
+    with open(fds[0], "rb") as file:
+        return [(str(host), str(text)) for host, text in json.loads(os.pread(file.fileno(), _MAX_DESCRIPTION_BYTES, 0))]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,12 @@ from phalanx.diagnostics.flight_recorder import position_of
 from phalanx.diagnostics.observer import GroupLog, Observer
 from phalanx.errors import LaunchError
 from phalanx.launch.processes import STACKS_SIGNAL
-from phalanx.launch.stacks.job_snapshot import JobSnapshot, ask
-from phalanx.launch.stacks.jobs import choose_job, describe_command, find_jobs
+from phalanx.launch.stacks.job_snapshot import JobSnapshot, ask, ask_others
+from phalanx.launch.stacks.jobs import RunningJob, choose_job, describe_command, find_jobs
 from phalanx.launch.stacks.survey import ask_ranks
 
 _AGENT_TIMEOUT_S = 5.0
+_OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the others
 
 
 def report_stacks(wanted: int | None) -> str:
@@ -25,6 +27,26 @@ def report_stacks(wanted: int | None) -> str:
     """
     jobs = find_jobs()
     job = choose_job(jobs, wanted, {job.pid: describe_command(job.pid) for job in jobs})
+    text, num_others = _report_here(job)
+    if num_others == 0:
+        return text
+    told = ask_others(job.name, _OTHERS_TIMEOUT_S)
+    parts = [text, *(f"On {host}:\n\n{said}" for host, said in told)]
+    if not told:
+        parts.append(f"The job has {num_others} other host{'s' * (num_others > 1)}: ask on the first one, for all.")
+    return "\n\n".join(parts)
+
+
+def report_own_stacks() -> str:
+    """Where the ranks are whose agent this process is, for the first host; called in a thread of the agent."""
+    try:
+        return _report_here(next(job for job in find_jobs() if job.pid == os.getpid()))[0]
+    except (LaunchError, StopIteration) as error:
+        return str(error) or "its agent cannot be asked"
+
+
+def _report_here(job: RunningJob) -> tuple[str, int]:
+    """The text for the ranks of this host, and how many other hosts there are."""
     with ask(job.name, job.pid, _AGENT_TIMEOUT_S) as (snapshot, stacks, controls):
         if not snapshot.ranks:
             raise LaunchError(f"phalanx stacks: job {job.pid}: no rank is running: it is still starting, or ending")
@@ -33,12 +55,15 @@ def report_stacks(wanted: int | None) -> str:
             Observer(group_info, control).read() for group_info, control in zip(snapshot.groups, controls, strict=True)
         ]
         now_ns = time.monotonic_ns()
-        return format_report(snapshot, logs, ask_ranks(snapshot.ranks, stacks, snapshot.zygote), now_ns)
+        text = format_report(snapshot, logs, ask_ranks(snapshot.ranks, stacks, snapshot.zygote), now_ns)
+        return text, snapshot.num_nodes - 1
 
 
 def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Mapping[int, str], now_ns: int) -> str:
     """The text; `stacks` by rank are faulthandler's words, or one line that says why there are none."""
-    lines = [f"Job {snapshot.agent}: {snapshot.target}, {len(snapshot.ranks)} of {snapshot.world_size} ranks running"]
+    here = f" on this host, {snapshot.node + 1} of {snapshot.num_nodes}" if snapshot.num_nodes > 1 else ""
+    count = f"{len(snapshot.ranks)} of {snapshot.world_size} ranks running{here}"
+    lines = [f"Job {snapshot.agent}: {snapshot.target}, {count}"]
     for rank, pid in snapshot.ranks:
         lines += ["", f"rank {rank} (pid {pid})"]
         members = [(group, log) for group in groups for log in group.ranks if log.pid == pid and not log.left]
