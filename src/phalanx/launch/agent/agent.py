@@ -34,8 +34,12 @@ def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
         except OSError as error:
             raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
         try:
+            if plan.settings.rendezvous is not None:  # a job on one host needs nothing of this
+                from phalanx.launch.hosts.start import see_through_with_others
+
+                return see_through_with_others(plan, zygote, signals, joined)
             from phalanx.launch.agent.job import see_through  # here, because it takes time that the zygote needs too
 
-            return see_through(plan, zygote, signals, joined)
+            return see_through(plan, zygote, signals)
         finally:
             zygote.close(kill_descendants([zygote.pid]))

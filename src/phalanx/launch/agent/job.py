@@ -7,7 +7,6 @@ import select
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
@@ -30,9 +29,6 @@ from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, name_signal
 from phalanx.launch.target import find_local_rank_flag
 
-if TYPE_CHECKING:
-    from phalanx.launch.hosts.membership import Joined
-
 LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
 _OVERDUE_EXIT_CODE = 124  # as of `timeout`, the command
 _HANG_S = 1.0  # who waited longer than this when the user ended the job is worth a line
@@ -46,16 +42,12 @@ class Flight:
     ended_ns: dict[int, int]
 
 
-def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:
+def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     """Run the job on `zygote` to its end, with signals arriving on descriptor `signals`; returns the exit code.
 
     Raises:
         LaunchError: the log directory cannot be written.
     """
-    if plan.settings.rendezvous is not None:
-        from phalanx.launch.hosts.start import see_through_with_others  # here: a job on one host needs none of it
-
-        return see_through_with_others(plan, zygote, signals, joined)
     with opened_host(plan, zygote, signals) as host:
         code = run_attempts(plan, host, lambda restart_count: Attempt(plan, host, restart_count))
     return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
