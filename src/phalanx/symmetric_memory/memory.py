@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from phalanx import _core
-from phalanx.deadline import Deadline
-from phalanx.deadline import timeout_ns as timeout_ns
+from phalanx.deadline import Deadline, timeout_ns
 from phalanx.errors import ClosedError, InternalError, PhalanxError
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, Notice, receive_fds
 from phalanx.symmetric_memory.liveness_pipe import LivenessPipes, needs_liveness_pipes, new_pipes

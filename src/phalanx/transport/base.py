@@ -85,7 +85,7 @@ class Transport(ABC):
     # -- what it can do ------------------------------------------------------------------------------------------
 
     hears_signals = True
-    """Whether its waits end with Ctrl-C in the main thread. Else whoever waits for an executor tells `interrupted`."""
+    """Whether its waits end with Ctrl-C. Else the main thread leaves them to another one."""
 
     closes_in_flight = False
     """Whether `close` may come while operations of this process are inside: its memory stays until they are out."""

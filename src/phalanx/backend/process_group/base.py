@@ -39,8 +39,8 @@ class ProcessGroupBase(dist.ProcessGroup):
     """What every process group answers, and the order in which this one carries things out.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
-    the group's executor, one thread, first come first served. Either way all ranks run the same calls in one order.
-    A transport sees to it that the main thread hears Ctrl-C in an operation.
+    the group's executor, one thread, first come first served. Either way all ranks run the same calls in order. The
+    transport sees to it that the main thread hears Ctrl-C in an operation; a wait for the executor hears it by itself.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ def _observed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_recorded() -> bool:
     """Whether who looks on has been told of the call, or nobody does in this thread; then it is carried out."""
-    if getattr(_this_thread, "told", False):
+    if getattr(_this_thread, "is_recorded", False):
         _this_thread.is_recorded = False  # of this call alone
         return True
     return not _is_dispatched() and not torch._C._autograd._profiler_enabled()

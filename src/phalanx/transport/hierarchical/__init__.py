@@ -10,13 +10,13 @@ messages    point to point
 from __future__ import annotations
 
 from phalanx.transport.base import Transport
-from phalanx.transport.hierarchical.collectives import Collectives
-from phalanx.transport.hierarchical.messages import Messages
+from phalanx.transport.hierarchical.collectives import HierarchicalCollectives
+from phalanx.transport.hierarchical.messages import HierarchicalMessages
 
 __all__ = ["HierarchicalTransport"]
 
 
-class HierarchicalTransport(Collectives, Messages, Transport):
+class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Transport):
     """Ranks on several hosts: shared memory in each, an engine between."""
 
-    hears_signals = False  # an engine's wait hears none; collectives see to it themselves
+    hears_signals = False  # an engine's wait hears none

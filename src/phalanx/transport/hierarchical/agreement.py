@@ -22,7 +22,7 @@ from phalanx.transport.call import HEAD_BYTES, Disagreement, digest_of, foreign_
 from phalanx.transport.hierarchical.exchange import SMALL_BYTES, Came, all_agree
 from phalanx.transport.hierarchical.failure_reports import LocalFailure
 from phalanx.transport.hierarchical.rails import ConnectionBroken, data_tag
-from phalanx.transport.hierarchical.session import Session
+from phalanx.transport.hierarchical.session import HierarchicalSession
 
 Piece = tuple[int, int]
 """Where bytes lie, and how many."""
@@ -51,7 +51,7 @@ class _Envelope:
             ctypes.memmove(self.payload, address, nbytes)
 
 
-class Agreement(Session):
+class Agreement(HierarchicalSession):
     """The steps in which a collective begins; its caller is inside `_running`."""
 
     _envelopes: list[_Envelope] | None = None

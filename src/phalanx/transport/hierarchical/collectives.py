@@ -18,8 +18,8 @@ from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_bac
 _SUM = 0  # enum plx_redop
 
 
-class Collectives(DirectCollectives):
-    """Every collective of `SharedMemoryTransport`, with the same arguments; see there for what each does.
+class HierarchicalCollectives(DirectCollectives):
+    """Every collective of `Transport`, with the same arguments; see there for what each does.
 
     Raises:
         MismatchError: some rank called something else; no tensor was changed.

@@ -35,7 +35,7 @@ class LocalFailure(Exception):
 
 
 class Reports:
-    """What `Session` knows of its group, as far as a report tells it."""
+    """What `HierarchicalSession` knows of its group, as far as a report tells it."""
 
     layout: Layout
     rank: int

@@ -15,11 +15,11 @@ from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.rails import Message, talking_to
-from phalanx.transport.hierarchical.session import Session
+from phalanx.transport.hierarchical.session import HierarchicalSession
 from phalanx.transport.tensors import dense, nbytes, write_back
 
 
-class Messages(Session):
+class HierarchicalMessages(HierarchicalSession):
     """send and recv. Messages between two ranks keep their order per tag."""
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:

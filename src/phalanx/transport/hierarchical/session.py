@@ -56,7 +56,7 @@ class Running:
 
     __slots__ = ("_call", "_ctx", "_deadline", "_record", "_session")
 
-    def __init__(self, session: Session, call: Call, ctx: CallContext) -> None:
+    def __init__(self, session: HierarchicalSession, call: Call, ctx: CallContext) -> None:
         self._session = session
         self._call = call
         self._ctx = ctx
@@ -97,7 +97,7 @@ class Running:
         self._session.lock.release()
 
 
-class Session(Reports):
+class HierarchicalSession(Reports):
     """One rank's side of a group whose ranks are on several hosts: its host's memory, the engine and the failure store.
 
     One collective at a time: `lock` is held while it runs.

@@ -107,9 +107,9 @@ class MpiSession(Transport):
         with self.lock, torch.no_grad():
             self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
             self._seq += 1
-            operation = Operation(f"{call.name} #{self.seq}", self.group, self.rank, self.seq, call.place)
+            operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
             self._entered_s = time.monotonic()
-            self._position = Position(self.seq, operation.place, inside=True)
+            self._position = Position(self._seq, operation.place, inside=True)
             deadline = Deadline.after(ctx.timeout_s)
             with self._told(operation, deadline):
                 self._agree(call, deadline)

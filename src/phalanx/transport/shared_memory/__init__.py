@@ -7,15 +7,9 @@ messages     send, and receives that are posted
 
 from __future__ import annotations
 
-from phalanx.transport.base import CallContext as CallContext
 from phalanx.transport.base import Transport
 from phalanx.transport.shared_memory.collectives import SharedMemoryCollectives
 from phalanx.transport.shared_memory.messages import SharedMemoryMessages
-from phalanx.transport.tensors import dense as dense
-from phalanx.transport.tensors import is_plain as is_plain
-from phalanx.transport.tensors import nbytes as nbytes
-from phalanx.transport.tensors import scaled as scaled
-from phalanx.transport.tensors import write_back as write_back
 
 __all__ = ["SharedMemoryTransport"]
 
@@ -33,6 +27,3 @@ class SharedMemoryTransport(SharedMemoryCollectives, SharedMemoryMessages, Trans
     def shared_memory(self) -> SharedMemoryTransport:
         """This, for all ranks share memory."""
         return self
-
-
-SharedMemory = SharedMemoryTransport
