@@ -252,3 +252,26 @@ def test_importing_the_facade_loads_no_room():
     code = "import sys, phalanx; print(*sorted(m for m in sys.modules if m.startswith('phalanx')))"
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert run.stdout.split() == ["phalanx"]
+
+
+TORCH_NAMES = {"torch", "dist", "c10d", "dist2", "stores"}
+
+
+def test_one_file_alone_changes_torch():
+    """Each change is listed there with its reason and with what ends it; docs/architecture.md tells them as decisions."""
+    wrong = []
+    for module in modules():
+        if module.relative_to(PACKAGE).as_posix() == "backend/torch_patches.py":
+            continue
+        for node in ast.walk(tree(module)):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+                targets = [node.args[0]]
+            for target in targets:
+                root = target
+                while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
+                    is_vars = isinstance(root, ast.Call) and ast.unparse(root.func) == "vars" and root.args
+                    root = root.args[0] if is_vars else getattr(root, "value", None)
+                if root is not target and isinstance(root, ast.Name) and root.id in TORCH_NAMES:
+                    wrong.append(where(module, node.lineno))
+    assert wrong == []

@@ -5,14 +5,14 @@ import pytest
 import phalanx
 
 
-@pytest.mark.parametrize("name", sorted(phalanx._HOME))
+@pytest.mark.parametrize("name", sorted(phalanx._MODULE_OF))
 def test_every_public_name_is_found_where_the_facade_says(name):
-    assert getattr(phalanx, name) is getattr(importlib.import_module(phalanx._HOME[name]), name)
+    assert getattr(phalanx, name) is getattr(importlib.import_module(phalanx._MODULE_OF[name]), name)
     assert name in vars(phalanx), "the second use costs a dictionary lookup"
 
 
 def test_every_public_name_is_listed():
-    assert set(phalanx.__all__) == {"__version__", *phalanx._HOME}
+    assert set(phalanx.__all__) == {"__version__", *phalanx._MODULE_OF}
     assert set(phalanx.__all__) <= set(dir(phalanx))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # The public names, and the module that knows each. One line per name; the names are PyTorch's where PyTorch has one.
-_HOME = {
+_MODULE_OF = {
     "DistributedDataParallel": "phalanx.ddp",
     "ZeroRedundancyOptimizer": "phalanx.optim",
     "LocalSGD": "phalanx.optim",
@@ -40,7 +40,7 @@ _HOME = {
     "PeerLostError": "phalanx.errors",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_MODULE_OF]
 
 if TYPE_CHECKING:
     from phalanx.backend import Options as Options
@@ -71,13 +71,13 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    module = _MODULE_OF.get(name)
+    if module is None:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOME))
+    return sorted(set(globals()) | set(_MODULE_OF))

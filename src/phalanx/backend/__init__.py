@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME = {
+_MODULE_OF = {
     "create_process_group": "phalanx.backend.create",
     "PhalanxProcessGroup": "phalanx.backend.process_group",
     "Job": "phalanx.backend.job",
@@ -14,7 +14,7 @@ _HOME = {
     "shared_empty": "phalanx.backend.shared",
 }
 
-__all__ = list(_HOME)
+__all__ = list(_MODULE_OF)
 
 if TYPE_CHECKING:
     from phalanx.backend.create import create_process_group as create_process_group
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    module = _MODULE_OF.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(module), name)

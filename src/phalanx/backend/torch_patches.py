@@ -1,20 +1,32 @@
 """Every change that Phalanx makes to PyTorch; no other file makes one.
 
 A program that does not ask for us must see PyTorch as if Phalanx were not installed. So `import torch` only puts two
-names where torch looks backends up, and the rest follows when somebody asks for one of them by that name.
+names where torch looks backends up, and the rest is applied at first use: when somebody asks for one of them by name.
 
-    changed                              so that                                        from when on
-    Backend.PHALANX, Backend.MPI         we hear that the backend is asked for          import torch
+    changed                              so that                                        applied when
+    Backend.PHALANX, Backend.MPI         we hear that the backend is asked for          torch is imported
     init_process_group without a name    it means ours under `phalanx run`              in a rank of `phalanx run`
     env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
     FileStore's queues                   it has them, being the store of `phalanx run`  in a rank of `phalanx run`
+    PrefixStore's queues, list of keys   it passes them on to a store in Python         a job on several hosts starts
     env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
     monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
     _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
     _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
 
+    changed                              goes when torch (seen: 2.13)
+    Backend.PHALANX, Backend.MPI         tells a backend that it is asked for, and compares names of groups in one case
+    init_process_group without a name    lets the environment say which backend is the default
+    env://, in a rank of `phalanx run`   takes a FileStore from its launcher
+    FileStore's and PrefixStore's        has queues in FileStore, and passes them on from PrefixStore
+    env://, tcp://                       tells a rendezvous handler for which backend it is called
+    monitored_barrier                    asks the group instead of its name
+    _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
+    _new_process_group_helper            takes "mpi" from `Backend.register_backend`
+
 (`csrc/interpose.c` reaches deeper, into libc10's allocation, when DDP asks for gradients in shared memory; and
-`process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.)
+`process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.
+docs/architecture.md tells both as decisions.)
 """
 
 from __future__ import annotations
@@ -118,7 +130,7 @@ def _serve_dist2() -> None:
     numbers = itertools.count()
 
     def create(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **kwargs: Any) -> Any:
-        home = importlib.import_module("phalanx.backend")
+        module = importlib.import_module("phalanx.backend")
         options = types.SimpleNamespace(
             store=store,
             group_rank=rank,
@@ -127,7 +139,7 @@ def _serve_dist2() -> None:
             group_id=f"dist2-{next(numbers)}",
             global_ranks_in_group=[],
         )
-        return home.create_process_group(options, home.Options(**kwargs))
+        return module.create_process_group(options, module.Options(**kwargs))
 
     dist2.register_backend("phalanx", create)
 
@@ -152,20 +164,20 @@ def _serve_queues() -> None:
             store = store.underlying_store
         return isinstance(store, stores.FileStore)
 
-    def home() -> ModuleType:
+    def module() -> ModuleType:
         return importlib.import_module("phalanx.backend.store_queues")
 
     @functools.wraps(theirs.queue_push)
     def queue_push(self: Any, key: str, value: str) -> None:
-        home().push(self, key, value) if in_file(self) else theirs.queue_push(self, key, value)
+        module().push(self, key, value) if in_file(self) else theirs.queue_push(self, key, value)
 
     @functools.wraps(theirs.queue_pop)
     def queue_pop(self: Any, key: str, block: bool = True) -> Any:
-        return home().pop(self, key, self.timeout, block) if in_file(self) else theirs.queue_pop(self, key, block)
+        return module().pop(self, key, self.timeout, block) if in_file(self) else theirs.queue_pop(self, key, block)
 
     @functools.wraps(theirs.queue_len)
     def queue_len(self: Any, key: str) -> Any:
-        return home().length(self, key) if in_file(self) else theirs.queue_len(self, key)
+        return module().length(self, key) if in_file(self) else theirs.queue_len(self, key)
 
     for store in (stores.FileStore, stores.PrefixStore):
         store.queue_push, store.queue_pop, store.queue_len = queue_push, queue_pop, queue_len
@@ -178,7 +190,7 @@ def serve_prefixes() -> None:
     torch's C++ passes neither on to a store that is written in Python; ends when it does.
     """
     prefixed: Any = _c10d().PrefixStore
-    home = importlib.import_module("phalanx.backend.coordination_store").CoordinationStore
+    coordination_store = importlib.import_module("phalanx.backend.coordination_store").CoordinationStore
 
     def extend(name: str, ours: Callable[..., Any]) -> None:
         theirs = getattr(prefixed, name, None)
@@ -190,7 +202,7 @@ def serve_prefixes() -> None:
             store = self
             while isinstance(store, prefixed):
                 store = store.underlying_store
-            return ours(store, self, *args, **kwargs) if isinstance(store, home) else theirs(self, *args, **kwargs)
+            return ours(store, self, *args, **kwargs) if isinstance(store, coordination_store) else theirs(self, *args, **kwargs)
 
         setattr(prefixed, name, call)
 
@@ -213,8 +225,8 @@ def _extend_start() -> None:
         if backend is not None:
             original(backend, *args, **kwargs)
             return
-        home = importlib.import_module("phalanx.backend.start")
-        home.init_process_group(original, backend, *args, **kwargs)
+        module = importlib.import_module("phalanx.backend.start")
+        module.init_process_group(original, backend, *args, **kwargs)
 
     # A device mesh starts the group itself where there is none.
     for name in ("distributed", "distributed.distributed_c10d", "distributed.device_mesh"):
@@ -229,8 +241,8 @@ def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
     def handler(url: str, timeout: Any = rendezvous.default_pg_timeout, **kwargs: Any) -> Any:
         if ours_only and "phalanx" not in _asking_backend():
             return original(url, timeout=timeout, **kwargs)
-        home = importlib.import_module("phalanx.backend.rendezvous")
-        return getattr(home, name)(original, url, timeout, **kwargs)
+        module = importlib.import_module("phalanx.backend.rendezvous")
+        return getattr(module, name)(original, url, timeout, **kwargs)
 
     rendezvous._rendezvous_handlers[scheme] = handler
 
@@ -312,8 +324,8 @@ def _serve_mpi() -> None:
     def new_process_group(*args: Any, **kwargs: Any) -> Any:
         if "mpi" not in str(signature.bind(*args, **kwargs).arguments["backend"]):
             return helper(*args, **kwargs)
-        home = importlib.import_module("phalanx.backend.mpi.torch_hook")
-        return home.new_process_group(helper, _give_torch_mpi, *args, **kwargs)
+        module = importlib.import_module("phalanx.backend.mpi.torch_hook")
+        return module.new_process_group(helper, _give_torch_mpi, *args, **kwargs)
 
     vars(c10d)["_new_process_group_helper"] = new_process_group
 

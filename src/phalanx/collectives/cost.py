@@ -11,7 +11,7 @@ transfer, and the next one starts when all are through (`simulate` lets each ran
 
 Chunks count as exactly S/C bytes, where execution rounds to whole elements.
 
-Sources: Hockney (1994) for α and β; Thakur, Rabenseifner and Gropp (2005) for γ and the use made of it.
+Source: Hockney (1994) for α and β; Thakur, Rabenseifner and Gropp (2005) for γ and the use made of it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ to their even neighbour, stand aside, and receive the result at the end.
 Steps: 2 log2 Q, plus 2 if folded. Bytes sent by the busiest rank: 2S(Q-1)/Q, plus S if folded (S bytes).
 Order: a balanced tree, the farthest ranks first (folded neighbours before them): (x0 + x2) + (x1 + x3).
 
-Sources: Rabenseifner (2004), Optimization of collective reduction operations; Thakur, Rabenseifner and Gropp (2005).
+Source: Rabenseifner (2004), Optimization of collective reduction operations; Thakur, Rabenseifner and Gropp (2005).
 """
 
 from __future__ import annotations

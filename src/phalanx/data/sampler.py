@@ -32,7 +32,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     - `state_dict()` is the position of the whole job in samples, and another number of ranks can go on from it.
     - Without a process group, and not started by a launcher, it is a job of one rank: a script also runs alone.
 
-    Args:
+    Arguments:
         dataset: anything with a length, which is read once, here.
         num_replicas: how many ranks share the data; that of the default process group if None.
         rank: which of them this is; that of the default process group if None.

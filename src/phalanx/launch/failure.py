@@ -126,7 +126,7 @@ def decide_failures(
 ) -> list[Failure]:
     """The failed ranks, the first cause in front.
 
-    Args:
+    Arguments:
         exits: by rank, of all that ended.
         reports: by rank.
         lost: by rank, of those whose host is gone.

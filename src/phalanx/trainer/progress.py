@@ -128,7 +128,7 @@ def progress(
     ranks together, the time left and the numbers given to `update`, which are rank 0's own. In any case one plain line
     stays when the loop ends.
 
-    Args:
+    Arguments:
         total: steps of this rank; the length of `iterable` if it has one.
         unit: what is counted.
         per_step: how many of them one step of one rank has; by default the first dimension of the batch's first tensor.

@@ -24,7 +24,7 @@ _ENDINGS = {
 def tell_flight(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, waited_s: float = 0.0) -> str:
     """A block for each group in which somebody was waiting; empty when nobody was.
 
-    Args:
+    Arguments:
         groups: their logs, taken after the end.
         ended_ns: when processes ended, by process number, CLOCK_MONOTONIC.
         waited_s: a shorter wait than this is not worth telling. After Ctrl-C every rank was in some operation; only one
