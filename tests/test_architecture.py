@@ -258,7 +258,7 @@ TORCH_NAMES = {"torch", "dist", "c10d", "dist2", "stores"}
 
 
 def test_one_file_alone_changes_torch():
-    """Each change is listed there with its reason and with what ends it; docs/architecture.md tells them as decisions."""
+    """Each change is listed there with its reason and what ends it; docs/architecture.md tells them as decisions."""
     wrong = []
     for module in modules():
         if module.relative_to(PACKAGE).as_posix() == "backend/torch_patches.py":

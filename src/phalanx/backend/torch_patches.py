@@ -202,7 +202,11 @@ def serve_prefixes() -> None:
             store = self
             while isinstance(store, prefixed):
                 store = store.underlying_store
-            return ours(store, self, *args, **kwargs) if isinstance(store, coordination_store) else theirs(self, *args, **kwargs)
+            return (
+                ours(store, self, *args, **kwargs)
+                if isinstance(store, coordination_store)
+                else theirs(self, *args, **kwargs)
+            )
 
         setattr(prefixed, name, call)
 

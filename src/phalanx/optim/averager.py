@@ -45,6 +45,8 @@ class PeriodicModelAverager:
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
         """Count one step; average if it is one of those. Collective then. Takes parameters or an optimizer's groups.
 
+        Shape: any; parameters and which of them have gradients are the same on every rank.
+
         Raises:
             PhalanxError: a rank died or is late: every parameter holds what it held before.
         """

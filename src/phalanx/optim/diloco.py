@@ -32,7 +32,7 @@ class DiLoCo(Rounds):
 
     Collective, uneven ends and buffers: as `LocalSGD`, which it is with an outer SGD of lr=1 without momentum.
 
-    Cost per round: two all_reduces, of 16 bytes and of the parameters' size, and the outer step on every rank.
+    Cost: per round, two all_reduces, of 16 bytes and of the parameters' size, and the outer step on every rank.
     Memory: the parameters twice more and the outer optimizer's state, on every rank.
     Numerics: bitwise equal on all ranks after each round.
 
@@ -78,7 +78,10 @@ class DiLoCo(Rounds):
         self._outer.take()
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """The outer parameters by name: the model to evaluate or save between rounds. Not copies."""
+        """The outer parameters by name: the model to evaluate or save between rounds. Not copies.
+
+        Shape: as the model's parameters.
+        """
         return {name: view for (name, _), view in zip(self._named, self._outer.views, strict=True)}
 
     def _combine(self, *, counts: bool, num_counting: int) -> None:

@@ -25,7 +25,7 @@ class LocalSGD(Rounds):
     Ranks may take different numbers of steps: a step that is skipped is not counted, and whoever has no more data waits
     at the end of the block and takes part. Only ranks that have stepped since the last round count in its mean.
 
-    Cost per round: two all_reduces, of 16 bytes and of the parameters' size.
+    Cost: per round, two all_reduces, of 16 bytes and of the parameters' size.
     Memory: the parameters and buffers once more, on every rank; in symmetric memory where ranks share memory.
     Numerics: bitwise equal on all ranks after each round.
 

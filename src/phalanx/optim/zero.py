@@ -234,6 +234,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         As `torch.nn.utils.clip_grad_norm_`, but each rank reads and scales only what it updates, so it is right with
         `gather_gradients=False` as well. Collective. Returns the norm before, the same bits on every rank.
 
+        Shape: the norm has none, ().
+        Cost: reads and scales this rank's slices of the gradients; one all_reduce of one number.
+
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
             ValueError: `norm_type` is not above zero: what is not zero can't be counted in slices.

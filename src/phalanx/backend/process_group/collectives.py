@@ -57,6 +57,19 @@ class ProcessGroupCollectives(ProcessGroupBase):
     """Every collective of `torch.distributed`, on CPU tensors.
 
     Lists hold one tensor per call, as c10d's signatures want (several belong to torch's multi-device past).
+
+    Shape: any, contiguous or not; the same number of elements and the same dtype on every rank, except where split
+    sizes or lists of tensors say otherwise. Results have the shapes of the tensors that they are written to.
+    Cost: tensors whose elements do not lie in order in memory are copied once in, and once out; what the transport
+    does costs what its methods say.
+    Numerics: a reduction has a fixed order: the same bits on every rank and in every run.
+
+    Raises:
+        ValueError, TypeError: an argument that is wrong whatever the other ranks do; nothing was sent.
+        MismatchError: the ranks called different operations, dtypes or sizes; no tensor was changed.
+        PeerLostError: a rank died or left; outputs hold undefined values.
+        DeadlineError: time ran out; the group can no longer be used.
+        ClosedError: this process has left the group.
     """
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:

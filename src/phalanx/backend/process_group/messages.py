@@ -32,6 +32,14 @@ class ProcessGroupMessages(ProcessGroupBase):
 
     A posted receive waits for no other with another tag. Where ranks share memory `inbox` matches them; elsewhere those
     of one peer and tag run in the order in which they were posted, in a thread that ends when there are no more.
+
+    Shape: any, contiguous or not; the receiver's tensor has as many bytes as the sender's.
+    Cost: on one host two copies, through memory that both map; what is sent before its receive waits there.
+
+    Raises:
+        ValueError, TypeError: an argument that is wrong whatever the peer does; nothing was sent.
+        MismatchError: the message does not fit the receiver's tensor, which was not changed.
+        PeerLostError, DeadlineError, ClosedError: as for collectives, of the one peer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -141,6 +141,10 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     Cost: two all_reduces, of r·n numbers per matrix and all that is not compressed, then of r·m.
     Numerics: bitwise equal on all ranks. P and Q travel in the gradient's dtype, and are computed in float32 or double
     precision. A NaN or an infinity makes its matrix NaN on all ranks, and forgets its residual and Q.
+    Shape: of the bucket, any length; the same on every rank. Gradients of two dimensions or more count as matrices.
+
+    Raises:
+        PhalanxError: from the future: a rank died, is late, or has another bucket.
     """
     stages = _average if state.iter < state.start_powerSGD_iter else _compress
     launched = state.pipeline.launch(bucket, stages(state, bucket))

@@ -70,6 +70,10 @@ def quantize_hook(state: QuantizationState, bucket: GradBucket) -> torch.futures
     Numerics: bitwise equal on all ranks. The sum of what all steps gave, plus the mean of all ranks' residuals, is
     the sum of the true means, up to rounding in float32. A NaN or an infinity makes its block NaN, on all ranks, and
     forgets the block's residual.
+    Shape: of the bucket, any length; the same on every rank.
+
+    Raises:
+        PhalanxError: from the future: a rank died, is late, or has another bucket.
     """
     return state.pipeline.launch(bucket, _stages(state, bucket))
 

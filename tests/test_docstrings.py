@@ -1,0 +1,106 @@
+"""Docstrings have one spelling of section names, and public functions that take tensors say shapes and errors."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
+
+# As in the style guide: contract first, then these.
+SECTIONS = {"Arguments", "Shape", "Cost", "Memory", "Numerics", "Steps", "Order", "Raises", "Source"}
+BLOCKS = {"Arguments", "Raises"}  # their entries stand below them
+# Other spellings of the same, and sections of other styles.
+REFUSED = {
+    "Arg", "Args", "Argument", "Attributes", "Bytes", "Complexity", "Costs", "Error", "Errors", "Example", "Examples",
+    "Exceptions", "Inputs", "Keyword", "Notes", "Numeric", "Outputs", "Param", "Parameters", "Params", "Precision",
+    "Raise", "Reference", "References", "Return", "Returns", "Shapes", "Sources", "Throws", "Usage", "Warns", "Yields",
+}  # fmt: skip
+
+# Where the public names are listed; what c10d calls of a process group is public, too.
+ROOMS = ["", "backend", "checkpoint", "data", "ddp", "ddp/hooks", "nn", "optim"]
+PROCESS_GROUP = {"ProcessGroupCollectives", "ProcessGroupMessages"}
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def docstrings(module: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+            yield f"{module.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}", text
+
+
+def test_section_names_have_one_spelling():
+    wrong = []
+    for place, text in docstrings_of_all():
+        for line in text.splitlines():
+            header = re.match(r"\s?([A-Za-z]+)(?: per \w+)?:(?: |$)", line)
+            if not header:
+                continue
+            name = header[1]
+            known = name.capitalize() in SECTIONS | REFUSED
+            if known and (name not in SECTIONS or line != line.lstrip() or " per " in header[0]):
+                wrong.append(f"{place}: {line}")
+            elif name in BLOCKS and line != f"{name}:":
+                wrong.append(f"{place}: the entries of {name} stand below it")
+    assert wrong == []
+
+
+def docstrings_of_all() -> Iterator[tuple[str, str]]:
+    for module in modules():
+        yield from docstrings(module)
+
+
+def public_names() -> dict[str, str]:
+    """Each public name, and the module from which its room takes it."""
+    names = {}
+    for room in ROOMS:
+        tree = ast.parse((PACKAGE / room / "__init__.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("phalanx."):
+                names |= {alias.name: node.module or "" for alias in node.names}
+    return names
+
+
+def takes_tensors(function: ast.FunctionDef) -> bool:
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    arguments += [one for one in (function.args.vararg, function.args.kwarg) if one is not None]
+    annotations = [one.annotation for one in arguments] + [function.returns]
+    return any(one is not None and re.search(r"\bTensor\b", ast.unparse(one)) for one in annotations)
+
+
+def public_tensor_functions() -> Iterator[tuple[str, str]]:
+    """(name, docstring) of each; that of a method's class counts for all of its methods."""
+    names = public_names()
+    for module in modules():
+        dotted = ".".join(["phalanx", *module.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+        for node in ast.parse(module.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and names.get(node.name) == dotted and takes_tensors(node):
+                yield node.name, ast.get_docstring(node) or ""
+            if not isinstance(node, ast.ClassDef):
+                continue
+            is_exported = dotted.startswith(names.get(node.name, "nowhere"))
+            is_of_group = node.name in PROCESS_GROUP and dotted.startswith("phalanx.backend.process_group")
+            for method in node.body if is_exported or is_of_group else []:
+                if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and takes_tensors(method):
+                    text = f"{ast.get_docstring(node) or ''}\n{ast.get_docstring(method) or ''}"
+                    yield f"{node.name}.{method.name}", text
+
+
+FUNCTIONS = dict(public_tensor_functions())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_public_function_that_takes_tensors_says_shapes_and_errors(name):
+    for section in ("Shape", "Raises"):
+        assert re.search(rf"^{section}:", FUNCTIONS[name], re.MULTILINE), f"{name} has no section {section}:"
+
+
+def test_the_public_functions_are_found():
+    assert {"shared_empty", "quantize_hook", "SyncBatchNorm.forward", "ProcessGroupMessages.send"} <= FUNCTIONS.keys()
