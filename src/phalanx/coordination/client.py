@@ -57,6 +57,9 @@ _EVENTS = (
     | (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 )
 
+# As plain numbers: pyzmq's enumerations take longer than what is done with them.
+_NOBLOCK, _POLLIN, _READY = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
+
 Timeout = float | timedelta | None
 
 
@@ -155,6 +158,7 @@ class Client:
         self._failed = 0
         self._heard_at = time.monotonic()
         self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._route: Route | None = None
         self._reader: int | None = None
@@ -253,7 +257,8 @@ class Client:
         with self._lock:
             if self._socket is not None:
                 self._socket.disable_monitor()
-                self._monitor.close(0)
+                if self._monitor is not None:
+                    self._monitor.close(0)
                 self._socket.close(0)
                 self._socket = None
             if self._context is not None and self._given_context is None:
@@ -513,7 +518,7 @@ class Client:
     def _transmit_raw(self, message: bytes) -> None:
         try:
             assert self._socket is not None
-            self._socket.send(message, zmq.NOBLOCK)
+            self._socket.send(message, _NOBLOCK)
         except zmq.Again:  # its queue is full: it will be sent again
             pass
 
@@ -569,12 +574,13 @@ class Client:
         """Take what has arrived. Under the lock."""
         dealer, monitor = self._socket, self._monitor
         assert dealer is not None
-        while int(monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._note(int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little"))
-        while int(dealer.get(zmq.EVENTS)) & zmq.POLLIN:
-            parts = dealer.recv_multipart(zmq.NOBLOCK)
+        assert monitor is not None
+        while int(monitor.get(_READY)) & _POLLIN:
+            self._note(int.from_bytes(monitor.recv_multipart(_NOBLOCK)[0][:2], "little"))
+        while int(dealer.get(_READY)) & _POLLIN:
+            frame = dealer.recv(_NOBLOCK)
             self._heard_at = time.monotonic()
-            epoch = parts[0][:_EPOCH_BYTES]
+            epoch = frame[:_EPOCH_BYTES]
             if epoch != self._epoch:
                 if self._epoch:
                     self._fail_all(
@@ -587,7 +593,7 @@ class Client:
                     return
                 self._epoch = epoch
             try:
-                messages = unpack(parts[0][_EPOCH_BYTES:])
+                messages = unpack(frame[_EPOCH_BYTES:])
             except WireError:
                 continue
             for status, number, fields in messages:

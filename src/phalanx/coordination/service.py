@@ -32,6 +32,8 @@ _HANDSHAKE_S = 5.0
 _QUEUE_FRAMES = 32  # of a client that we have yet to read, or that has yet to read
 _ROUND_FRAMES = 256  # read before answers are sent
 _TICK_S = 0.25
+# As plain numbers: pyzmq's enumerations take longer than what is done with them.
+_NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
 _MAX_CONNECTIONS = 1 << 16
 _MAX_PATH_BYTES = 100
 
@@ -207,24 +209,28 @@ class Service:
         poller = zmq.Poller()
         routers = [router for router in (self._local, self._remote) if router is not None]
         for router in routers:
-            poller.register(router, zmq.POLLIN)
+            poller.register(router, _POLLIN)
         if self._admission is not None:
-            poller.register(self._admission.socket, zmq.POLLIN)
+            poller.register(self._admission.socket, _POLLIN)
         if self._doorkeeper is not None:
-            poller.register(self._doorkeeper.socket, zmq.POLLIN)
-        poller.register(self._alarm, zmq.POLLIN)
+            poller.register(self._doorkeeper.socket, _POLLIN)
+        poller.register(self._alarm, _POLLIN)
         max_open = _descriptors_left()
         ticked_at = time.monotonic()
         while not self._stopping:
-            poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
+            ready = {
+                socket for socket, _ in poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
+            }
             now = time.monotonic()
-            if self._doorkeeper is not None:
+            if self._doorkeeper is not None and self._doorkeeper.socket in ready:
                 self._doorkeeper.look(now)
-                self._admission.answer(now)  # type: ignore[union-attr]
                 if self._is_listening != (fits := self._doorkeeper.num_open < max_open):
                     self._listen(fits)
+            if self._admission is not None and self._admission.socket in ready:
+                self._admission.answer(now)
             for router in routers:
-                self._read(router, now)
+                if router in ready:
+                    self._read(router, now)
             if now - ticked_at >= _TICK_S:
                 if now - ticked_at > 4 * _TICK_S:  # we were stopped, or the machine was asleep: nobody else's fault
                     self.coordinator.members.forgive(now - ticked_at - _TICK_S)
@@ -234,15 +240,20 @@ class Service:
             self._send()
 
     def _read(self, router: zmq.Socket[bytes], now: float) -> None:
-        recv = router.recv_multipart
+        recv = router.recv
         handle = self.coordinator.handle
         for _ in range(_ROUND_FRAMES):
             try:
-                route, *parts = recv(zmq.NOBLOCK)
+                route = recv(_NOBLOCK)
             except zmq.Again:
                 return
+            frame = recv()  # a message is there whole, or not at all
+            if router.get(_RCVMORE):
+                while router.get(_RCVMORE):
+                    recv()
+                frame = b"\0"
             try:
-                fine = len(parts) == 1 and handle((router, route), parts[0], now)
+                fine = handle((router, route), frame, now)
             except Exception as error:  # our bug; it must not end the job
                 self._say(f"a request failed, which is a bug of Phalanx: {error!r}")
                 continue
@@ -256,7 +267,7 @@ class Service:
             parts = frames(answers)
             try:
                 while parts:
-                    router.send_multipart((route, b"".join((coordinator.epoch, *parts[0]))), zmq.NOBLOCK)
+                    router.send_multipart((route, b"".join((coordinator.epoch, *parts[0]))), _NOBLOCK)
                     del parts[0]
             except zmq.Again:  # it reads nothing now
                 coordinator.put_back(session, [answer for frame in parts for answer in frame])
