@@ -22,7 +22,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 export CC
 CORE := $(sort $(wildcard csrc/*.c csrc/*.h))
 # The module's files alone know Python; all other sources can be linked into a plain C program.
-PLAIN_CORE := $(filter-out csrc/module%.c,$(filter %.c,$(CORE)))
+PLAIN_CORE := $(filter-out csrc/py_%.c,$(filter %.c,$(CORE)))
 STRESS := $(sort $(wildcard tests/csrc/*.c))
 BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
 

@@ -14,7 +14,7 @@ core = Extension(
     sources=SOURCES,
     depends=sorted(os.path.join("csrc", name) for name in os.listdir("csrc") if name.endswith(".h")),
     include_dirs=["csrc"],
-    define_macros=[("Py_LIMITED_API", "0x030A0000")],
+    define_macros=[("Py_LIMITED_API", "0x030A0000"), ("_GNU_SOURCE", "1")],
     extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"],
     py_limited_api=True,
     optional=True,

@@ -7,21 +7,14 @@
 #ifndef PLX_COLLECTIVES_H
 #define PLX_COLLECTIVES_H
 
-#include "group.h"
+#include "wait.h"
 
-/* What the flight recorder keeps of a call. */
-struct plx_origin {
-  uint32_t site; /* index of "file:line" in the rank's table */
-  uint32_t ndim;
-  const uint64_t *shape;
-};
-
-/* One gate. */
+/* One sync. */
 int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o);
 
 /* out = reduction over ranks of in, in the order of the ranks, on every rank (root < 0) or on `root` only.
- * in == out allowed. One gate per C bytes when P == 2 or S is small, two per C bytes otherwise. Tensors that lie in
- * their ranks' heaps, at whatever offsets, are reduced where they are: two gates, nothing staged. */
+ * in == out allowed. One sync per C bytes when P == 2 or S is small, two per C bytes otherwise. Tensors that lie in
+ * their ranks' heaps, at whatever offsets, are reduced where they are: two syncs, nothing staged. */
 int plx_all_reduce(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *in, void *out,
                    size_t count, int dtype, int redop, int root);
 
@@ -43,7 +36,7 @@ int plx_scatter(struct plx_group *g, struct plx_wait *w, const struct plx_origin
                 size_t bytes, int dtype, int root);
 
 /* out[r] (out_bytes[r] long) = rank r's in[rank] (in_bytes[rank] long). `splits`: the sizes may differ between pairs;
- * then one more gate makes sure that every sender's and receiver's sizes agree before anything is written. */
+ * then one more sync makes sure that every sender's and receiver's sizes agree before anything is written. */
 int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in,
                    const size_t *in_bytes, void *const *out, const size_t *out_bytes, int dtype, int splits);
 

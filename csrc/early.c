@@ -1,34 +1,25 @@
-/* Turns that are left open; the picture and the proof are in early.h. */
+/* The broadcast that leaves its phase open; the picture and the proof are in early.h. */
 #include "early.h"
 
-#include "staged.h"
-
-int plx_close_turn(struct plx_group *g, struct plx_wait *w) {
-  if (g->open_step == 0) return PLX_OK;
-  int code = plx_await(g, w, g->open_step);
-  for (uint32_t r = 0; code == PLX_OK && r < g->world; r++)
-    if (!plx_calls_same(g, r, &g->open_call)) code = plx_poison(g, PLX_MISMATCH, g->rank);
-  g->open_step = 0;
-  g->turn++;
-  if (code != PLX_OK) plx_record_leave_late(g, g->open_record, g->recorded, code);
-  return code;
-}
+#include "call.h"
+#include "collectives.h"
+#include "copy.h"
 
 int plx_broadcast_buffers(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, void *data, size_t bytes,
                           void *area, int dtype, int root, uint64_t number) {
   if (root < 0 || root >= (int)g->world) return PLX_INVALID;
-  if (g->uneven) return plx_broadcast(g, w, o, data, bytes, dtype, root);
+  if (g->policy != NULL) return plx_broadcast(g, w, o, data, bytes, dtype, root);
   int is_root = (uint32_t)root == g->rank, is_large = bytes > g->stage_bytes && g->world > 1;
   if (is_root && is_large && plx_heap_offset(g, area, bytes) == PLX_NO_HEAP) return PLX_INVALID;
   struct plx_call call;
-  int code = plx_begin(g, w, &call, PLX_BROADCAST_BUFFERS, bytes, dtype, PLX_SUM, root);
+  int code = plx_begin(g, w, o, &call, PLX_BROADCAST_BUFFERS, bytes, dtype, PLX_SUM, root);
   if (code != PLX_OK) return code;
   call.digest = number;
-  struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
-  g->recorded = atomic_load_explicit(&plx_rank_of(g, g->rank)->next_record, memory_order_relaxed);
+  struct plx_record *record = plx_record_enter(g, &call, o, -1);
+  uint64_t recorded = atomic_load_explicit(&plx_rank_of(g, g->rank)->next_record, memory_order_relaxed);
   if (is_root && g->world > 1) {
     if (is_large) call.heap = plx_heap_offset(g, area, bytes);
-    plx_copy(is_large ? area : plx_stage_of(g, g->rank, g->turn), data, bytes);
+    plx_copy(is_large ? area : plx_stage_of(g, g->rank, g->phase), data, bytes);
   }
   plx_publish(g, &call);
   code = plx_arrive(g, w);
@@ -36,14 +27,10 @@ int plx_broadcast_buffers(struct plx_group *g, struct plx_wait *w, const struct 
     code = plx_await_rank(g, w, (uint32_t)root, g->step);
     if (code == PLX_OK && !plx_calls_same(g, (uint32_t)root, &call)) code = plx_poison(g, PLX_MISMATCH, g->rank);
     if (code == PLX_OK) {
-      uint64_t heap = plx_rank_of(g, (uint32_t)root)->call[g->turn & 1].heap;
-      plx_copy(data, heap != PLX_NO_HEAP ? g->heaps[root] + heap : plx_stage_of(g, (uint32_t)root, g->turn), bytes);
+      uint64_t heap = plx_rank_of(g, (uint32_t)root)->call[g->phase & 1].heap;
+      plx_copy(data, heap != PLX_NO_HEAP ? g->heaps[root] + heap : plx_stage_of(g, (uint32_t)root, g->phase), bytes);
     }
   }
-  if (code == PLX_OK) {
-    g->open_step = g->step;
-    g->open_call = call;
-    g->open_record = record;
-  }
-  return plx_finish(g, record, &call, code);
+  if (code == PLX_OK) plx_leave_open(g, &call, record, recorded);
+  return plx_finish(g, o, record, &call, code);
 }

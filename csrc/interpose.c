@@ -1,7 +1,4 @@
 /* Function interposition; what and why is in interpose.h. Source: System V ABI, chapter 5 (dynamic linking). */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "interpose.h"
 
 #include <elf.h>

@@ -1,21 +1,21 @@
 /* The memory that the ranks of one group share: what lies where, and who may write it.
  *
- *   0        header                 written once by the leader; then only `poison` and the gate
+ *   0        header                 written once by the leader; then only `poison` and the sync
  *   rank 0   control block          written by rank 0 only (but for the sleeper counts)
- *            stage[0], stage[1]     two turns of outgoing bytes
+ *            stage[0], stage[1]     two phases of outgoing bytes
  *            stage[2]               what the rank writes once it knows that the group is over; nobody reads it
  *   rank 1   ...
  *   channel (src, dst) for all pairs: a ring of bytes, head written by src, tail by dst
  *
- * A turn is one use of a stage. Stage t & 1 belongs to turn t and is written again in turn t + 2. Every turn holds at
- * least one gate (all arrive, all wait) after its writes, and a rank arrives in turn t + 1 only when it has read all
- * that it needs from turn t. So whoever passed the gate of turn t + 1 knows that nobody reads the stage of turn t any
- * more. The same argument covers `call` and `table`, which alternate with the stages. It asks that a rank's turns come one
- * after the other, in the order of its program's calls, whichever thread takes them: what takes a turn by itself while
- * another thread still has some to take (the allocation of shared memory, the building of a board) waits for these first.
+ * A phase is one use of a stage. Stage t & 1 belongs to phase t and is written again in phase t + 2. Every phase holds at
+ * least one sync (all arrive, all wait) after its writes, and a rank arrives in phase t + 1 only when it has read all
+ * that it needs from phase t. So whoever passed the sync of phase t + 1 knows that nobody reads the stage of phase t any
+ * more. The same argument covers `call` and `table`, which alternate with the stages. It asks that a rank's phases come one
+ * after the other, in the order of its program's calls, whichever thread takes them: what takes a phase by itself while
+ * another thread still has some to take (the allocation of shared memory, the building of a reducer) waits for these first.
  *
- * A turn may be left open (early.h): a rank goes on before it has waited at the turn's gate. It waits there before it
- * begins another turn, so whatever it writes, it has passed the gates of all turns before; nothing above changes.
+ * A phase may be left open (early.h): a rank goes on before it has waited at the phase's sync. It waits there before it
+ * begins another phase, so whatever it writes, it has passed the syncs of all phases before; nothing above changes.
  */
 #ifndef PLX_LAYOUT_H
 #define PLX_LAYOUT_H
@@ -32,8 +32,8 @@
 #define PLX_MAX_WORLD 1024u
 #endif
 #define PLX_RECORDS 128u
-#define PLX_SITES 256u
-#define PLX_SITE_BYTES 128u
+#define PLX_CALL_SITES 256u
+#define PLX_CALL_SITE_BYTES 128u
 #define PLX_MAX_DIMS 5u
 #define PLX_BLOCKS 4096u
 
@@ -48,17 +48,17 @@ struct plx_call {
   uint8_t redop;   /* (=) enum plx_redop */
   int32_t root;    /* (=) -1 where there is none */
   uint32_t flags;
-  uint32_t site; /* index of "file:line" in the rank's table */
+  uint32_t call_site; /* index of "file:line" in the rank's table */
   uint64_t spare[2];
 };
 _Static_assert(sizeof(struct plx_call) == 64, "a call is one cache line");
 
 #define PLX_NO_HEAP UINT64_MAX
 #define PLX_FLAG_SPLITS 1u /* all_to_all: the sizes are in the table */
-/* The role of a call, where groups train with uneven inputs (attendance.h); without any, the rank's program waits. */
+/* The role of a call, where groups train with uneven inputs (uneven.h); without any, the rank's program waits. */
 #define PLX_FLAG_STEP 2u       /* part of a training step */
 #define PLX_FLAG_BACKGROUND 4u /* the program goes on meanwhile */
-#define PLX_FLAG_STANDS_IN 8u  /* zeros, of a rank that is out of the step */
+#define PLX_FLAG_SHADOW 8u  /* zeros, of a rank that is out of the step */
 
 /* One line of the flight recorder. */
 struct plx_record {
@@ -71,7 +71,7 @@ struct plx_record {
   uint8_t redop;
   int32_t root;
   int32_t peer; /* point to point: the other rank; else -1 */
-  uint32_t site;
+  uint32_t call_site;
   uint32_t status;
   uint32_t ndim;
   uint64_t shape[PLX_MAX_DIMS];
@@ -90,24 +90,24 @@ struct plx_header {
   uint64_t channel_offset;
   uint64_t channel_stride;
   uint64_t channel_bytes; /* a power of two */
-  uint32_t crowded; /* more ranks than cores: sleep at once, wake everybody once */
+  uint32_t oversubscribed; /* more ranks than cores: sleep at once, wake everybody once */
   uint32_t reserved;
 
   /* 0, or what ended the group: code in the low byte, the rank that caused or saw it above. Set once. */
   _Alignas(PLX_LINE) _Atomic uint64_t poison;
 
-  /* The gate for crowded groups: the last of `world` arrivals opens it. */
+  /* The sync for oversubscribed groups: the last of `world` arrivals opens it. */
   _Alignas(PLX_LINE) _Atomic uint64_t arrivals;
-  _Alignas(PLX_LINE) _Atomic uint32_t gate; /* low half of the last step that everybody reached; a futex */
-  _Atomic uint32_t gate_sleepers;
-  _Atomic uint32_t gone; /* ranks that left in order, and for whom no gate waits */
+  _Alignas(PLX_LINE) _Atomic uint32_t synced; /* low half of the last step that everybody reached; a futex */
+  _Atomic uint32_t sync_sleepers;
+  _Atomic uint32_t gone; /* ranks that left in order, and for whom no sync waits */
 };
 _Static_assert(sizeof(struct plx_header) <= PLX_PAGE, "the header is one page");
 
 enum plx_life { PLX_ABSENT = 0, PLX_JOINED = 1, PLX_LEFT = 2 };
 
 struct plx_rank {
-  _Alignas(PLX_LINE) _Atomic uint64_t step; /* gates reached; its low half is a futex */
+  _Alignas(PLX_LINE) _Atomic uint64_t step; /* syncs reached; its low half is a futex */
   _Alignas(PLX_LINE) _Atomic uint32_t sleepers; /* ranks asleep on `step` */
   _Alignas(PLX_LINE) _Atomic uint32_t bell; /* futex: something arrived on one of my channels */
   _Atomic uint32_t bell_sleepers;
@@ -115,17 +115,17 @@ struct plx_rank {
   _Alignas(PLX_LINE) _Atomic uint32_t life;
   int32_t pid;
   uint64_t start_ticks; /* /proc/PID/stat field 22: tells a reused pid */
-  _Atomic uint64_t left_after; /* 0, or 1 + the gates that it had reached when it left in order */
+  _Atomic uint64_t left_after; /* 0, or 1 + the syncs that it had reached when it left in order */
   _Atomic uint64_t finished; /* sequence number of the last collective that returned */
-  /* While the rank's program waits for long at the end of a round of gradients: 1 + where its board lies, and above the
-   * round's number that of the board's buckets, which is written first. Else 0. */
+  /* While the rank's program waits for long at the end of a round of gradients: 1 + where its reducer lies, and above the
+   * round's number that of the reducer's buckets, which is written first. Else 0. */
   _Atomic uint64_t ending;
   _Atomic uint64_t ending_round;
   _Atomic uint64_t next_record;
-  _Atomic uint32_t num_sites;
-  char note[192]; /* last words: why the process is leaving, UTF-8, zero-terminated */
+  _Atomic uint32_t num_call_sites;
+  char exit_reason[192]; /* last words: why the process is leaving, UTF-8, zero-terminated */
   _Alignas(PLX_LINE) struct plx_record records[PLX_RECORDS];
-  char sites[PLX_SITES][PLX_SITE_BYTES]; /* "file:line" strings, written once each */
+  char call_sites[PLX_CALL_SITES][PLX_CALL_SITE_BYTES]; /* "file:line" strings, written once each */
   _Atomic uint8_t released[PLX_BLOCKS];  /* heap blocks that this rank has let go */
 };
 
@@ -149,7 +149,7 @@ enum plx_kind {
   PLX_ALL_TO_ALL,
   PLX_SEND,
   PLX_RECV,
-  PLX_GRADIENTS, /* one round of a board of buckets */
+  PLX_GRADIENTS, /* one round of a reducer of buckets */
   PLX_BROADCAST_BUFFERS, /* a broadcast whose root waits for nobody */
   PLX_NUM_KINDS
 };
@@ -196,9 +196,16 @@ enum plx_status {
   PLX_INVALID = 5,     /* arguments that no world could make right; nothing was published */
   PLX_NO_MEMORY = 6,
   PLX_CLOSED = 7, /* this process left the group, or is a fork of a rank */
-  /* never in `poison`: what the calls of one turn tell of uneven inputs (attendance.h) */
-  PLX_APART = 8, /* some ranks are in a training step, some wait at something else: call again */
+  /* never in `poison`: what the calls of one phase tell of uneven inputs (uneven.h) */
+  PLX_RETRY_UNEVEN = 8, /* some ranks are in a training step, some wait at something else: call again */
   PLX_REJOIN = 9 /* all wait here, and some were out of training steps: bring them up to date, call again */
 };
+
+/* Bytes of shared memory for a group; 0 when the arguments make no sense. */
+size_t plx_group_bytes(uint32_t world, size_t stage_bytes, size_t channel_bytes);
+/* Write the header into zeroed memory. Leader only, before anybody else maps it. */
+int plx_group_format(void *base, uint32_t world, size_t stage_bytes, size_t channel_bytes, int oversubscribed);
+/* Check a mapping's magic, version and size. */
+int plx_group_check(const void *base, size_t bytes);
 
 #endif

@@ -1,41 +1,42 @@
 /* The collectives that move bytes and combine nothing: barrier, broadcast, gather (and all_gather), scatter, all_to_all.
  *
- * All go in turns: write into the own stage, one gate, read from the others' stages. Each byte is written once into
+ * All go in phases: write into the own stage, one sync, read from the others' stages. Each byte is written once into
  * shared memory and read once by each rank that wants it.
  */
-#include "attendance.h"
-#include "staged.h"
+#include "call.h"
+#include "collectives.h"
+#include "copy.h"
 
 int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o) {
   struct plx_call call;
-  int code = plx_begin(g, w, &call, PLX_BARRIER, 0, PLX_BYTES, PLX_SUM, -1);
+  int code = plx_begin(g, w, o, &call, PLX_BARRIER, 0, PLX_BYTES, PLX_SUM, -1);
   if (code != PLX_OK) return code;
-  struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
+  struct plx_record *record = plx_record_enter(g, &call, o, -1);
   plx_publish(g, &call);
-  code = plx_first_gate(g, w, &call);
-  if (code == PLX_OK) g->turn++;
-  return plx_finish(g, record, &call, code);
+  code = plx_sync_calls(g, w, &call);
+  if (code == PLX_OK) g->phase++;
+  return plx_finish(g, o, record, &call, code);
 }
 
 int plx_broadcast(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, void *data, size_t bytes,
                   int dtype, int root) {
   if (root < 0 || root >= (int)g->world) return PLX_INVALID;
   struct plx_call call;
-  int code = plx_begin(g, w, &call, PLX_BROADCAST, bytes, dtype, PLX_SUM, root);
+  int code = plx_begin(g, w, o, &call, PLX_BROADCAST, bytes, dtype, PLX_SUM, root);
   if (code != PLX_OK) return code;
-  struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
+  struct plx_record *record = plx_record_enter(g, &call, o, -1);
   size_t at = 0;
   do {
     size_t n = plx_min(g->stage_bytes, bytes - at);
     if (at == 0) plx_publish(g, &call);
-    if ((uint32_t)root == g->rank && g->world > 1) plx_copy(plx_stage_of(g, g->rank, g->turn), (char *)data + at, n);
-    code = at == 0 ? plx_first_gate(g, w, &call) : plx_gate(g, w);
+    if ((uint32_t)root == g->rank && g->world > 1) plx_copy(plx_stage_of(g, g->rank, g->phase), (char *)data + at, n);
+    code = at == 0 ? plx_sync_calls(g, w, &call) : plx_sync(g, w);
     if (code != PLX_OK) break;
-    if ((uint32_t)root != g->rank) plx_copy((char *)data + at, plx_stage_of(g, (uint32_t)root, g->turn), n);
-    g->turn++;
+    if ((uint32_t)root != g->rank) plx_copy((char *)data + at, plx_stage_of(g, (uint32_t)root, g->phase), n);
+    g->phase++;
     at += n;
   } while (at < bytes);
-  return plx_finish(g, record, &call, code);
+  return plx_finish(g, o, record, &call, code);
 }
 
 /* All inputs lie in their ranks' heaps: what is left of them, from `at` on, is read where it lies. */
@@ -46,7 +47,7 @@ static int gather_in_heap(struct plx_group *g, struct plx_wait *w, const void *i
     const void *from = i == 0 ? in : g->heaps[r] + offset[r];
     if (at < bytes[r]) plx_copy((char *)out[r] + at, (const char *)from + at, bytes[r] - at);
   }
-  return plx_gate(g, w); /* nobody writes into its input again before all have read it */
+  return plx_sync(g, w); /* nobody writes into its input again before all have read it */
 }
 
 int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *in, void *const *out,
@@ -55,10 +56,10 @@ int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin 
   size_t longest = 0;
   for (uint32_t r = 0; r < g->world; r++) longest = bytes[r] > longest ? bytes[r] : longest;
   struct plx_call call;
-  int code = plx_begin(g, w, &call, root < 0 ? PLX_ALL_GATHER : PLX_GATHER, bytes[0], dtype, PLX_SUM, root);
+  int code = plx_begin(g, w, o, &call, root < 0 ? PLX_ALL_GATHER : PLX_GATHER, bytes[0], dtype, PLX_SUM, root);
   if (code != PLX_OK) return code;
   call.digest = plx_digest(bytes, g->world);
-  struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
+  struct plx_record *record = plx_record_enter(g, &call, o, -1);
   int keep = root < 0 || (uint32_t)root == g->rank, in_heap = 0;
   size_t at = 0, mine = bytes[g->rank];
   uint64_t offset[PLX_MAX_WORLD];
@@ -66,45 +67,45 @@ int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin 
   do {
     if (at == 0) plx_publish(g, &call);
     if (at < mine && g->world > 1 && (root < 0 || (uint32_t)root != g->rank))
-      plx_copy(plx_stage_of(g, g->rank, g->turn), (const char *)in + at, plx_min(g->stage_bytes, mine - at));
-    code = at == 0 ? plx_first_gate(g, w, &call) : plx_gate(g, w);
+      plx_copy(plx_stage_of(g, g->rank, g->phase), (const char *)in + at, plx_min(g->stage_bytes, mine - at));
+    code = at == 0 ? plx_sync_calls(g, w, &call) : plx_sync(g, w);
     if (code != PLX_OK) break;
     if (keep && at < mine) plx_copy((char *)out[g->rank] + at, (const char *)in + at, plx_min(g->stage_bytes, mine - at));
     for (uint32_t i = 1; keep && i < g->world; i++) {
       uint32_t r = (g->rank + i) % g->world;
-      if (at < bytes[r]) plx_copy((char *)out[r] + at, plx_stage_of(g, r, g->turn), plx_min(g->stage_bytes, bytes[r] - at));
+      if (at < bytes[r]) plx_copy((char *)out[r] + at, plx_stage_of(g, r, g->phase), plx_min(g->stage_bytes, bytes[r] - at));
     }
     if (at == 0 && call.heap != PLX_NO_HEAP) in_heap = plx_all_in_heap(g, offset);
-    g->turn++;
+    g->phase++;
     at += g->stage_bytes;
   } while (at < longest && !in_heap);
   if (code == PLX_OK && in_heap) code = gather_in_heap(g, w, in, out, bytes, at, offset, keep);
-  return plx_finish(g, record, &call, code);
+  return plx_finish(g, o, record, &call, code);
 }
 
 int plx_scatter(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in, void *out,
                 size_t bytes, int dtype, int root) {
   if (root < 0 || root >= (int)g->world) return PLX_INVALID;
   struct plx_call call;
-  int code = plx_begin(g, w, &call, PLX_SCATTER, bytes, dtype, PLX_SUM, root);
+  int code = plx_begin(g, w, o, &call, PLX_SCATTER, bytes, dtype, PLX_SUM, root);
   if (code != PLX_OK) return code;
-  struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
+  struct plx_record *record = plx_record_enter(g, &call, o, -1);
   size_t part = g->stage_bytes / g->world / 64 * 64, at = 0;
   do {
     size_t n = plx_min(part, bytes - at);
     if (at == 0) plx_publish(g, &call);
     for (uint32_t r = 0; (uint32_t)root == g->rank && r < g->world; r++)
-      if (r != g->rank) plx_copy(plx_stage_of(g, g->rank, g->turn) + r * part, (const char *)in[r] + at, n);
-    code = at == 0 ? plx_first_gate(g, w, &call) : plx_gate(g, w);
+      if (r != g->rank) plx_copy(plx_stage_of(g, g->rank, g->phase) + r * part, (const char *)in[r] + at, n);
+    code = at == 0 ? plx_sync_calls(g, w, &call) : plx_sync(g, w);
     if (code != PLX_OK) break;
     if ((uint32_t)root == g->rank)
       plx_copy((char *)out + at, (const char *)in[g->rank] + at, n);
     else
-      plx_copy((char *)out + at, plx_stage_of(g, (uint32_t)root, g->turn) + g->rank * part, n);
-    g->turn++;
+      plx_copy((char *)out + at, plx_stage_of(g, (uint32_t)root, g->phase) + g->rank * part, n);
+    g->phase++;
     at += n;
   } while (at < bytes);
-  return plx_finish(g, record, &call, code);
+  return plx_finish(g, o, record, &call, code);
 }
 
 int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in,
@@ -114,13 +115,13 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
   size_t part = (g->stage_bytes - table) / others / 64 * 64;
   /* With splits on any rank, totals need not agree; the table is compared instead. Even calls agree on the count. */
   struct plx_call call;
-  int code = plx_begin(g, w, &call, PLX_ALL_TO_ALL, splits ? 0 : in_bytes[0], dtype, PLX_SUM, -1);
+  int code = plx_begin(g, w, o, &call, PLX_ALL_TO_ALL, splits ? 0 : in_bytes[0], dtype, PLX_SUM, -1);
   if (code != PLX_OK) return code;
   call.flags |= splits ? PLX_FLAG_SPLITS : 0;
-  struct plx_record *record = plx_record_enter(g, &call, o->site, -1, o->ndim, o->shape);
+  struct plx_record *record = plx_record_enter(g, &call, o, -1);
   size_t at = 0, longest = 0;
   do {
-    unsigned char *mine = plx_stage_of(g, g->rank, g->turn);
+    unsigned char *mine = plx_stage_of(g, g->rank, g->phase);
     if (at == 0) {
       plx_publish(g, &call);
       for (uint32_t r = 0; r < g->world; r++) ((uint64_t *)mine)[r] = in_bytes[r];
@@ -129,18 +130,18 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
       if (r != g->rank && at < in_bytes[r])
         plx_copy(mine + table + (r - (r > g->rank)) * part, (const char *)in[r] + at, plx_min(part, in_bytes[r] - at));
     if (at == 0) {
-      code = plx_gate(g, w);
-      if (code == PLX_OK && g->uneven) code = plx_roll_call(g, &call);
+      code = plx_sync(g, w);
+      if (code == PLX_OK) code = plx_check_participation(g, &call);
       if (code != PLX_OK) break;
       int uneven = 0, fits = 1;
       struct plx_call expected = call;
       for (uint32_t r = 0; r < g->world; r++) {
-        const struct plx_call *theirs = &plx_rank_of(g, r)->call[g->turn & 1];
+        const struct plx_call *theirs = &plx_rank_of(g, r)->call[g->phase & 1];
         if (theirs->kind == PLX_ALL_TO_ALL) uneven |= (theirs->flags & PLX_FLAG_SPLITS) != 0;
       }
       for (uint32_t r = 0; r < g->world; r++) {
-        const struct plx_call *theirs = &plx_rank_of(g, r)->call[g->turn & 1];
-        const uint64_t *sizes = (const uint64_t *)plx_stage_of(g, r, g->turn);
+        const struct plx_call *theirs = &plx_rank_of(g, r)->call[g->phase & 1];
+        const uint64_t *sizes = (const uint64_t *)plx_stage_of(g, r, g->phase);
         fits &= theirs->seq == expected.seq && theirs->kind == expected.kind && theirs->dtype == expected.dtype &&
                 (uneven || theirs->count == expected.count);
         for (uint32_t d = 0; fits && d < g->world; d++) longest = sizes[d] > longest ? sizes[d] : longest;
@@ -150,13 +151,13 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
         code = plx_poison(g, PLX_MISMATCH, g->rank);
         break;
       }
-      if ((code = plx_meet(g, &call)) != PLX_OK) break;
+      if ((code = plx_check_return(g, &call)) != PLX_OK) break;
       if (uneven) { /* the receiver alone sees a wrong size: let it speak before anybody writes */
-        code = plx_gate(g, w);
+        code = plx_sync(g, w);
         if (code == PLX_OK) code = plx_poisoned(g, w);
       }
     } else {
-      code = plx_gate(g, w);
+      code = plx_sync(g, w);
     }
     if (code != PLX_OK) break;
     if (at < in_bytes[g->rank])
@@ -164,11 +165,11 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
     for (uint32_t i = 1; i < g->world; i++) {
       uint32_t r = (g->rank + i) % g->world;
       if (at < out_bytes[r])
-        plx_copy((char *)out[r] + at, plx_stage_of(g, r, g->turn) + table + (g->rank - (g->rank > r)) * part,
+        plx_copy((char *)out[r] + at, plx_stage_of(g, r, g->phase) + table + (g->rank - (g->rank > r)) * part,
                  plx_min(part, out_bytes[r] - at));
     }
-    g->turn++;
+    g->phase++;
     at += part;
   } while (at < longest);
-  return plx_finish(g, record, &call, code);
+  return plx_finish(g, o, record, &call, code);
 }

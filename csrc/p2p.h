@@ -1,17 +1,17 @@
 /* Messages: a ring of bytes for each ordered pair of ranks, and receives that are posted now and over later.
  *
  *   post      a receive takes its place among the posted ones; what is there already is taken at once
- *   drive     whoever waits takes in what comes, from all ranks, for all posted receives; one thread at a time does
- *   attend    the same by a thread of the group, while receives are posted and nobody waits
+ *   progress  whoever waits takes in what comes, from all ranks, for all posted receives; one thread at a time does
+ *   thread    the same by a thread of the group, while receives are posted and nobody waits
  *
  * A message goes to the first posted receive that names its tag and its sender (or anybody). One that fits none of them
- * is put on a shelf, where the next receive that is posted finds it; a channel from which no posted receive wants anything
+ * is put into the unexpected queue, where the next receive that is posted finds it; a channel from which no posted receive wants anything
  * is left alone, and fills up until its sender waits.
  */
 #ifndef PLX_P2P_H
 #define PLX_P2P_H
 
-#include "collectives.h"
+#include "wait.h"
 
 #define PLX_PENDING (-1)
 #define PLX_WOULD_WAIT (-2)
@@ -34,9 +34,9 @@ struct plx_receive {
 };
 
 /* Both directions of one rank. NULL when there is no memory. */
-struct plx_mail *plx_mail_open(uint32_t world);
+struct plx_mailbox *plx_mailbox_open(uint32_t world);
 /* When no thread uses it any more. */
-void plx_mail_close(struct plx_mail *mail, uint32_t world);
+void plx_mailbox_close(struct plx_mailbox *mailbox, uint32_t world);
 
 /* Write a message into the channel to `dst`; messages of one thread keep their order. */
 int plx_send(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *data, size_t bytes,
@@ -48,13 +48,13 @@ int plx_send_now(struct plx_group *g, struct plx_wait *w, const struct plx_origi
 /* Post `r`, whose first seven fields are filled; returns its status. Never waits. */
 int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive *r);
 /* Wait until `r` or any other posted receive is over, or w's deadline passes, which ends nothing. */
-int plx_drive(struct plx_group *g, struct plx_wait *w, struct plx_receive *r);
+int plx_progress(struct plx_group *g, struct plx_wait *w, struct plx_receive *r);
 /* Take in what has come, without waiting. */
-void plx_glance(struct plx_group *g);
-/* Take in messages while nobody waits for them; returns when that has ended a receive, or after plx_dismiss. */
-void plx_attend(struct plx_group *g);
-void plx_dismiss(struct plx_group *g);
+void plx_poll_messages(struct plx_group *g);
+/* Take in messages while nobody waits for them; returns when that has ended a receive, or after plx_stop_progress_thread. */
+void plx_progress_thread(struct plx_group *g);
+void plx_stop_progress_thread(struct plx_group *g);
 /* This process leaves: what is posted ends with PLX_CLOSED, and nobody waits any longer. */
-void plx_mail_end(struct plx_group *g);
+void plx_mailbox_end(struct plx_group *g);
 
 #endif

@@ -1,7 +1,4 @@
 /* Pools for torch's allocator; the picture is in pool.h. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "pool.h"
 
 #include <errno.h>

@@ -6,6 +6,8 @@
  */
 #include "recorder.h"
 
+#include "futex.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <x86intrin.h>
@@ -65,8 +67,8 @@ static uint64_t time_of(struct plx_group *g, unsigned kind) {
 #define PUT(field, value) __atomic_store_n(&r->field, (value), __ATOMIC_RELAXED)
 _Static_assert(offsetof(struct plx_record, shape) + sizeof(uint64_t) == 64, "the first size ends the first cache line");
 
-static struct plx_record *write_entry(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                      uint32_t ndim, const uint64_t *shape, uint64_t now, uint64_t *number) {
+static struct plx_record *write_entry(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
+                                      int32_t peer, uint64_t now, uint64_t *number) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
   *number = atomic_fetch_add_explicit(&me->next_record, 1, memory_order_relaxed);
   struct plx_record *r = &me->records[*number % PLX_RECORDS];
@@ -81,10 +83,10 @@ static struct plx_record *write_entry(struct plx_group *g, const struct plx_call
   PUT(redop, call->redop);
   PUT(root, call->root);
   PUT(peer, peer);
-  PUT(site, site);
+  PUT(call_site, o->call_site);
   PUT(status, PLX_OK);
-  PUT(ndim, ndim);
-  for (uint32_t i = 0; i < ndim && i < PLX_MAX_DIMS; i++) PUT(shape[i], shape[i]);
+  PUT(ndim, o->ndim);
+  for (uint32_t i = 0; i < o->ndim && i < PLX_MAX_DIMS; i++) PUT(shape[i], o->shape[i]);
   atomic_store_explicit(&r->seq, call->seq, memory_order_release);
   return r;
 }
@@ -96,27 +98,31 @@ static void write_end(struct plx_record *r, int status, uint64_t now) {
   atomic_store_explicit(&r->leave_ns, now > entered ? now : entered, memory_order_release);
 }
 
-struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                    uint32_t ndim, const uint64_t *shape) {
+struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
+                                    int32_t peer) {
   uint64_t number;
-  int is_message = call->kind == PLX_SEND || call->kind == PLX_RECV;
-  if (g->quiet || (!is_message && (g->role & PLX_FLAG_STANDS_IN))) return &g->unseen;
-  if (!is_message && g->resumed != NULL) { /* the same call, made again: one line */
-    struct plx_record *same = g->resumed;
-    g->resumed = NULL;
+  if (g->quiet || (o->flags & PLX_FLAG_SHADOW)) return &g->unseen;
+  if (o->retried != NULL && *o->retried != NULL) { /* the same call, made again: one line */
+    struct plx_record *same = *o->retried;
+    *o->retried = NULL;
     if (call->kind != PLX_GRADIENTS) atomic_store_explicit(&same->seq, call->seq, memory_order_release);
     return same;
   }
-  return write_entry(g, call, site, peer, ndim, shape, time_of(g, call->kind), &number);
+  return write_entry(g, call, o, peer, time_of(g, call->kind), &number);
 }
 
 void plx_record_leave(struct plx_group *g, struct plx_record *record, int status) {
   if (record != &g->unseen) write_end(record, status, time_of(g, record->kind));
 }
 
-struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                    uint32_t ndim, const uint64_t *shape, uint64_t *number) {
-  return write_entry(g, call, site, peer, ndim, shape, plx_now_ns(), number);
+void plx_record_give_up(struct plx_group *g, const struct plx_origin *o, int status) {
+  if (*o->retried != NULL) plx_record_leave(g, *o->retried, status);
+  *o->retried = NULL;
+}
+
+struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
+                                    int32_t peer, uint64_t *number) {
+  return write_entry(g, call, o, peer, plx_now_ns(), number);
 }
 
 /* The recorder is a ring: by the time that an operation ends its line may tell of another. */

@@ -4,18 +4,20 @@
 
 #include "group.h"
 
-/* An operation begins. Returns the record to pass to `leave`; in a quiet group one that nobody reads. Times are
- * CLOCK_MONOTONIC, to a microsecond or so. */
-struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                    uint32_t ndim, const uint64_t *shape);
+/* An operation begins. Returns the record to pass to `leave`; in a quiet group, and for a shadow, one that nobody reads. A
+ * call that is made again goes on in its line (o->retried). Times are CLOCK_MONOTONIC, to a microsecond or so. */
+struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
+                                    int32_t peer);
 /* It is over, with this enum plx_status. */
 void plx_record_leave(struct plx_group *g, struct plx_record *record, int status);
+/* What was to be made again will not be. */
+void plx_record_give_up(struct plx_group *g, const struct plx_origin *o, int status);
 /* The same long after: by now the line may tell of another operation, and then stays as it is. `recorded`: how many lines
  * this rank had written when that was its last. */
 void plx_record_leave_late(struct plx_group *g, struct plx_record *record, uint64_t recorded, int status);
 /* As `enter`, in a quiet group too; `number` is that of the record, to pass to `end`, which may come much later. */
-struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                    uint32_t ndim, const uint64_t *shape, uint64_t *number);
+struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
+                                    int32_t peer, uint64_t *number);
 void plx_record_end(struct plx_group *g, uint64_t number, int status);
 /* Whether the line that was this rank's last after `recorded` ones is still that operation's. */
 int plx_record_is_kept(struct plx_group *g, uint64_t recorded);

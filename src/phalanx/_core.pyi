@@ -1,4 +1,4 @@
-"""Types of the C core; contracts are in csrc/collectives.h and csrc/group.h. Addresses, bytes and counts are ints."""
+"""Types of the C core; contracts are in csrc/collectives.h and csrc/py_*.c. Addresses, bytes and counts are ints."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ _Shape = tuple[int, ...]
 _Record = tuple[int, int, int, int, int, int, int, _Shape, int, int, int, str]
 
 class Group:
-    culprit: int
+    failed_rank: int
     seq: int
-    crowded: bool
+    oversubscribed: bool
     absent: list[int]
     missed: int
 
@@ -28,7 +28,7 @@ class Group:
         idle: Callable[[float], None] | None,
         /,
     ) -> None: ...
-    def barrier(self, timeout_ns: int, site: int, shape: _Shape, /) -> int: ...
+    def barrier(self, timeout_ns: int, call_site: int, flags: int, shape: _Shape, /) -> int: ...
     def all_reduce(
         self,
         src: int,
@@ -38,12 +38,22 @@ class Group:
         redop: int,
         root: int,
         timeout_ns: int,
-        site: int,
+        call_site: int,
+        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
     def broadcast(
-        self, data: int, nbytes: int, dtype: int, root: int, timeout_ns: int, site: int, shape: _Shape, /
+        self,
+        data: int,
+        nbytes: int,
+        dtype: int,
+        root: int,
+        timeout_ns: int,
+        call_site: int,
+        flags: int,
+        shape: _Shape,
+        /,
     ) -> int: ...
     def broadcast_buffers(
         self,
@@ -54,7 +64,8 @@ class Group:
         root: int,
         number: int,
         timeout_ns: int,
-        site: int,
+        call_site: int,
+        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -66,7 +77,8 @@ class Group:
         dtype: int,
         redop: int,
         timeout_ns: int,
-        site: int,
+        call_site: int,
+        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -78,7 +90,8 @@ class Group:
         dtype: int,
         root: int,
         timeout_ns: int,
-        site: int,
+        call_site: int,
+        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -90,7 +103,8 @@ class Group:
         dtype: int,
         root: int,
         timeout_ns: int,
-        site: int,
+        call_site: int,
+        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -103,15 +117,16 @@ class Group:
         dtype: int,
         splits: int,
         timeout_ns: int,
-        site: int,
+        call_site: int,
+        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
     def send(
-        self, data: int, nbytes: int, dst: int, tag: int, dtype: int, timeout_ns: int, site: int, shape: _Shape, /
+        self, data: int, nbytes: int, dst: int, tag: int, dtype: int, timeout_ns: int, call_site: int, shape: _Shape, /
     ) -> int: ...
     def send_now(
-        self, data: int, nbytes: int, dst: int, tag: int, dtype: int, timeout_ns: int, site: int, shape: _Shape, /
+        self, data: int, nbytes: int, dst: int, tag: int, dtype: int, timeout_ns: int, call_site: int, shape: _Shape, /
     ) -> int | None: ...
     def post(
         self,
@@ -122,17 +137,17 @@ class Group:
         tag: int,
         dtype: int,
         timeout_ns: int,
-        site: int,
+        call_site: int,
         shape: _Shape,
         /,
     ) -> int: ...
-    def drive(self, receive: Receive, limit_ns: int, /) -> int: ...
-    def glance(self) -> None: ...
-    def attend(self) -> None: ...
-    def dismiss(self) -> None: ...
+    def progress(self, receive: Receive, limit_ns: int, /) -> int: ...
+    def poll(self) -> None: ...
+    def progress_thread(self) -> None: ...
+    def stop_progress_thread(self) -> None: ...
     def join(self, pid: int, start_ticks: int, /) -> None: ...
-    def add_site(self, text: str, /) -> int: ...
-    def set_note(self, text: str, /) -> None: ...
+    def add_call_site(self, text: str, /) -> int: ...
+    def set_exit_reason(self, text: str, /) -> None: ...
     def state(self, rank: int, /) -> tuple[int, int, int, int, int, str]: ...
     def records(self, rank: int, /) -> list[_Record]: ...
     def hide_steps(self) -> None: ...
@@ -146,7 +161,7 @@ class Group:
         root: int,
         peer: int,
         count: int,
-        site: int,
+        call_site: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -172,14 +187,14 @@ class Receive:
     status: int
     source: int
 
-class Board:
+class Reducer:
     round: int
 
     def __init__(self, group: Group, flags: int, buckets: tuple[tuple[int, int, int], ...], /) -> None: ...
     def begin(self) -> None: ...
     def ready(self, bucket: int, offset: int, start: int = ..., stop: int = ..., /) -> int: ...
-    def finish(self, timeout_ns: int, site: int, shape: _Shape, /) -> int: ...
-    def meet(self, timeout_ns: int, site: int, shape: _Shape, /) -> int: ...
+    def finish(self, timeout_ns: int, call_site: int, /) -> int: ...
+    def finish_uneven(self, timeout_ns: int, call_site: int, /) -> int: ...
 
 class Pool:
     def __init__(self, address: int, nbytes: int, classes: tuple[tuple[int, int], ...], /) -> None: ...
@@ -189,13 +204,13 @@ class Pool:
     def delete(self) -> bool: ...
 
 def pools_after_fork() -> None: ...
-def board_bytes(num_buckets: int, /) -> int: ...
+def reducer_bytes(num_buckets: int, /) -> int: ...
 def map(fd: int, nbytes: int, /) -> int: ...
 def map_again(address: int, nbytes: int, /) -> int: ...
 def unmap(address: int, nbytes: int, /) -> None: ...
 def discard(address: int, nbytes: int, /) -> None: ...
 def group_bytes(world: int, stage_bytes: int, channel_bytes: int, /) -> int: ...
-def format(address: int, world: int, stage_bytes: int, channel_bytes: int, crowded: int, /) -> None: ...
+def format(address: int, world: int, stage_bytes: int, channel_bytes: int, oversubscribed: int, /) -> None: ...
 def can_reduce(dtype: int, redop: int, /) -> bool: ...
 def reduce(dst: int, src: tuple[int, ...], count: int, dtype: int, redop: int, /) -> None: ...
 def load_word(address: int, /) -> int: ...

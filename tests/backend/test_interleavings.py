@@ -1,6 +1,6 @@
 """The core's own code, run in every order in which the threads of some ranks can run it: tests/csrc/interleavings.
 
-"The other has gone further" was judged by the gates that a rank's lane thread had reached, not by what its program had
+"The other has gone further" was judged by the syncs that a rank's lane thread had reached, not by what its program had
 issued, so an asynchronous all_reduce beside a backward ended in a false mismatch. Tests with real processes hit the
 order that shows it once in some seventy steps, and none had such a call. Here no order is left to chance.
 """
@@ -15,7 +15,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHECKER = ROOT / "tests" / "csrc" / "interleavings"
-NAMES = ("board", "group", "attendance", "move", "early", "all_reduce", "copy")
+NAMES = (
+    "futex",
+    "layout",
+    "group",
+    "wait",
+    "sync",
+    "agreement",
+    "move",
+    "early",
+    "all_reduce",
+    "copy",
+    "reducer",
+    "uneven",
+)
 
 
 def _compile(source, target):
@@ -101,20 +114,20 @@ def test_random_orders_of_three_ranks(explore, arguments):
 @pytest.mark.parametrize(
     ("name", "step", "without", "programs", "found"),
     [
-        ("board", "if (plx_is_behind(g)) return", "if (0) return", "AR AR", "a false alarm"),
-        ("board", "if (theirs <= g->step) return PLX_OK;", "return PLX_OK;", "R BR", "all wait for ever"),
-        ("board", "another = ends_another(b, rank)", "another = 0", "RS SR", "all wait for ever"),
-        ("board", "if (is_complete(b, rank)) return PLX_OK;", "", "RB RB", "a false alarm"),
-        ("board", "if (!alive) return plx_poison(g, PLX_PEER_LOST, rank);", "", "-d R R", "all wait for ever"),
-        ("early", "int code = plx_await(g, w, g->open_step);", "int code = PLX_OK;", "CCC CCC", "a false alarm"),
+        ("reducer", "if (plx_is_behind(g)) return", "if (0) return", "AR AR", "a false alarm"),
+        ("reducer", "if (theirs <= g->step) return PLX_OK;", "return PLX_OK;", "R BR", "all wait for ever"),
+        ("reducer", "another = ends_another(b, rank)", "another = 0", "RS SR", "all wait for ever"),
+        ("reducer", "if (is_complete(b, rank)) return PLX_OK;", "", "RB RB", "a false alarm"),
+        ("reducer", "if (!alive) return plx_poison(g, PLX_PEER_LOST, rank);", "", "-d R R", "all wait for ever"),
+        ("agreement", "int code = plx_await(g, w, g->open.step);", "int code = PLX_OK;", "CCC CCC", "a false alarm"),
         ("early", "plx_await_rank(g, w, (uint32_t)root, g->step)", "PLX_OK", "C C", "a false alarm"),
         ("early", "code == PLX_OK && !plx_calls_same(g, (uint32_t)root, &call)", "0", "BC CB", "a wrong copy"),
-        ("early", "if (!plx_calls_same(g, r, &g->open_call))", "if (0)", "CB DB", "different things unheard"),
-        ("group", "    if (all_reached(g, step)) return PLX_OK;", "", "-d -c B B", "all wait for ever"),
+        ("agreement", "if (!plx_calls_same(g, r, &g->open.call))", "if (0)", "CB DB", "different things unheard"),
+        ("sync", "    if (all_reached(g, step)) return PLX_OK;", "", "-d -c B B", "all wait for ever"),
     ],
 )
 def test_without_one_step_it_finds_what_was_seen(objects, tmp_path, name, step, without, programs, found):
-    """The first is the rule that there was; the last is a death between arriving at a crowded gate and opening it."""
+    """The first is the rule that there was; the last is a death between arriving and letting all pass."""
     source = (ROOT / "csrc" / f"{name}.c").read_text()
     assert source.count(step) == 1
     (tmp_path / "changed.c").write_text(source.replace(step, without))

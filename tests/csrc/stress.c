@@ -1,7 +1,7 @@
 /* Random sequences of all operations of the C core, verified, with ranks as threads over one piece of memory. Each rank
  * has a second thread that attends to its messages, and one thread reads everybody's flight recorder all the time.
  *
- *   for each world size 2..5, crowded and not: a few hundred operations that all threads draw from one seed
+ *   for each world size 2..5, oversubscribed and not: a few hundred operations that all threads draw from one seed
  *   then, for each way in which a group can end: all threads learn the same cause, in time, and nothing was written
  *
  * Build it with csrc/{all but module}.c under -fsanitize=address,undefined or =thread; `make sanitize` does.
@@ -15,16 +15,18 @@
 #include <sys/mman.h>
 #include <time.h>
 
-#include "board.h"
+#include "agreement.h"
 #include "collectives.h"
 #include "copy.h"
 #include "early.h"
+#include "futex.h"
 #include "p2p.h"
 #include "recorder.h"
 #include "reduce.h"
+#include "reducer.h"
 
 #define MAX_WORLD 5u
-#define STAGE 8192u /* small, so that most tensors take several turns */
+#define STAGE 8192u /* small, so that most tensors take several phases */
 #define CHANNEL 4096u
 #define HEAP (1u << 20)
 #define MOST 20000u /* elements of a tensor */
@@ -38,13 +40,13 @@
     }                                                                                                            \
   } while (0)
 
-#define FLAGS (512u << 10) /* where in the heap the board's flags lie, and its buckets */
+#define FLAGS (512u << 10) /* where in the heap the reducer's flags lie, and its buckets */
 #define BUCKETS (640u << 10)
 #define AREAS (256u << 10) /* of broadcasts for which their root does not wait */
 #define NUM_BUCKETS 5u
 #define NUM_BESIDE 12u /* asynchronous calls, and rounds beside them */
 
-enum ending { FINISH, NEVER_COME, POISON, LEAVE, CALL_ANOTHER, POISON_ROUND, LEAVE_ROUND, DIE_AT_GATE, ANY_TIME, NUM_ENDINGS };
+enum ending { FINISH, NEVER_COME, POISON, LEAVE, CALL_ANOTHER, POISON_ROUND, LEAVE_ROUND, DIE_AT_SYNC, ANY_TIME, NUM_ENDINGS };
 
 struct thread {
   struct plx_group g;
@@ -53,16 +55,16 @@ struct thread {
   uint32_t operation, operations;
   enum ending ending;
   pthread_t id, attendant;
-  _Atomic int over; /* the attendant may go */
+  _Atomic int over; /* the progress thread may go */
   int32_t *in, *out;
-  struct plx_board board;
+  struct plx_reducer reducer;
   struct plx_bucket buckets[NUM_BUCKETS];
   uint64_t offsets[NUM_BUCKETS]; /* of the buckets, in this rank's heap */
   uint32_t areas;  /* broadcasts through the heap, or that could have gone that way */
   uint64_t before; /* calls that were issued before the asynchronous ones */
 };
 
-static const struct plx_origin here = {0, 0, NULL};
+static const struct plx_origin here;
 
 static uint32_t draw(struct thread *t, uint32_t below) {
   t->random = t->random * 6364136223846793005ull + 1442695040888963407ull;
@@ -214,7 +216,7 @@ static int receive(struct thread *t, void *data, size_t bytes, int32_t src, uint
                           .dtype = PLX_I32};
   int code = plx_post(&t->g, &here, &r);
   while (code == PLX_PENDING) {
-    plx_drive(&t->g, &t->wait, &r);
+    plx_progress(&t->g, &t->wait, &r);
     code = atomic_load_explicit(&r.status, memory_order_acquire);
   }
   *from = r.from;
@@ -222,7 +224,7 @@ static int receive(struct thread *t, void *data, size_t bytes, int32_t src, uint
 }
 
 /* Everybody sends two tags to everybody, longer than the ring, and expects them in the other order; one of the receives
- * is from anybody. Nobody waits before all is sent: the attendants take the messages in. */
+ * is from anybody. Nobody waits before all is sent: the progress threads take the messages in. */
 static void exchange(struct thread *t) {
   struct plx_group *g = &t->g;
   size_t n = draw_size(t) / MAX_WORLD;
@@ -245,11 +247,11 @@ static void exchange(struct thread *t) {
       if (code == PLX_WOULD_WAIT) code = plx_send(g, &t->wait, &here, t->in, 4 * n, to, first + tag, PLX_I32);
       CHECK(code == PLX_OK);
     }
-  plx_glance(g);
+  plx_poll_messages(g);
   while (count-- > 0) {
     struct plx_receive *r = &posted[count];
     while (atomic_load_explicit(&r->status, memory_order_acquire) == PLX_PENDING)
-      CHECK(plx_drive(g, &t->wait, r) == PLX_OK);
+      CHECK(plx_progress(g, &t->wait, r) == PLX_OK);
     CHECK(atomic_load(&r->status) == PLX_OK);
     CHECK(r->src < 0 || r->from == (uint32_t)r->src);
     CHECK(holds(t, r->data, r->from, 0, n));
@@ -304,17 +306,17 @@ static void give(struct thread *t, uint32_t buckets) {
   for (uint32_t i = 0; i < buckets; i++) {
     uint32_t b = (NUM_BUCKETS - 1 - i + (t->g.rank % 2) * 2) % NUM_BUCKETS;
     fill(t, (int32_t *)(t->g.heaps[t->g.rank] + t->offsets[b]), t->g.rank, b, t->buckets[b].count);
-    CHECK(plx_board_ready(&t->board, b, t->offsets[b]) == PLX_OK);
-    plx_board_poll(&t->board);
+    CHECK(plx_reducer_ready(&t->reducer, b, t->offsets[b]) == PLX_OK);
+    plx_reducer_poll(&t->reducer);
   }
 }
 
-/* A round of the board. */
+/* A round of the reducer. */
 static void gradients(struct thread *t) {
-  CHECK(plx_board_ready(&t->board, NUM_BUCKETS, 0) == PLX_INVALID);
-  plx_board_begin(&t->board);
+  CHECK(plx_reducer_ready(&t->reducer, NUM_BUCKETS, 0) == PLX_INVALID);
+  plx_reducer_begin(&t->reducer);
   give(t, NUM_BUCKETS);
-  CHECK(plx_board_finish(&t->board, &t->wait) == PLX_OK);
+  CHECK(plx_reducer_finish(&t->reducer, &t->wait) == PLX_OK);
   for (uint32_t b = 0; b < NUM_BUCKETS; b++)
     CHECK(holds_sum(t, (int32_t *)(t->g.heaps[t->g.rank] + t->offsets[b]), b, t->buckets[b].count));
 }
@@ -336,15 +338,15 @@ static void *carry_out(void *argument) {
 
 static void gradients_beside(struct thread *t) {
   pthread_t lane;
-  struct plx_wait wait = {.deadline_ns = t->wait.deadline_ns, .spin_ns = t->wait.spin_ns, .culprit = -1};
+  struct plx_wait wait = {.deadline_ns = t->wait.deadline_ns, .spin_ns = t->wait.spin_ns, .failed_rank = -1};
   t->before = atomic_load_explicit(&t->g.issued, memory_order_relaxed);
   CHECK(pthread_create(&lane, NULL, carry_out, t) == 0);
   for (uint32_t i = 0; i < NUM_BESIDE; i++) {
     if (i % 3 != 0) plx_issue(&t->g);
-    plx_board_begin(&t->board);
+    plx_reducer_begin(&t->reducer);
     give(t, NUM_BUCKETS);
     if (i % 3 == 0) plx_issue(&t->g);
-    CHECK(plx_board_finish(&t->board, &wait) == PLX_OK);
+    CHECK(plx_reducer_finish(&t->reducer, &wait) == PLX_OK);
     for (uint32_t b = 0; b < NUM_BUCKETS; b++)
       CHECK(holds_sum(t, (int32_t *)(t->g.heaps[t->g.rank] + t->offsets[b]), b, t->buckets[b].count));
   }
@@ -357,7 +359,7 @@ static void leave(struct plx_group *g) {
   plx_futex_wake_all(plx_low_half(&me->step));
 }
 
-/* The last to come to a crowded gate opens it; here it dies between the two. Others once waited out their deadline. */
+/* The last to come to an oversubscribed sync opens it; here it dies between the two. Others once waited out their deadline. */
 static void die_at_gate(struct plx_group *g, int counted) {
   atomic_store_explicit(&plx_rank_of(g, g->rank)->step, g->step + 1, memory_order_seq_cst);
   if (counted) atomic_fetch_add_explicit(&g->header->arrivals, 1, memory_order_acq_rel);
@@ -392,10 +394,10 @@ static void end(struct thread *t) {
   fill(t, t->in, g->rank, 0, n);
   if (t->ending == NEVER_COME) t->wait.deadline_ns = plx_now_ns() + 150000000ull;
   int round = t->ending == POISON_ROUND || t->ending == LEAVE_ROUND;
-  if (round) plx_board_begin(&t->board);
+  if (round) plx_reducer_begin(&t->reducer);
   if (round) give(t, g->rank == odd ? draw(t, NUM_BUCKETS) : NUM_BUCKETS);
   if (g->rank == odd && t->ending == NEVER_COME) return;
-  if (t->ending == DIE_AT_GATE) {
+  if (t->ending == DIE_AT_SYNC) {
     if (g->rank == odd) {
       plx_publish(g, &(struct plx_call){.seq = g->seq + 1, .kind = PLX_BARRIER, .root = -1});
       die_at_gate(g, n % 2 == 0);
@@ -415,7 +417,7 @@ static void end(struct thread *t) {
   struct plx_receive never = {.data = t->out, .bytes = 4, .deadline_ns = UINT64_MAX, .src = -1, .tag = 1, .dtype = PLX_I32};
   plx_post(g, &here, &never);
   if (round)
-    code = plx_board_finish(&t->board, &t->wait);
+    code = plx_reducer_finish(&t->reducer, &t->wait);
   else if (g->rank == odd && t->ending == CALL_ANOTHER)
     code = plx_broadcast(g, &t->wait, &here, t->in, 4 * n, PLX_I32, (int)draw(t, g->world));
   else
@@ -427,7 +429,7 @@ static void end(struct thread *t) {
   CHECK(plx_barrier(g, &t->wait, &here) == expected[t->ending]); /* it stays over */
   while (atomic_load_explicit(&never.status, memory_order_acquire) == PLX_PENDING) {
     struct plx_wait patient = {.deadline_ns = UINT64_MAX, .spin_ns = t->wait.spin_ns};
-    plx_drive(g, &patient, &never);
+    plx_progress(g, &patient, &never);
   }
   CHECK(atomic_load(&never.status) == expected[t->ending]);
 }
@@ -439,7 +441,7 @@ static void *run(void *argument) {
                                                         gradients,  gradients,  exchange,       gradients_beside};
   for (t->operation = 1; t->operation <= t->operations; t->operation++)
     operations[draw(t, sizeof operations / sizeof *operations)](t);
-  CHECK(plx_close_turn(&t->g, &t->wait) == PLX_OK);
+  CHECK(plx_close_phase(&t->g, &t->wait) == PLX_OK);
   if (t->ending == ANY_TIME)
     go_on(t);
   else if (t->ending != FINISH)
@@ -449,7 +451,7 @@ static void *run(void *argument) {
 
 static void *attend(void *argument) {
   struct thread *t = argument;
-  while (!atomic_load(&t->over)) plx_attend(&t->g);
+  while (!atomic_load(&t->over)) plx_progress_thread(&t->g);
   return NULL;
 }
 
@@ -481,11 +483,11 @@ static void *read_records(void *argument) {
   return NULL;
 }
 
-static void stress(uint32_t world, int crowded, enum ending ending, uint32_t operations, uint64_t seed) {
+static void stress(uint32_t world, int oversubscribed, enum ending ending, uint32_t operations, uint64_t seed) {
   size_t bytes = plx_group_bytes(world, STAGE, CHANNEL), heaps_bytes = (size_t)world * HEAP;
   void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   unsigned char *heaps = mmap(NULL, heaps_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (base == MAP_FAILED || heaps == MAP_FAILED || plx_group_format(base, world, STAGE, CHANNEL, crowded) != PLX_OK ||
+  if (base == MAP_FAILED || heaps == MAP_FAILED || plx_group_format(base, world, STAGE, CHANNEL, oversubscribed) != PLX_OK ||
       plx_group_check(base, bytes) != PLX_OK) {
     perror("stress: no memory");
     exit(1);
@@ -494,16 +496,16 @@ static void stress(uint32_t world, int crowded, enum ending ending, uint32_t ope
   for (uint32_t r = 0; r < world; r++) {
     struct thread *t = &threads[r];
     struct plx_header *header = base;
-    t->g = (struct plx_group){.base = base, .header = header, .rank = r, .world = world, .crowded = crowded,
+    t->g = (struct plx_group){.base = base, .header = header, .rank = r, .world = world, .oversubscribed = oversubscribed,
                               .stage_bytes = header->stage_bytes, .spin_ns = 20000, .heap_bytes = HEAP};
     t->g.pidfds = malloc(world * sizeof *t->g.pidfds);
     t->g.heaps = malloc(world * sizeof *t->g.heaps);
-    t->g.mail = plx_mail_open(world);
+    t->g.mailbox = plx_mailbox_open(world);
     for (uint32_t p = 0; p < world; p++) {
       t->g.pidfds[p] = -1;
       t->g.heaps[p] = heaps + (size_t)p * HEAP;
     }
-    t->wait = (struct plx_wait){.deadline_ns = plx_now_ns() + 100000000000ull, .spin_ns = t->g.spin_ns, .culprit = -1};
+    t->wait = (struct plx_wait){.deadline_ns = plx_now_ns() + 100000000000ull, .spin_ns = t->g.spin_ns, .failed_rank = -1};
     t->random = seed;
     t->operations = operations;
     t->ending = ending;
@@ -512,7 +514,7 @@ static void stress(uint32_t world, int crowded, enum ending ending, uint32_t ope
     static const uint64_t counts[NUM_BUCKETS] = {1, 17, 1000, 4097, 9999};
     for (uint64_t b = 0, at = BUCKETS + 128 * r; b < NUM_BUCKETS; at += (4 * counts[b] + 63) / 64 * 64, b++)
       t->buckets[b] = (struct plx_bucket){counts[b], 4, plx_reduce_kernel(PLX_I32, PLX_SUM), 0, 1, 0, 0}, t->offsets[b] = at;
-    t->board = (struct plx_board){.g = &t->g, .flags = FLAGS, .num_buckets = NUM_BUCKETS, .buckets = t->buckets};
+    t->reducer = (struct plx_reducer){.g = &t->g, .flags = FLAGS, .num_buckets = NUM_BUCKETS, .buckets = t->buckets};
   }
   struct reader reader = {.threads = threads};
   pthread_t reading;
@@ -534,14 +536,14 @@ static void stress(uint32_t world, int crowded, enum ending ending, uint32_t ope
   for (uint32_t r = 0; r < world; r++) pthread_join(threads[r].id, NULL);
   for (uint32_t r = 0; r < world; r++) {
     atomic_store(&threads[r].over, 1);
-    plx_dismiss(&threads[r].g);
+    plx_stop_progress_thread(&threads[r].g);
     pthread_join(threads[r].attendant, NULL);
   }
   atomic_store(&reader.over, 1);
   pthread_join(reading, NULL);
   for (uint32_t r = 0; r < world; r++) {
     struct thread *t = &threads[r];
-    plx_mail_close(t->g.mail, world);
+    plx_mailbox_close(t->g.mailbox, world);
     free(t->g.pidfds);
     free(t->g.heaps);
     free(t->in);
@@ -596,10 +598,10 @@ int main(int argc, char **argv) {
   kernels(seed);
   copies();
   for (uint32_t world = 2; world <= MAX_WORLD; world++)
-    for (int crowded = 0; crowded <= 1; crowded++) {
-      stress(world, crowded, FINISH, operations, seed + world);
+    for (int oversubscribed = 0; oversubscribed <= 1; oversubscribed++) {
+      stress(world, oversubscribed, FINISH, operations, seed + world);
       for (int ending = NEVER_COME; ending < NUM_ENDINGS; ending++)
-        for (uint32_t again = 0; again < 3; again++) stress(world, crowded, (enum ending)ending, ending == ANY_TIME ? 0 : 3, seed + again);
+        for (uint32_t again = 0; again < 3; again++) stress(world, oversubscribed, (enum ending)ending, ending == ANY_TIME ? 0 : 3, seed + again);
     }
   printf("stress: %u operations in each of 8 groups, and %d groups that ended, as they should.\n", operations,
          (NUM_ENDINGS - 1) * 3 * 8);

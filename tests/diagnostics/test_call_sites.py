@@ -52,7 +52,7 @@ def test_every_operation_is_told_to_be_called_from_the_users_line():
                 call()
             line = call.__code__.co_firstlineno
             for record in read(core, rank)[before:]:
-                file, _, number = record.site.rpartition(":")
+                file, _, number = record.call_site.rpartition(":")
                 assert here.endswith(file), record
                 assert number == str(line), record
             assert len(read(core, rank)) > before

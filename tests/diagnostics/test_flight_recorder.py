@@ -18,7 +18,7 @@ def test_every_name_is_the_one_that_torch_uses():
 
 def test_a_call_is_told_as_it_was_made():
     assert CALL.call() == "all_reduce(SUM) of float32 (2, 3) at train.py:88"
-    assert replace(CALL, kind=2, root=1, site="").call() == "broadcast(src=1) of float32 (2, 3)"
+    assert replace(CALL, kind=2, root=1, call_site="").call() == "broadcast(src=1) of float32 (2, 3)"
     assert replace(CALL, kind=1).call() == "barrier at train.py:88"
 
 
@@ -29,7 +29,7 @@ def test_a_call_is_told_as_it_was_made():
         ([CALL], "is in all_reduce #7 (train.py:88) for 2.5 s"),
         ([replace(CALL, leave_ns=1_100_000_000)], "last finished all_reduce #7 (train.py:88)"),
         ([replace(CALL, leave_ns=1_100_000_000, status=2)], "was in all_reduce #7 (train.py:88), which failed"),
-        ([replace(CALL, kind=10, peer=3, site="")], "is in send to rank 3 for 2.5 s"),
+        ([replace(CALL, kind=10, peer=3, call_site="")], "is in send to rank 3 for 2.5 s"),
         ([replace(CALL, kind=11, peer=-1, leave_ns=2)], "last finished recv from any rank (train.py:88)"),
     ],
 )

@@ -40,14 +40,14 @@ def seen():
 def test_what_a_rank_did_is_read_from_outside_also_after_it_left(seen):
     symm_mem, looker = seen
     assert looker.read().ranks[0].records == ()
-    site = symm_mem.core.add_site("train.py:88")
-    assert symm_mem.core.barrier(HOUR_NS, site, ()) == 0  # number 0, where all meet; it is not shown
-    assert symm_mem.core.barrier(HOUR_NS, site, ()) == 0
+    site = symm_mem.core.add_call_site("train.py:88")
+    assert symm_mem.core.barrier(HOUR_NS, site, 0, ()) == 0  # number 0, where all meet; it is not shown
+    assert symm_mem.core.barrier(HOUR_NS, site, 0, ()) == 0
     rank = looker.read().ranks[0]
     assert (rank.rank, rank.came, rank.left) == (3, True, False)
     assert rank.records[-1].place == "barrier #1 (train.py:88)"
     assert not looker.is_over()
-    symm_mem.core.set_note("done")
+    symm_mem.core.set_exit_reason("done")
     symm_mem.close()
     after = looker.read()
     assert looker.is_over()
@@ -64,8 +64,8 @@ def test_reading_writes_nothing(seen):
 
 def test_peers_are_told_by_their_numbers_in_the_job(seen):
     symm_mem, looker = seen
-    assert symm_mem.core.barrier(HOUR_NS, 0, ()) == 0
-    assert symm_mem.core.broadcast(0, 0, 0, 0, HOUR_NS, 0, (0,)) == 0
+    assert symm_mem.core.barrier(HOUR_NS, 0, 0, ()) == 0
+    assert symm_mem.core.broadcast(0, 0, 0, 0, HOUR_NS, 0, 0, (0,)) == 0
     assert looker.read().ranks[0].records[-1].root == 3
 
 

@@ -17,7 +17,7 @@ from phalanx.symmetric_memory.memory import (
     channel_bytes,
     decide_heap_bytes,
     heap_bytes,
-    is_crowded,
+    is_oversubscribed,
     open_as_leader,
     open_as_member,
 )
@@ -30,13 +30,13 @@ def members(*cpus):
     return [Member(ME, frozenset(c)) for c in cpus]
 
 
-def test_a_group_is_crowded_when_it_has_fewer_cores_than_ranks():
-    assert not is_crowded(members({0, 1}, {0, 1}))
-    assert not is_crowded(members({0}, {1}))
-    assert is_crowded(members({0}, {0}))
-    assert is_crowded(members({0, 1}, {0, 1}, {0, 1}))
-    assert is_crowded([replace(member, threads=2) for member in members({0, 1}, {0, 1})])
-    assert not is_crowded([replace(member, threads=2) for member in members({0, 1}, {2, 3})])
+def test_a_group_is_oversubscribed_when_it_has_fewer_cores_than_ranks():
+    assert not is_oversubscribed(members({0, 1}, {0, 1}))
+    assert not is_oversubscribed(members({0}, {1}))
+    assert is_oversubscribed(members({0}, {0}))
+    assert is_oversubscribed(members({0, 1}, {0, 1}, {0, 1}))
+    assert is_oversubscribed([replace(member, threads=2) for member in members({0, 1}, {0, 1})])
+    assert not is_oversubscribed([replace(member, threads=2) for member in members({0, 1}, {2, 3})])
 
 
 def test_rings_are_powers_of_two_that_shrink_as_their_number_grows():
@@ -109,7 +109,7 @@ def test_a_closed_core_refuses_calls_instead_of_touching_memory_that_is_gone(sym
     core = symm_mem.core
     symm_mem.close()
     symm_mem.close()  # again: nothing happens
-    assert core.barrier(1, 0, ()) == CLOSED
+    assert core.barrier(1, 0, 0, ()) == CLOSED
     with pytest.raises(ClosedError, match="destroyed"):
         core.state(0)
     with pytest.raises(ClosedError, match="destroyed"):
@@ -119,11 +119,11 @@ def test_a_closed_core_refuses_calls_instead_of_touching_memory_that_is_gone(sym
 def test_everything_a_closed_core_can_be_asked_is_refused(symm_mem):
     core = symm_mem.core
     symm_mem.close()
-    for ask in (lambda: core.poison(), lambda: core.set_poison(2, 0), lambda: core.set_note("x")):
+    for ask in (lambda: core.poison(), lambda: core.set_poison(2, 0), lambda: core.set_exit_reason("x")):
         with pytest.raises(ClosedError, match="destroyed"):
             ask()
     with pytest.raises(ClosedError, match="destroyed"):
-        core.add_site("x")
+        core.add_call_site("x")
 
 
 def test_members_that_never_fetch_the_memory_are_named_and_nothing_is_kept():

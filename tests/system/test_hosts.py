@@ -39,7 +39,7 @@ def recorded(rank, world_size, machines):
         (f"broadcast(src={world_size - 1}) of float32 (600000,)", "ok"),
         ("reduce(SUM, dst=1) of float32 (5,)", "ok"),
     ]
-    assert all("test_hosts.py:" in r.site for r in lines)
+    assert all("test_hosts.py:" in r.call_site for r in lines)
     assert [r.seq for r in lines[:4]] == list(range(lines[0].seq, lines[0].seq + 4))
     if rank == 0:
         assert (lines[4].label, lines[4].shape) == (f"send to rank {world_size - 1}", (7,))

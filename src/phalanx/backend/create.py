@@ -199,7 +199,7 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
     try:
         if rank == 0:
             bootstrap.forget()
-        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.site(("", 0))))
+        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.call_site(("", 0))))
     except BaseException:
         symm_mem.close()
         raise
@@ -353,7 +353,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     try:
         if rank == 0:
             bootstrap.forget()
-        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.site(("", 0))))
+        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.call_site(("", 0))))
     except BaseException:
         transport.close()
         raise

@@ -32,7 +32,7 @@ def shared_empty(
     anew when every rank has let go. On groups across hosts and of another backend this is `torch.empty`.
 
     Shape: as `torch.empty`: integers or one sequence.
-    Cost: two gates and, the first time, the mapping of the heap. New pages are zero.
+    Cost: two syncs and, the first time, the mapping of the heap. New pages are zero.
 
     Raises:
         PhalanxError: the heap has no room.

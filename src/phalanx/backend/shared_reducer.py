@@ -13,7 +13,7 @@ from phalanx.backend.arguments import reduction_of
 from phalanx.backend.shared import shared_empty
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed
-from phalanx.diagnostics.failures import APART
+from phalanx.diagnostics.failures import RETRY_UNEVEN
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError
 from phalanx.transport.base import CallContext
@@ -32,11 +32,11 @@ class SharedReducer:
         self._group = group
         self._memory = group.transport.shared_memory
         self._tensors = list(tensors)  # the heap's blocks stay ours as long as the board does
-        words = _core.board_bytes(len(tensors)) // 4
+        words = _core.reducer_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
         ctx = self._span(WAITS)
         group.in_order(lambda: self._memory.barrier(ctx))  # nobody raises a flag before all flags are down
-        self._board = _core.Board(
+        self._reducer = _core.Reducer(
             self._memory.core,
             self._offset(self._flags),
             tuple((t.numel(), dtype_of(t.dtype).code, reduction_of(op, t.dtype, "gradients")[0]) for t in tensors),
@@ -47,7 +47,7 @@ class SharedReducer:
         return int(self._memory.symm_mem.heap_offset(tensor.data_ptr()))
 
     def _span(self, role: int = STEP) -> CallContext:
-        return CallContext(self._group._timeout_s, self._memory.site(calling_site(3)), role)
+        return CallContext(self._group._timeout_s, self._memory.call_site(calling_site(3)), role)
 
     def begin(self) -> None:
         """Open a round; the last one has finished."""
@@ -56,7 +56,7 @@ class SharedReducer:
         self._group.refuse_nested("a round of gradients")
         if self._memory.uneven is not None and self._memory.uneven.apart:
             self._group.drain()  # the collective at which all meet again may still be under way, with old round numbers
-        self._board.begin()
+        self._reducer.begin()
 
     def ready(self, number: int, instead: Tensor | None = None, needed: tuple[int, int] | None = None) -> None:
         """This rank's tensor, or the one `instead` of it, is complete.
@@ -70,7 +70,7 @@ class SharedReducer:
             raise closed(self._memory.group)
         offset = self._offset(self._tensors[number] if instead is None else instead)
         try:
-            self._board.ready(number, offset, *(needed or ()))
+            self._reducer.ready(number, offset, *(needed or ()))
         except ClosedError:
             raise closed(self._memory.group) from None
 
@@ -83,8 +83,8 @@ class SharedReducer:
             raise closed(self._memory.group)
         ctx = self._span()
         with self._group.postponing():  # a handler's collective would pass the others, who stand here, too
-            status = self._board.finish(ctx.timeout_ns, ctx.site, ())
-        if status == APART:
+            status = self._reducer.finish(ctx.timeout_ns, ctx.call_site)
+        if status == RETRY_UNEVEN:
             if self._memory.uneven is not None:
                 self._memory.uneven.apart = True
             status = self._group.in_order(lambda: self._meet(ctx))
@@ -92,13 +92,13 @@ class SharedReducer:
 
     def _meet(self, ctx: CallContext) -> int:
         with self._memory.turn(ctx.timeout_s):
-            return self._board.meet(ctx.timeout_ns, ctx.site, ())
+            return self._reducer.finish_uneven(ctx.timeout_ns, ctx.call_site)
 
     @property
     def round(self) -> int:
         """How many rounds have begun; to be set where all ranks meet, by a rank that was out of some."""
-        return self._board.round
+        return self._reducer.round
 
     @round.setter
     def round(self, number: int) -> None:
-        self._board.round = number
+        self._reducer.round = number

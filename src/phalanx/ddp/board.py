@@ -2,7 +2,7 @@
 
 Each rank says which of its buckets are complete. Whoever passes by (each launch does) and finds a bucket complete on
 all ranks adds up its own slice of it, straight from everybody's memory into everybody's memory. The picture and the
-proof are in csrc/board.h.
+proof are in csrc/reducer.h.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
               rank 0's parameters, buffers, counts of steps  ----> |
  next epoch   mean of 3             mean of 3                  mean of 3
 
-How the ranks that go on agree on who is out is the affair of `transport/uneven.py` and csrc/attendance.h.
+How the ranks that go on agree on who is out is the affair of `transport/uneven.py` and csrc/uneven.h.
 """
 
 from __future__ import annotations

@@ -66,8 +66,10 @@ def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int
     by_rank = [{r.seq: r for r in of_rank if r.is_numbered_call and r.seq < before} for of_rank in records]
     for number in sorted(set.intersection(*map(set, by_rank)), reverse=True):
         calls = [of_rank[number] for of_rank in by_rank]
-        if len({call.site for call in calls}) > 1:
-            where = ", ".join(f"rank {rank} at {call.site}" for rank, call in enumerate(calls[:8]) if call.site)
+        if len({call.call_site for call in calls}) > 1:
+            where = ", ".join(
+                f"rank {rank} at {call.call_site}" for rank, call in enumerate(calls[:8]) if call.call_site
+            )
             return f"They had called {calls[0].label} from different lines, too: {where}."
     return ""
 

@@ -10,7 +10,7 @@ from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostEr
 from phalanx.symmetric_memory.memory import SymmetricMemory
 
 # enum plx_status
-OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED, APART, REJOIN = range(10)
+OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED, RETRY_UNEVEN, REJOIN = range(10)
 SEND, RECV = 10, 11  # enum plx_kind
 
 
@@ -26,7 +26,7 @@ def failure(
         return closed(group)
     mine = _own(read(symm_mem.core, symm_mem.rank), kind, peer)
     if mine is not None:
-        operation = Operation(mine.label, group, symm_mem.rank, mine.seq, mine.site)
+        operation = Operation(mine.label, group, symm_mem.rank, mine.seq, mine.call_site)
     else:
         operation = Operation(_forgotten(kind, peer), group, symm_mem.rank)
     return _report(status, symm_mem, timeout_s, mine).error(operation)
@@ -127,7 +127,7 @@ def _lost(symm_mem: SymmetricMemory, who: int, mine: Record | None) -> FailureRe
 def _late(symm_mem: SymmetricMemory, timeout_s: float, who: int, mine: Record | None) -> FailureReport:
     core = symm_mem.core
     if mine and mine.name == "gradients":
-        missing = [core.culprit] if who == symm_mem.rank and core.culprit >= 0 else []
+        missing = [core.failed_rank] if who == symm_mem.rank and core.failed_rank >= 0 else []
     elif mine and not mine.is_collective:
         missing = [mine.peer] if mine.peer >= 0 else []
     else:

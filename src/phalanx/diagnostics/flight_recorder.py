@@ -83,7 +83,7 @@ class Record:
     enter_ns: int
     leave_ns: int
     status: int
-    site: str
+    call_site: str
 
     @property
     def name(self) -> str:
@@ -127,7 +127,7 @@ class Record:
     @property
     def place(self) -> str:
         """'all_reduce #42 (train.py:88)'."""
-        return f"{self.label} ({self.site})" if self.site else self.label
+        return f"{self.label} ({self.call_site})" if self.call_site else self.label
 
     def call(self) -> str:
         """The call as its rank made it: 'all_reduce(SUM) of float32 (3, 4) at train.py:88'."""
@@ -139,7 +139,7 @@ class Record:
         text = self.name + (f"({', '.join(options)})" if options else "")
         if self.kind not in (_BARRIER, _GRADIENTS):
             text += f" of {self.dtype_name} {tuple(self.shape)}"
-        return f"{text} at {self.site}" if self.site else text
+        return f"{text} at {self.call_site}" if self.call_site else text
 
 
 def read(core: _core.Group, rank: int) -> list[Record]:

@@ -82,7 +82,7 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Undo:
-    """The two gates around an update, and what happens when one fails. Collective: all ranks build theirs.
+    """The two syncs around an update, and what happens when one fails. Collective: all ranks build theirs.
 
     Cost: each rank reads and writes its slices once more per step, and the host holds the parameters twice.
     """

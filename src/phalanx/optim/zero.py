@@ -49,7 +49,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     Numerics: parameters are bitwise those of `optimizer_class` itself on every rank with the same gradients, given one
     intra-op thread per rank. Element-wise optimizers of torch.optim cut parameters between ranks, all others are given
     whole ones.
-    Cost: two gates per step, and of each slice one copy that lets survivors undo the update of a rank that dies.
+    Cost: two syncs per step, and of each slice one copy that lets survivors undo the update of a rank that dies.
 
     Whatever else writes into a parameter writes for all ranks: let one rank do it, with a barrier after it. A process
     that you fork sees every later step as well, since shared memory is not copied on write: clone before the fork what

@@ -51,7 +51,7 @@ def channel_bytes(world_size: int) -> int:
     return 256 * 1024 if world_size <= 8 else 64 * 1024 if world_size <= 32 else 16 * 1024
 
 
-def is_crowded(members: Sequence[Member]) -> bool:
+def is_oversubscribed(members: Sequence[Member]) -> bool:
     """Whether there are more threads than cores for them: then whoever waits must sleep, not spin."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return sum(member.threads for member in members) > len(cores)
@@ -168,7 +168,7 @@ class SymmetricMemory:
         return next((rank for rank, member in enumerate(self._members) if member.process == process), None)
 
     def allocate(
-        self, nbytes: int, deadline: Deadline, site: int, check: Callable[[int], None], *, owner: int | None = None
+        self, nbytes: int, deadline: Deadline, call_site: int, check: Callable[[int], None], *, owner: int | None = None
     ) -> Buffer:
         """This rank's piece of a block that lies at one offset of every rank's heap, as a buffer of `nbytes`.
 
@@ -186,13 +186,13 @@ class SymmetricMemory:
                 raise ClosedError("shared_empty: the group was destroyed")
             self._blocks_in_use += 1  # from here on another thread that closes the memory leaves the heap to us
         try:
-            return self._allocate(nbytes, deadline, site, check, owner)
+            return self._allocate(nbytes, deadline, call_site, check, owner)
         except BaseException:
             self._put_back()
             raise
 
     def _allocate(
-        self, nbytes: int, deadline: Deadline, site: int, check: Callable[[int], None], owner: int | None
+        self, nbytes: int, deadline: Deadline, call_site: int, check: Callable[[int], None], owner: int | None
     ) -> Buffer:
         self._map_heap()
         message = ctypes.create_string_buffer(_BLOCK.size)
@@ -200,7 +200,7 @@ class SymmetricMemory:
         if self.rank == 0:
             _BLOCK.pack_into(message, 0, *self._place(nbytes, owner), nbytes, piece)
         span_ns = timeout_ns(deadline.left_s)
-        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, span_ns, site, (nbytes,)))
+        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, span_ns, call_site, 0, (nbytes,)))
         index, offset, *leaders = _BLOCK.unpack(message.raw)
         if index == _DISK_FULL:
             raise PhalanxError(
@@ -216,7 +216,7 @@ class SymmetricMemory:
             self.core.set_poison(_MISMATCH, self.rank)  # the next gate tells everybody
         self.core.claim(index)
         # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
-        check(self.core.barrier(span_ns, site, (nbytes,)))
+        check(self.core.barrier(span_ns, call_site, 0, (nbytes,)))
         assert self._heap is not None
         whose = self.rank if owner is None else owner
         buffer = (ctypes.c_char * nbytes).from_address(self._heap + whose * self._heap_bytes + offset)
@@ -373,7 +373,7 @@ def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, Sparse]]:
     ):
         address = _core.map(control, nbytes)
         try:
-            _core.format(address, world_size, STAGE_BYTES, channel, int(is_crowded(members)))
+            _core.format(address, world_size, STAGE_BYTES, channel, int(is_oversubscribed(members)))
         finally:
             _core.unmap(address, nbytes)
         yield control, heap

@@ -59,18 +59,19 @@ SUM, AVG = REDUCTIONS[dist.ReduceOp.SUM], REDUCTIONS[dist.ReduceOp.AVG]
 class CallContext:
     """How long an operation may take, where it was called, and in which role (see `uneven`).
 
-    `timeout_s` seconds; `site` is the place in the rank's table, and above its lower 16 bits the role.
+    `timeout_s` seconds; `call_site` is the place in the rank's table; `flags` is the role, `_core.FLAG_*`.
 
     `awaited`: whoever called it waits for it, whichever thread carries it out.
     """
 
-    __slots__ = ("awaited", "site", "timeout_ns", "timeout_s")
+    __slots__ = ("awaited", "call_site", "flags", "timeout_ns", "timeout_s")
 
-    def __init__(self, timeout_s: float, site: int, role: int = 0) -> None:
+    def __init__(self, timeout_s: float, call_site: int, flags: int = 0) -> None:
         self.awaited = False
         self.timeout_s = timeout_s
         self.timeout_ns = timeout_ns(timeout_s)
-        self.site = site | role << 16
+        self.call_site = call_site
+        self.flags = flags
 
 
 class Transport(ABC):
@@ -119,7 +120,7 @@ class Transport(ABC):
         return False
 
     @abstractmethod
-    def site(self, place: tuple[str, int]) -> int:
+    def call_site(self, place: tuple[str, int]) -> int:
         """A number for a (file, line), as a `CallContext` takes it."""
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class Transport(ABC):
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """As `all_reduce` with SUM, for a contiguous tensor of the real dtype with this code: the call that counts."""
-        self.all_reduce(tensor, SUM, CallContext(timeout_s, self.site(place)))
+        self.all_reduce(tensor, SUM, CallContext(timeout_s, self.call_site(place)))
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:

@@ -1,7 +1,7 @@
 """Training steps that go on without the ranks that have run out of data: who is out, and what happens on their return.
 
 A rank that waits at a collective which is not part of a step, or has left in order, is out of the steps that the others
-make meanwhile. The protocol and its proof are in csrc/attendance.h; here is what Python has to do with it: say which
+make meanwhile. The protocol and its proof are in csrc/uneven.h; here is what Python has to do with it: say which
 calls are part of a step, and bring everybody up to date before the collective at which all meet again.
 """
 
@@ -30,7 +30,7 @@ class RejoinChannel:
         self._group = group
 
     def _span(self) -> CallContext:
-        return CallContext(self._group._timeout_s, self._group.transport.site(("", 0)))
+        return CallContext(self._group._timeout_s, self._group.transport.call_site(("", 0)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """`tensor` becomes that of rank `src`."""

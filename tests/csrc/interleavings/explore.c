@@ -1,7 +1,7 @@
 /* Every order in which the threads of some ranks can run the core's own code, for short programs of theirs.
  *
  *   rank 0   program   A  R  B           A: an asynchronous all_reduce, which the lane carries out
- *            lane         a              R, S: a round of gradients on the first, the second board
+ *            lane         a              R, S: a round of gradients on the first, the second reducer
  *   rank 1   program   A  R  B           B: a barrier, for which the program waits
  *            lane         a              C, D: rank 0's, rank 1's value for all, for which that rank does
  *                                        not wait
@@ -23,7 +23,7 @@
  *
  * Usage: explore [-c] [-u] [-d] [-pN] [-rN] PROGRAM...     one program per rank
  *        explore [options] -aN -nP                         all programs of up to N calls, for P ranks
- *   -c    more ranks than cores (the crowded gate)       -u   uneven inputs are allowed       -d   rank 0 may die
+ *   -c    more ranks than cores (the oversubscribed sync)       -u   uneven inputs are allowed       -d   rank 0 may die
  *   -pN   only schedules in which a thread that could go on is interrupted N times or less
  *   -rN   instead of all schedules, N that are drawn at random
  * Exit code 0: it holds. 1: it does not, and the schedule that shows it is printed.
@@ -31,10 +31,11 @@
 #include <stdio.h>
 #include <ucontext.h>
 
-#include "attendance.h"
+#include "collectives.h"
 #include "early.h"
-#include "reduce.h"
 #include "recorder.h"
+#include "reduce.h"
+#include "uneven.h"
 
 #undef calloc
 #undef free
@@ -47,7 +48,7 @@
 #define REGISTERS(context) ((context).uc_mcontext.regs)
 #endif
 
-enum { MOST_RANKS = 3, NUM_THREADS = 2 * MOST_RANKS, STACK = 16384, MOST_OPS = 8, NUM_BOARDS = 2, HEAP = 4096 };
+enum { MOST_RANKS = 3, NUM_THREADS = 2 * MOST_RANKS, STACK = 16384, MOST_OPS = 8, NUM_REDUCERS = 2, HEAP = 4096 };
 enum { STAGE_BYTES = 4096, CHANNEL_BYTES = 4096 };
 enum { FLAGS_AT = 0, VALUES_AT = 2048 };
 
@@ -62,8 +63,9 @@ struct thread {
 
 struct process {
   struct plx_group g;
-  struct plx_board boards[NUM_BOARDS];
-  struct plx_bucket buckets[NUM_BOARDS];
+  struct plx_uneven uneven;
+  struct plx_reducer reducers[NUM_REDUCERS];
+  struct plx_bucket buckets[NUM_REDUCERS];
   unsigned char *heaps[MOST_RANKS];
   int pidfds[MOST_RANKS];
   const char *program;
@@ -85,11 +87,12 @@ static struct {
 static unsigned char *shared, *heaps[MOST_RANKS];
 static size_t shared_bytes;
 static uint32_t world;
-static int crowded, uneven, may_die, running, most_preemptions = -1;
+static int oversubscribed, uneven, may_die, running, most_preemptions = -1;
 static ucontext_t explorer;
 static const char *programs[MOST_RANKS];
 static enum verdict { SAME, REORDERED, DIFFERENT } verdict;
-static const struct plx_origin nowhere = {0, 0, NULL};
+/* The roles that calls have. */
+static const struct plx_origin waits, steps = {.flags = PLX_FLAG_STEP}, background = {.flags = PLX_FLAG_BACKGROUND};
 
 static _Noreturn void fail(const char *what);
 
@@ -99,9 +102,9 @@ static _Noreturn void fail(const char *what);
 int explore_wakes_only(const volatile void *word) {
   for (uint32_t r = 0; r < world; r++) {
     const struct plx_group *g = &now.processes[r].g;
-    if (word == &plx_rank_of(g, r)->sleepers || word == &g->header->gate_sleepers || word == &plx_rank_of(g, r)->bell) return 1;
-    for (int b = 0; b < NUM_BOARDS; b++) {
-      struct plx_flags *bell = (struct plx_flags *)(heaps[r] + now.processes[r].boards[b].flags) + 1;
+    if (word == &plx_rank_of(g, r)->sleepers || word == &g->header->sync_sleepers || word == &plx_rank_of(g, r)->bell) return 1;
+    for (int b = 0; b < NUM_REDUCERS; b++) {
+      struct plx_flags *bell = (struct plx_flags *)(heaps[r] + now.processes[r].reducers[b].flags) + 1;
       if (word == &bell->done || word == &bell->ready) return 1;
     }
   }
@@ -156,9 +159,9 @@ void *explore_scratch(size_t bytes) {
 }
 
 /* The flight recorder tells what happened, and changes nothing. */
-struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                    uint32_t ndim, const uint64_t *shape) {
-  (void)call, (void)site, (void)peer, (void)ndim, (void)shape;
+struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
+                                    int32_t peer) {
+  (void)call, (void)o, (void)peer;
   return &g->unseen;
 }
 void plx_record_leave(struct plx_group *g, struct plx_record *record, int status) { (void)g, (void)record, (void)status; }
@@ -178,60 +181,59 @@ static void sum(void *dst, const void *const *src, uint32_t n, size_t count) {
 plx_reduce_fn plx_reduce_kernel(int dtype, int redop) { return dtype == PLX_I32 && redop == PLX_SUM ? sum : NULL; }
 size_t plx_dtype_size(int dtype) { return dtype == PLX_I32 ? 4 : 1; }
 
-/* ---- a rank's program, as module.c and the backend's Python carry it out ---- */
+/* ---- a rank's program, as py_*.c and the backend's Python carry it out ---- */
 
 static void note(struct process *p, int code) {
   if (code != PLX_OK && p->code == PLX_OK) p->code = code;
 }
 
-static int again(struct process *p, struct plx_wait *w, uint32_t role, int (*call)(struct process *, struct plx_wait *)) {
+typedef int (*call_fn)(struct process *, struct plx_wait *, const struct plx_origin *);
+
+static int again(struct process *p, struct plx_wait *w, const struct plx_origin *role, call_fn call) {
   int code;
   for (;;) {
-    p->g.role = role;
-    code = call(p, w);
-    while (code == PLX_APART) {
-      code = plx_stand_in(&p->g, w);
-      p->g.role = role;
-      if (code == PLX_OK) code = call(p, w);
+    code = call(p, w, role);
+    while (code == PLX_RETRY_UNEVEN) {
+      code = plx_shadow_step(&p->g, w);
+      if (code == PLX_OK) code = call(p, w, role);
     }
     if (code != PLX_REJOIN) return code;
     /* All bring each other up to date: the numbers of the rounds. */
-    uint32_t mine[NUM_BOARDS], all[MOST_RANKS][NUM_BOARDS];
+    uint32_t mine[NUM_REDUCERS], all[MOST_RANKS][NUM_REDUCERS];
     void *out[MOST_RANKS];
     size_t bytes[MOST_RANKS];
-    for (int b = 0; b < NUM_BOARDS; b++) mine[b] = p->boards[b].round;
+    for (int b = 0; b < NUM_REDUCERS; b++) mine[b] = p->reducers[b].round;
     for (uint32_t r = 0; r < world; r++) out[r] = all[r], bytes[r] = sizeof mine;
-    p->g.role = 0;
-    code = plx_gather(&p->g, w, &nowhere, mine, out, bytes, PLX_BYTES, -1);
+    code = plx_gather(&p->g, w, &waits, mine, out, bytes, PLX_BYTES, -1);
     if (code != PLX_OK) return code;
     for (uint32_t r = 0; r < world; r++)
-      for (int b = 0; b < NUM_BOARDS; b++)
-        if (all[r][b] > p->boards[b].round) p->boards[b].round = all[r][b];
+      for (int b = 0; b < NUM_REDUCERS; b++)
+        if (all[r][b] > p->reducers[b].round) p->reducers[b].round = all[r][b];
   }
 }
 
-static int all_reduce(struct process *p, struct plx_wait *w) {
+static int all_reduce(struct process *p, struct plx_wait *w, const struct plx_origin *o) {
   int32_t value = (int32_t)p->g.rank + 1 + 10 * p->reduced, expected = 0;
   for (uint32_t r = 0; r < world; r++) expected += (int32_t)r + 1 + 10 * p->reduced;
-  int code = plx_all_reduce(&p->g, w, &nowhere, &value, &value, 1, PLX_I32, PLX_SUM, -1);
+  int code = plx_all_reduce(&p->g, w, o, &value, &value, 1, PLX_I32, PLX_SUM, -1);
   if (code == PLX_OK && value != expected) fail("a wrong sum");
   p->reduced += code == PLX_OK;
   return code;
 }
 
-static int barrier(struct process *p, struct plx_wait *w) { return plx_barrier(&p->g, w, &nowhere); }
+static int barrier(struct process *p, struct plx_wait *w, const struct plx_origin *o) { return plx_barrier(&p->g, w, o); }
 
-static int copy(struct process *p, struct plx_wait *w, uint32_t root) {
+static int copy(struct process *p, struct plx_wait *w, const struct plx_origin *o, uint32_t root) {
   int32_t expected = (int32_t)root + 1 + 10 * p->copied, value = p->g.rank == root ? expected : 0;
-  int code = plx_broadcast_buffers(&p->g, w, &nowhere, &value, sizeof value, NULL, PLX_I32, (int)root, (uint64_t)p->copied);
+  int code = plx_broadcast_buffers(&p->g, w, o, &value, sizeof value, NULL, PLX_I32, (int)root, (uint64_t)p->copied);
   if (code == PLX_OK && value != expected) fail("a wrong copy");
   p->copied += code == PLX_OK;
   return code;
 }
 
-static int copy_of_0(struct process *p, struct plx_wait *w) { return copy(p, w, 0); }
+static int copy_of_0(struct process *p, struct plx_wait *w, const struct plx_origin *o) { return copy(p, w, o, 0); }
 
-static int copy_of_1(struct process *p, struct plx_wait *w) { return copy(p, w, 1); }
+static int copy_of_1(struct process *p, struct plx_wait *w, const struct plx_origin *o) { return copy(p, w, o, 1); }
 
 static int is_idle(struct process *p) { return !plx_is_behind(&p->g); }
 
@@ -239,33 +241,34 @@ static void drain(struct process *p) {
   while (!is_idle(p)) explore_sleep();
 }
 
-static int meet(struct process *p, struct plx_wait *w, struct plx_board *b) {
+static int meet(struct process *p, struct plx_wait *w, struct plx_reducer *b) {
   int code;
   drain(p);
-  p->g.role = PLX_FLAG_STEP;
-  do code = plx_board_meet(b, w, &nowhere);
-  while (code == PLX_APART && (code = plx_stand_in(&p->g, w)) == PLX_OK && (p->g.role = PLX_FLAG_STEP));
-  return code;
+  for (;;) {
+    code = plx_reducer_finish_uneven(b, w, &steps);
+    if (code != PLX_RETRY_UNEVEN) return code;
+    if ((code = plx_shadow_step(&p->g, w)) != PLX_OK) return code;
+  }
 }
 
 static int round_of_gradients(struct process *p, struct plx_wait *w, int number) {
-  struct plx_board *b = &p->boards[number];
+  struct plx_reducer *b = &p->reducers[number];
   int32_t *value = (int32_t *)(heaps[p->g.rank] + VALUES_AT + 64 * number), expected = 0;
-  plx_board_begin(b);
+  plx_reducer_begin(b);
   *value = (int32_t)p->g.rank + 1 + 100 * (int32_t)b->round;
   for (uint32_t r = 0; r < world; r++) expected += (int32_t)r + 1 + 100 * (int32_t)b->round;
-  if (plx_board_ready(b, 0, VALUES_AT + 64 * (uint64_t)number) != PLX_OK) fail("no bucket");
-  plx_board_poll(b);
-  int code = plx_board_finish(b, w);
+  if (plx_reducer_ready(b, 0, VALUES_AT + 64 * (uint64_t)number) != PLX_OK) fail("no bucket");
+  plx_reducer_poll(b);
+  int code = plx_reducer_finish(b, w);
   int whole = code == PLX_OK;
-  if (code == PLX_APART) code = meet(p, w, b);
+  if (code == PLX_RETRY_UNEVEN) code = meet(p, w, b);
   if (whole && *value != expected) fail("a wrong mean");
   return code;
 }
 
 static void run_program(int rank) {
   struct process *p = &now.processes[rank];
-  struct plx_wait w = {.deadline_ns = UINT64_MAX, .culprit = -1};
+  struct plx_wait w = {.deadline_ns = UINT64_MAX, .failed_rank = -1};
   for (; p->program[p->at] != 0 && p->code == PLX_OK; p->at++) {
     char op = p->program[p->at];
     if (op == 'A') {
@@ -277,9 +280,9 @@ static void run_program(int rank) {
       drain(p);
     } else if (strchr("BCD", op) != NULL) {
       drain(p);
-      if (p->code == PLX_OK) note(p, again(p, &w, 0, op == 'B' ? barrier : op == 'C' ? copy_of_0 : copy_of_1));
+      if (p->code == PLX_OK) note(p, again(p, &w, &waits, op == 'B' ? barrier : op == 'C' ? copy_of_0 : copy_of_1));
     } else {
-      if (uneven && p->g.apart) drain(p);
+      if (p->uneven.policy.apart) drain(p);
       note(p, round_of_gradients(p, &w, op == 'S'));
     }
   }
@@ -293,12 +296,12 @@ static void run_program(int rank) {
 
 static void run_lane(int rank) {
   struct process *p = &now.processes[rank];
-  struct plx_wait w = {.deadline_ns = UINT64_MAX, .culprit = -1};
+  struct plx_wait w = {.deadline_ns = UINT64_MAX, .failed_rank = -1};
   for (;;) {
     explore_point(NULL);
     if (p->taken < p->queued) {
       p->taken++;
-      note(p, again(p, &w, uneven ? PLX_FLAG_BACKGROUND : 0, all_reduce));
+      note(p, again(p, &w, uneven ? &background : &waits, all_reduce));
       plx_carried_out(&p->g);
     } else if (p->closing) {
       return;
@@ -336,10 +339,10 @@ static size_t list_memory(struct piece *list) {
     const struct plx_group *g = &now.processes[r].g;
     struct plx_rank *rank = plx_rank_of(g, r);
     list[n++] = (struct piece){(unsigned char *)rank, offsetof(struct plx_rank, records)};
-    for (uint64_t turn = 0; turn < 2; turn++)
-      list[n++] = (struct piece){(unsigned char *)rank + (sizeof(struct plx_rank) + 4095) / 4096 * 4096 + turn * STAGE_BYTES, 64};
-    list[n++] = (struct piece){heaps[r] + FLAGS_AT, 2 * NUM_BOARDS * sizeof(struct plx_flags)};
-    list[n++] = (struct piece){heaps[r] + VALUES_AT, 64 * NUM_BOARDS};
+    for (uint64_t phase = 0; phase < 2; phase++)
+      list[n++] = (struct piece){(unsigned char *)rank + (sizeof(struct plx_rank) + 4095) / 4096 * 4096 + phase * STAGE_BYTES, 64};
+    list[n++] = (struct piece){heaps[r] + FLAGS_AT, 2 * NUM_REDUCERS * sizeof(struct plx_flags)};
+    list[n++] = (struct piece){heaps[r] + VALUES_AT, 64 * NUM_REDUCERS};
   }
   list[n++] = (struct piece){(unsigned char *)now.processes, world * sizeof(struct process)};
   return n;
@@ -444,7 +447,7 @@ static int is_new(uint64_t hash) {
 static void tell(void) {
   for (uint32_t r = 0; r < world; r++) {
     const struct process *p = &now.processes[r];
-    fprintf(stderr, "  rank %u: program %s at %d%s%s, lane %d of %d, %llu gates, code %d\n", r, p->program, p->at,
+    fprintf(stderr, "  rank %u: program %s at %d%s%s, lane %d of %d, %llu syncs, code %d\n", r, p->program, p->at,
             now.threads[2 * r].over ? " (over)" : now.threads[2 * r].asleep ? " (waits)" : "", p->dead ? " (dead)" : "", p->taken,
             p->queued, (unsigned long long)plx_rank_of(&p->g, r)->step, p->code);
   }
@@ -452,7 +455,7 @@ static void tell(void) {
 
 static void fail(const char *what) {
   running = -1;
-  fprintf(stderr, "explore%s%s%s", crowded ? " -c" : "", uneven ? " -u" : "", may_die ? " -d" : "");
+  fprintf(stderr, "explore%s%s%s", oversubscribed ? " -c" : "", uneven ? " -u" : "", may_die ? " -d" : "");
   for (uint32_t r = 0; r < world; r++) fprintf(stderr, " %s", programs[r]);
   fprintf(stderr, ": %s, after %zu states. The threads in the order in which they ran (2r: program of rank r, 2r+1: lane):\n  ", what,
           num_seen);
@@ -474,18 +477,19 @@ static void prepare(int number) {
 static void begin(void) {
   memset(&now, 0, sizeof now);
   memset(shared, 0, shared_bytes);
-  if (plx_group_format(shared, world, STAGE_BYTES, CHANNEL_BYTES, crowded) != PLX_OK) fail("no group");
+  if (plx_group_format(shared, world, STAGE_BYTES, CHANNEL_BYTES, oversubscribed) != PLX_OK) fail("no group");
   for (uint32_t r = 0; r < world; r++) {
     struct process *p = &now.processes[r];
     memset(heaps[r], 0, HEAP);
     p->g = (struct plx_group){.base = shared, .header = (struct plx_header *)shared, .rank = r, .world = world,
-                              .stage_bytes = STAGE_BYTES, .crowded = crowded, .uneven = uneven, .heap_bytes = HEAP};
+                              .stage_bytes = STAGE_BYTES, .oversubscribed = oversubscribed, .heap_bytes = HEAP};
+    if (uneven) plx_allow_uneven(&p->g, &p->uneven);
     p->g.heaps = p->heaps;
     p->g.pidfds = p->pidfds;
     for (uint32_t q = 0; q < world; q++) p->heaps[q] = heaps[q], p->pidfds[q] = (int)q;
-    for (int b = 0; b < NUM_BOARDS; b++) {
+    for (int b = 0; b < NUM_REDUCERS; b++) {
       p->buckets[b] = (struct plx_bucket){1, 4, plx_reduce_kernel(PLX_I32, PLX_SUM), 0, 1, 0, 0};
-      p->boards[b] = (struct plx_board){.g = &p->g, .flags = FLAGS_AT + (uint64_t)b * 2 * sizeof(struct plx_flags), .num_buckets = 1,
+      p->reducers[b] = (struct plx_reducer){.g = &p->g, .flags = FLAGS_AT + (uint64_t)b * 2 * sizeof(struct plx_flags), .num_buckets = 1,
                                         .buckets = &p->buckets[b]};
     }
     p->program = programs[r];
@@ -709,7 +713,7 @@ int main(int argc, char **argv) {
   for (; argc > 1 && argv[1][0] == '-'; argc--, argv++) {
     const char *value = argv[1] + 2;
     switch (argv[1][1]) {
-      case 'c': crowded = 1; break;
+      case 'c': oversubscribed = 1; break;
       case 'u': uneven = 1; break;
       case 'd': may_die = 1; break;
       case 'p': most_preemptions = atoi(value); break;

@@ -70,7 +70,7 @@ void *explore_scratch(size_t bytes);
 
 /* Whoever waits looks again when anything has changed; there is no time. */
 #define PLX_LOOKS 1
-#define PLX_LOOKS_CROWDED 1
+#define PLX_LOOKS_OVERSUBSCRIBED 1
 #define PLX_JUDGE_NS 0
 #define PLX_MAX_WORLD 4u
 #define syscall(number, word, operation, value, timeout, ...) \

@@ -174,7 +174,7 @@ class ProcessGroupBase(dist.ProcessGroup):
     ) -> torch.Tensor:
         """What `shared_empty` is for a group that shares memory; `place` is the caller's. Collective."""
         assert self._shared_memory is not None
-        memory, ctx = self._shared_memory, CallContext(self._timeout_s, self.transport.site(place))
+        memory, ctx = self._shared_memory, CallContext(self._timeout_s, self.transport.call_site(place))
         return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
 
     @property
@@ -203,7 +203,7 @@ class ProcessGroupBase(dist.ProcessGroup):
     def _span(self, options: Any, depth: int, role: int = WAITS) -> CallContext:
         if self._closed or self.transport.closed:  # the latter alone in a forked child, which has no executors
             raise closed(self._name)
-        return CallContext(timeout_of(options, self._timeout_s), self.transport.site(calling_site(depth)), role)
+        return CallContext(timeout_of(options, self._timeout_s), self.transport.call_site(calling_site(depth)), role)
 
     def _role(self, *, waits: bool) -> int:
         """Of a call that the program waits for, or not; only groups that somebody trains over tell them apart."""

@@ -95,10 +95,10 @@ class Inbox:
         """Take in messages until `work` is over, or the deadline has passed."""
         while work.is_pending and not deadline.passed:
             try:
-                self._memory.core.drive(work.receive.handle, timeout_ns(deadline.left_s))
+                self._memory.core.progress(work.receive.handle, timeout_ns(deadline.left_s))
             except BaseException as error:
                 with contextlib.suppress(ClosedError):
-                    self._memory.core.set_note(type(error).__name__)
+                    self._memory.core.set_exit_reason(type(error).__name__)
                 self._reap()
                 raise
             self._reap()
@@ -108,7 +108,7 @@ class Inbox:
         """Take in what is there."""
         if self._works:
             with contextlib.suppress(ClosedError):
-                self._memory.core.glance()
+                self._memory.core.poll()
             self._reap()
 
     def close(self, timeout_s: float) -> bool:
@@ -124,7 +124,7 @@ class Inbox:
             return True
         self._dismissed = True
         with contextlib.suppress(ClosedError):
-            self._memory.core.dismiss()
+            self._memory.core.stop_progress_thread()
         thread.join(max(1.0, deadline.left_s))
         return not thread.is_alive()
 
@@ -137,7 +137,7 @@ class Inbox:
     def _attend(self) -> None:
         with contextlib.suppress(ClosedError):
             while not self._dismissed:
-                self._memory.core.attend()
+                self._memory.core.progress_thread()
                 self._reap()
 
     def _reap(self) -> None:

@@ -64,7 +64,7 @@ def plan_records(
                                 "shape": list(record.shape),
                                 "root": record.root if record.root >= 0 else None,
                                 "peer": record.peer if record.peer >= 0 else None,
-                                "site": record.site,
+                                "site": record.call_site,
                                 "enter_ns": record.enter_ns,
                                 "leave_ns": record.leave_ns or None,
                                 "status": record.status_name,

@@ -56,7 +56,7 @@ def _bar(record: Record, pid: int, tid: int, end_ns: int) -> dict[str, Any]:
     args: dict[str, Any] = {"seq": record.seq, "shape": list(record.shape), "dtype": record.dtype_name}
     if record.reduction:
         args["reduction"] = record.reduction
-    args |= {"site": record.site, "status": record.status_name}
+    args |= {"site": record.call_site, "status": record.status_name}
     return {
         "ph": "X",
         "name": record.label,

@@ -92,7 +92,15 @@ class Agreement(HierarchicalSession):
         else:
             nbytes = tuple([HEAD_BYTES + size for size in sizes])
         status = self._core.gather(
-            envelopes[0].address, self._gathered, nbytes, 0, 0, timeout_ns(deadline.left_s), ctx.site, (nbytes[0],)
+            envelopes[0].address,
+            self._gathered,
+            nbytes,
+            0,
+            0,
+            timeout_ns(deadline.left_s),
+            ctx.call_site,
+            ctx.flags,
+            (nbytes[0],),
         )
         if status == failures.MISMATCH and self._leaders is not None:
             self._tell_mismatch_of_sizes(deadline)
@@ -150,13 +158,13 @@ class Agreement(HierarchicalSession):
         self._agree(deadline)
         self._used()
         if len(self.layout.local_ranks) > 1:
-            self._checked(self._core.barrier(timeout_ns(deadline.left_s), ctx.site, ()))
+            self._checked(self._core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ctx.flags, ()))
 
     def _take_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
         """`nbytes` at `address` become the leader's, which comes here when all agree."""
         if len(self.layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
-            self._checked(self._core.broadcast(address, nbytes, 0, 0, left, ctx.site, (nbytes,)))
+            self._checked(self._core.broadcast(address, nbytes, 0, 0, left, ctx.call_site, ctx.flags, (nbytes,)))
 
     # -- steps in the memory of this host ------------------------------------------------------------------------
 
@@ -176,7 +184,8 @@ class Agreement(HierarchicalSession):
                 dtype,
                 -1,
                 timeout_ns(deadline.left_s),
-                ctx.site,
+                ctx.call_site,
+                ctx.flags,
                 mine.shape,
             )
         )
@@ -184,4 +193,8 @@ class Agreement(HierarchicalSession):
     def _broadcast_here(self, data: Tensor, local_root: int, ctx: CallContext, deadline: Deadline) -> None:
         """`data` (bytes) becomes that of `local_root`, on every rank of the host."""
         at, size = data.data_ptr(), len(data)
-        self._checked(self._core.broadcast(at, size, 0, local_root, timeout_ns(deadline.left_s), ctx.site, data.shape))
+        self._checked(
+            self._core.broadcast(
+                at, size, 0, local_root, timeout_ns(deadline.left_s), ctx.call_site, ctx.flags, data.shape
+            )
+        )

@@ -34,7 +34,7 @@ class HierarchicalCollectives(DirectCollectives):
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """As `all_reduce` with SUM."""
-        ctx = CallContext(timeout_s, self.site(place))
+        ctx = CallContext(timeout_s, self.call_site(place))
         ctx.awaited = True
         self.all_reduce(tensor, _SUM, ctx)
 

@@ -36,7 +36,11 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                 at = tuple(parts[r].data_ptr() for r in local) if parts else None
                 sizes, local_root = (nbytes(data),) * len(local), local.index(root)
                 left = timeout_ns(deadline.left_s)
-                self._checked(self._core.gather(data.data_ptr(), at, sizes, 0, local_root, left, ctx.site, data.shape))
+                self._checked(
+                    self._core.gather(
+                        data.data_ptr(), at, sizes, 0, local_root, left, ctx.call_site, ctx.flags, data.shape
+                    )
+                )
             _wait_all(messages)
             _write_all(outputs, parts)
 
@@ -53,7 +57,9 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                 at = tuple(parts[r].data_ptr() for r in local) if parts else None
                 local_root, left = local.index(root), timeout_ns(deadline.left_s)
                 self._checked(
-                    self._core.scatter(at, data.data_ptr(), nbytes(data), 0, local_root, left, ctx.site, data.shape)
+                    self._core.scatter(
+                        at, data.data_ptr(), nbytes(data), 0, local_root, left, ctx.call_site, ctx.flags, data.shape
+                    )
                 )
             _wait_all(messages)
             if data is not output:
@@ -91,7 +97,8 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                         0,
                         1,
                         timeout_ns(deadline.left_s),
-                        ctx.site,
+                        ctx.call_site,
+                        ctx.flags,
                         src[0].shape,
                     )
                 )

@@ -356,7 +356,8 @@ class SegmentedCollectives(Agreement):
                 dtype_of(mine.dtype).code,
                 sum_of(redop),
                 timeout_ns(deadline.left_s),
-                ctx.site,
+                ctx.call_site,
+                ctx.flags,
                 mine.shape,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Each segment costs two gates in memory and, per step, a message on each rail; smaller ones overlap better.
+# Each segment costs two syncs in memory and, per step, a message on each rail; smaller ones overlap better.
 _MOST_BYTES = 2**21
 _LEAST_BYTES = 2**19
 _WANTED = 16

@@ -164,9 +164,9 @@ class HierarchicalSession(Reports):
     def _core(self) -> _core.Group:
         return self._memory.core
 
-    def site(self, place: tuple[str, int]) -> int:
+    def call_site(self, place: tuple[str, int]) -> int:
         """The number of a (file, line) in the table that other ranks and the agent can read."""
-        return self._memory.site(place)
+        return self._memory.call_site(place)
 
     def idle(self, waited_s: float) -> None:
         """The core calls this while it waits for ranks of this host: say so once per operation."""
@@ -234,7 +234,7 @@ class HierarchicalSession(Reports):
     # -- around an operation -------------------------------------------------------------------------------------
 
     def _place(self, ctx: CallContext) -> str:
-        return self._memory.place(ctx.site)
+        return self._memory.place(ctx.call_site)
 
     @property
     def in_turn(self) -> bool:
@@ -298,7 +298,7 @@ class HierarchicalSession(Reports):
         core.set_awaited(ctx.awaited)  # a thread in the background leaves the core to who computes
         root = self._numbers[call.root] if call.root >= 0 else -1
         about = (max(call.dtype, 0), max(call.redop, 0), root, -1, max(call.count, 0))
-        return core.begin_record(self._seq, _KINDS[call.name], *about, ctx.site, call.shape)
+        return core.begin_record(self._seq, _KINDS[call.name], *about, ctx.call_site, call.shape)
 
     @property
     def _position(self) -> Position:
@@ -314,7 +314,7 @@ class HierarchicalSession(Reports):
         """What happens inside is one line of the flight recorder, of a message, which has no place in the sequence."""
         peer = self._numbers[peer] if peer >= 0 else -1
         about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
-        number = self._core.begin_record(1, _KINDS[call.name], *about, ctx.site, call.shape)
+        number = self._core.begin_record(1, _KINDS[call.name], *about, ctx.call_site, call.shape)
         status = failures.INVALID
         try:
             yield

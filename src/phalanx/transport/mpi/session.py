@@ -74,7 +74,7 @@ class MpiSession(Transport):
         """How many collectives this rank has begun."""
         return self._seq
 
-    def site(self, place: tuple[str, int]) -> int:
+    def call_site(self, place: tuple[str, int]) -> int:
         """A number for a (file, line)."""
         text = f"{short(place[0])}:{place[1]}" if place[0] else ""
         if text not in self._sites:
@@ -227,4 +227,4 @@ class MpiSession(Transport):
         )
 
     def _place(self, ctx: CallContext) -> str:
-        return self._sites[ctx.site]
+        return self._sites[ctx.call_site]

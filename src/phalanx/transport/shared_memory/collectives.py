@@ -25,13 +25,13 @@ class SharedMemoryCollectives(SharedMemorySession):
 
     def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come."""
-        self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.site, ()))
+        self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.call_site, ctx.flags, ()))
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """As `all_reduce` with SUM, for a contiguous tensor of a real dtype: the shortest way to the core."""
         if self.symm_mem.one_memory:
             self._refuse_one_memory(tensor)
-        site = self._sites.get(place)
+        call_site = self._sites.get(place)
         at = tensor.data_ptr()
         me = threading.get_ident()
         if self.lock.locked():
@@ -47,7 +47,8 @@ class SharedMemoryCollectives(SharedMemorySession):
                     0,
                     -1,
                     timeout_ns(timeout_s),
-                    self.site(place) if site is None else site,
+                    self.call_site(place) if call_site is None else call_site,
+                    0,
                     tensor.shape,
                 )
             except BaseException as error:
@@ -81,7 +82,8 @@ class SharedMemoryCollectives(SharedMemorySession):
                 redop,
                 root,
                 ctx.timeout_ns,
-                ctx.site,
+                ctx.call_site,
+                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -104,7 +106,14 @@ class SharedMemoryCollectives(SharedMemorySession):
         self._collective(
             ctx,
             lambda: self.core.broadcast(
-                data.data_ptr(), nbytes(data), dtype_of(data.dtype).code, root, ctx.timeout_ns, ctx.site, tensor.shape
+                data.data_ptr(),
+                nbytes(data),
+                dtype_of(data.dtype).code,
+                root,
+                ctx.timeout_ns,
+                ctx.call_site,
+                ctx.flags,
+                tensor.shape,
             ),
         )
         if data is not tensor and root != self.symm_mem.rank:
@@ -128,7 +137,8 @@ class SharedMemoryCollectives(SharedMemorySession):
                 root,
                 number,
                 ctx.timeout_ns,
-                ctx.site,
+                ctx.call_site,
+                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -142,7 +152,7 @@ class SharedMemoryCollectives(SharedMemorySession):
             with self.turn(ctx.timeout_s):
                 deadline = Deadline.after(ctx.timeout_s)
                 areas = [
-                    self.symm_mem.allocate(size, deadline, ctx.site, lambda status: self.check(status, ctx))
+                    self.symm_mem.allocate(size, deadline, ctx.call_site, lambda status: self.check(status, ctx))
                     for _ in range(2)
                 ]
             self._areas[size] = areas
@@ -162,7 +172,8 @@ class SharedMemoryCollectives(SharedMemorySession):
                 dtype_of(src.dtype).code,
                 root,
                 ctx.timeout_ns,
-                ctx.site,
+                ctx.call_site,
+                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -184,7 +195,8 @@ class SharedMemoryCollectives(SharedMemorySession):
                 dtype_of(src.dtype).code,
                 -1,
                 ctx.timeout_ns,
-                ctx.site,
+                ctx.call_site,
+                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -203,7 +215,8 @@ class SharedMemoryCollectives(SharedMemorySession):
                 dtype_of(dst.dtype).code,
                 root,
                 ctx.timeout_ns,
-                ctx.site,
+                ctx.call_site,
+                ctx.flags,
                 output.shape,
             ),
         )
@@ -244,7 +257,15 @@ class SharedMemoryCollectives(SharedMemorySession):
         self._collective(
             ctx,
             lambda: self.core.reduce_scatter(
-                addresses, counts, dst.data_ptr(), dtype_of(dst.dtype).code, redop, ctx.timeout_ns, ctx.site, shape
+                addresses,
+                counts,
+                dst.data_ptr(),
+                dtype_of(dst.dtype).code,
+                redop,
+                ctx.timeout_ns,
+                ctx.call_site,
+                ctx.flags,
+                shape,
             ),
         )
 
@@ -263,7 +284,8 @@ class SharedMemoryCollectives(SharedMemorySession):
                 dtype_of(src[0].dtype).code,
                 int(splits),
                 ctx.timeout_ns,
-                ctx.site,
+                ctx.call_site,
+                ctx.flags,
                 src[0].shape,
             ),
         )
@@ -287,7 +309,8 @@ class SharedMemoryCollectives(SharedMemorySession):
                 dtype_of(tensor.dtype).code,
                 0,
                 ctx.timeout_ns,
-                ctx.site,
+                ctx.call_site,
+                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -305,7 +328,7 @@ class SharedMemoryCollectives(SharedMemorySession):
             buffer = self.symm_mem.allocate(
                 math.prod(shape) * dtype.itemsize,
                 deadline,
-                ctx.site,
+                ctx.call_site,
                 lambda status: self.check(status, ctx),
                 owner=owner,
             )

@@ -39,7 +39,7 @@ class PostedReceive:
                 tag,
                 dtype_of(self._data.dtype).code,
                 ctx.timeout_ns,
-                ctx.site,
+                ctx.call_site,
                 tensor.shape,
             )
             == failures.OK
@@ -71,7 +71,7 @@ class SharedMemoryMessages(SharedMemorySession):
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         self.check(
-            self.core.send(data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.site, tensor.shape),
+            self.core.send(data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.call_site, tensor.shape),
             ctx,
             kind=failures.SEND,
             peer=dst,
@@ -82,7 +82,7 @@ class SharedMemoryMessages(SharedMemorySession):
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         status = self.core.send_now(
-            data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.site, tensor.shape
+            data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.call_site, tensor.shape
         )
         if status:
             self.check(status, ctx, kind=failures.SEND, peer=dst)
@@ -96,6 +96,6 @@ class SharedMemoryMessages(SharedMemorySession):
         """`tensor` becomes the next message with `tag` from `src` (below zero: from anybody); who sent it."""
         receive = self.post(tensor, src, tag, ctx)
         while receive.is_pending:
-            self.core.drive(receive.handle, timeout_ns(math.inf))  # up to the deadline with which it was posted
+            self.core.progress(receive.handle, timeout_ns(math.inf))  # up to the deadline with which it was posted
         receive.conclude()
         return receive.source

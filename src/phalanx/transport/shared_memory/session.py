@@ -65,11 +65,11 @@ class SharedMemorySession:
 
     def leave_note(self, note: str) -> None:
         """How this process ends, for those who will miss it."""
-        self.core.set_note(note)
+        self.core.set_exit_reason(note)
 
     def leave_in_flight(self) -> None:
         """Operations are still running here: end the group, so that they wake up before its memory goes."""
-        self.core.set_note(LEFT_IN_FLIGHT)
+        self.core.set_exit_reason(LEFT_IN_FLIGHT)
         self.core.set_poison(failures.PEER_LOST, self.symm_mem.rank)
 
     def settle(self, patience_s: float) -> bool:
@@ -89,7 +89,7 @@ class SharedMemorySession:
 
     # -- around an operation -------------------------------------------------------------------------------------
 
-    def site(self, place: tuple[str, int]) -> int:
+    def call_site(self, place: tuple[str, int]) -> int:
         """The number of a (file, line) in the table that other ranks and the agent can read."""
         number = self._sites.get(place)
         if number is None:
@@ -98,7 +98,7 @@ class SharedMemorySession:
                 self._places.clear()
             text = f"{short(place[0])}:{place[1]}" if place[0] else ""
             try:
-                number = self.core.add_site(text)
+                number = self.core.add_call_site(text)
             except ClosedError:
                 raise closed(self.group) from None
             self._sites[place] = number
@@ -106,7 +106,7 @@ class SharedMemorySession:
         return number
 
     def place(self, number: int) -> str:
-        """The 'file:line' that `site` gave this number, or nothing."""
+        """The 'file:line' that `call_site` gave this number, or nothing."""
         return self._places.get(number, "")
 
     def idle(self, waited_s: float) -> None:
@@ -123,8 +123,10 @@ class SharedMemorySession:
         last = records[-1]
         self._said_at, self._say_again_s = last.enter_ns, 2 * waited_s
         missing = late_ranks(self.core, self.symm_mem.rank, self.symm_mem.world_size) if last.is_collective else []
-        if last.is_collective and not missing and self.core.culprit not in (-1, self.symm_mem.rank):
-            missing = [self.core.culprit]  # in a round of gradients no rank has come further: the core looks at flags
+        if last.is_collective and not missing and self.core.failed_rank not in (-1, self.symm_mem.rank):
+            missing = [
+                self.core.failed_rank
+            ]  # in a round of gradients no rank has come further: the core looks at flags
         if not last.is_collective and last.peer >= 0:
             missing = [last.peer]
         where = "; ".join(f"rank {r} {find_position(self.symm_mem, r)}" for r in missing[:8])
@@ -196,4 +198,4 @@ class SharedMemorySession:
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
         with contextlib.suppress(ClosedError):
-            self.core.set_note(type(error).__name__)
+            self.core.set_exit_reason(type(error).__name__)

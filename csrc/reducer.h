@@ -1,4 +1,4 @@
-/* A board of buckets: gradients that lie in the shared heap are reduced where they are, each as soon as all ranks have
+/* A reducer of buckets: gradients that lie in the shared heap are reduced where they are, each as soon as all ranks have
  * it, by whoever passes by. No thread, no queue, no copy.
  *
  *             rank 0's heap          rank 1's heap
@@ -16,33 +16,33 @@
  * A bucket's slices are written by one rank each, and read by others only before its owner wrote them (ready, not done)
  * or after (done everywhere), so no byte is ever read while it is written.
  *
- * A round passes no gate, so at its end a rank must find out by itself whether another will never come: it looks at what
+ * A round passes no sync, so at its end a rank must find out by itself whether another will never come: it looks at what
  * the other has *issued*, against what it has issued itself. A rank's program issues its calls in one order, the ends of
  * rounds among them; some collectives are carried out later, by another thread of the rank (plx_issue). We stand at the
  * end of round k; rank r has not done all of its part of it.
  *
  *   1  r's program has not come to the end of its round k: it leaves that only when all is done, its own part too.
  *   2  All that our program issued before the end of the round is carried out (not plx_is_behind), and it issues nothing
- *      while it waits here: the gates that we have reached are those of the calls that it makes before the end of round k.
- *   3  So if r has reached more gates, it has issued a call before the end of its round k that we shall issue after the
+ *      while it waits here: the syncs that we have reached are those of the calls that it makes before the end of round k.
+ *   3  So if r has reached more syncs, it has issued a call before the end of its round k that we shall issue after the
  *      end of ours: the programs differ, or r is out of data. If it has not, nothing can be said: r may be slow, or it
- *      waits at a gate that some thread of ours, or of a third rank, will reach.
- *   4  If r's program stands at the end of another board's round, in which something of ours is missing, then it waits
+ *      waits at a sync that some thread of ours, or of a third rank, will reach.
+ *   4  If r's program stands at the end of another reducer's round, in which something of ours is missing, then it waits
  *      for us there and we wait for it here: the programs differ.
  *
- * Step 2 is what this lacked at first: our gates, which the other thread reaches late, were compared with r's at once, and
+ * Step 2 is what this lacked at first: our syncs, which the other thread reaches late, were compared with r's at once, and
  * one asynchronous all_reduce beside a backward was enough for a false alarm. While we are behind, nobody is judged but
- * the dead; that thread waits for nobody for ever: where the calls in its line differ, their gate tells (plx_agree).
+ * the dead; that thread waits for nobody for ever: where the calls in its line differ, their sync tells (plx_agree).
  * Nobody waits for ever: of ranks that wait for each other, take the one that has issued the fewest calls. If it waits at
- * a gate, those that it waits for are at ends of rounds with the same number of calls, so they are not behind, and find it
- * at a gate beyond theirs; if it waits at the end of a round, it finds one that is beyond, by 3, or all are at ends of
- * rounds, and two of them at those of different boards, by 4. tests/csrc/interleavings tries it.
+ * a sync, those that it waits for are at ends of rounds with the same number of calls, so they are not behind, and find it
+ * at a sync beyond theirs; if it waits at the end of a round, it finds one that is beyond, by 3, or all are at ends of
+ * rounds, and two of them at those of different reducers, by 4. tests/csrc/interleavings tries it.
  */
-#ifndef PLX_BOARD_H
-#define PLX_BOARD_H
+#ifndef PLX_REDUCER_H
+#define PLX_REDUCER_H
 
-#include "group.h"
 #include "reduce.h"
+#include "wait.h"
 
 struct plx_flags { /* in the heap, one per bucket and rank */
   _Alignas(PLX_LINE) _Atomic uint32_t ready;
@@ -60,7 +60,7 @@ struct plx_bucket {
   uint64_t start, stop;
 };
 
-struct plx_board {
+struct plx_reducer {
   struct plx_group *g;
   uint64_t flags; /* offset of num_buckets struct plx_flags, then of one bell, in the heap; zeroed at first */
   uint32_t num_buckets;
@@ -69,24 +69,24 @@ struct plx_board {
   struct plx_bucket *buckets;
 };
 
-size_t plx_board_bytes(uint32_t num_buckets);
+size_t plx_reducer_bytes(uint32_t num_buckets);
 
 /* Begin a round: all buckets are ours to fill. Only after the last round has finished. */
-void plx_board_begin(struct plx_board *b);
+void plx_reducer_begin(struct plx_reducer *b);
 /* Our part of the bucket is complete, and lies at `offset` of our heap, until the round has finished. */
-int plx_board_ready(struct plx_board *b, uint32_t bucket, uint64_t offset);
+int plx_reducer_ready(struct plx_reducer *b, uint32_t bucket, uint64_t offset);
 /* The same, where this rank needs elements `start` to `stop` of the result only. All ranks say so, or none: together
  * they need every element once. */
-int plx_board_ready_slice(struct plx_board *b, uint32_t bucket, uint64_t offset, uint64_t start, uint64_t stop);
+int plx_reducer_ready_slice(struct plx_reducer *b, uint32_t bucket, uint64_t offset, uint64_t start, uint64_t stop);
 /* Reduce our slice of every bucket that all ranks have. Never waits. Returns how many slices we still owe. */
-uint32_t plx_board_poll(struct plx_board *b);
+uint32_t plx_reducer_poll(struct plx_reducer *b);
 /* Reduce slice `index` of a bucket over `n` ranks, which all have it: into the memory of each. */
-void plx_board_reduce(struct plx_board *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index);
-/* Wait until all slices of all buckets are done by everybody. All buckets must be ready here. PLX_APART, with
- * g->uneven: some rank is out of this round; nothing is reduced, and plx_board_meet goes on (attendance.h). What the
- * program has issued is carried out by then. */
-int plx_board_finish(struct plx_board *b, struct plx_wait *w);
+void plx_reducer_reduce(struct plx_reducer *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index);
+/* Wait until all slices of all buckets are done by everybody. All buckets must be ready here. PLX_RETRY_UNEVEN, where a
+ * policy lets ranks be out of calls: some rank is out of this round; nothing is reduced, and the policy's own way goes on
+ * (uneven.h). What the program has issued is carried out by then. */
+int plx_reducer_finish(struct plx_reducer *b, struct plx_wait *w);
 /* Whether `rank` has given a bucket of this round. */
-int plx_board_has_begun(const struct plx_board *b, uint32_t rank);
+int plx_reducer_has_begun(const struct plx_reducer *b, uint32_t rank);
 
 #endif

@@ -1,23 +1,19 @@
-/* What the staged collectives share: begin an operation, compare the calls, end it. */
-#ifndef PLX_STAGED_H
-#define PLX_STAGED_H
+/* What the collectives share: how one begins and ends, and what it says of itself. */
+#ifndef PLX_CALL_H
+#define PLX_CALL_H
 
-#include <string.h>
-
-#include "collectives.h"
-#include "copy.h"
-#include "early.h"
+#include "agreement.h"
 #include "recorder.h"
 
-/* Settle the turn that was left open, then fill the fields that must agree. What `call` is when that fails is undefined:
+/* Close the phase that was left open, then fill the fields that must agree. What `call` is when that fails is undefined:
  * there is no such call. */
-static inline int plx_begin(struct plx_group *g, struct plx_wait *w, struct plx_call *call, int kind, size_t count, int dtype,
-                            int redop, int root) {
-  int code = g->open_step != 0 ? plx_close_turn(g, w) : PLX_OK;
+static inline int plx_begin(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, struct plx_call *call,
+                            int kind, size_t count, int dtype, int redop, int root) {
+  int code = g->open.step != 0 ? plx_close_phase(g, w) : PLX_OK;
   if (code != PLX_OK) return code;
   struct plx_call c = {0};
-  /* A rank whose gate failed must not write into a stage of a turn that others may have passed and be reading. Whoever
-   * begins after the end fails at its first gate, so nothing that it would read back is lost. */
+  /* A rank whose sync failed must not write into a stage of a phase that others may have passed and be reading. Whoever
+   * begins after the end fails at its first sync, so nothing that it would read back is lost. */
   g->over = atomic_load_explicit(&g->header->poison, memory_order_acquire) != 0;
   c.seq = ++g->seq;
   c.count = count;
@@ -26,8 +22,8 @@ static inline int plx_begin(struct plx_group *g, struct plx_wait *w, struct plx_
   c.dtype = (uint8_t)dtype;
   c.redop = (uint8_t)redop;
   c.root = root;
-  c.flags = g->role;
-  c.site = g->site;
+  c.flags = o->flags;
+  c.call_site = o->call_site;
   *call = c;
   return PLX_OK;
 }
@@ -45,15 +41,10 @@ static inline uint64_t plx_digest(const size_t *sizes, uint32_t n) {
 
 static inline size_t plx_min(size_t a, size_t b) { return a < b ? a : b; }
 
-/* The gate that ends the first turn's writes; then all calls are compared, before anybody writes an output. */
-static inline int plx_first_gate(struct plx_group *g, struct plx_wait *w, const struct plx_call *call) {
-  int code = plx_gate(g, w);
-  return code != PLX_OK ? code : plx_agree(g, call);
-}
-
-static inline int plx_finish(struct plx_group *g, struct plx_record *record, const struct plx_call *call, int code) {
-  if (code == PLX_APART) { /* the call goes on: it will be made again */
-    if (!(call->flags & PLX_FLAG_STANDS_IN)) g->resumed = record;
+static inline int plx_finish(struct plx_group *g, const struct plx_origin *o, struct plx_record *record,
+                             const struct plx_call *call, int code) {
+  if (code == PLX_RETRY_UNEVEN) { /* the call goes on: it will be made again */
+    if (o->retried != NULL) *o->retried = record;
     return code;
   }
   if (code == PLX_OK)
@@ -69,11 +60,11 @@ static inline uint64_t plx_heap_offset(const struct plx_group *g, const void *da
   return at >= base && at + bytes <= base + g->heap_bytes ? at - base : PLX_NO_HEAP;
 }
 
-/* After the first gate: where each rank's tensor lies, if all of them lie in their ranks' heaps; the offsets need not be
+/* After the first sync: where each rank's tensor lies, if all of them lie in their ranks' heaps; the offsets need not be
  * the same. All ranks come to the same answer. */
 static inline int plx_all_in_heap(const struct plx_group *g, uint64_t *offset) {
   for (uint32_t r = 0; r < g->world; r++)
-    if ((offset[r] = plx_rank_of(g, r)->call[g->turn & 1].heap) == PLX_NO_HEAP) return 0;
+    if ((offset[r] = plx_rank_of(g, r)->call[g->phase & 1].heap) == PLX_NO_HEAP) return 0;
   return 1;
 }
 

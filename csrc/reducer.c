@@ -1,32 +1,35 @@
-/* The board of buckets; the picture and the proof are in board.h. */
-#include "attendance.h"
+/* The reducer of buckets; the picture and the proof are in reducer.h. */
+#include "reducer.h"
 
 #include <sched.h>
 #include <string.h>
 
-size_t plx_board_bytes(uint32_t num_buckets) { return ((size_t)num_buckets + 1) * sizeof(struct plx_flags); }
+#include "agreement.h"
+#include "futex.h"
 
-static struct plx_flags *flags_of(const struct plx_board *b, uint32_t rank, uint32_t bucket) {
+size_t plx_reducer_bytes(uint32_t num_buckets) { return ((size_t)num_buckets + 1) * sizeof(struct plx_flags); }
+
+static struct plx_flags *flags_of(const struct plx_reducer *b, uint32_t rank, uint32_t bucket) {
   return (struct plx_flags *)(b->g->heaps[rank] + b->flags) + bucket;
 }
 
 /* The last line is a bell: its `ready` word changes whenever this rank changed any flag; its `done` word counts those
  * asleep on it. */
-static struct plx_flags *bell_of(const struct plx_board *b, uint32_t rank) { return flags_of(b, rank, b->num_buckets); }
+static struct plx_flags *bell_of(const struct plx_reducer *b, uint32_t rank) { return flags_of(b, rank, b->num_buckets); }
 
-static void ring(struct plx_board *b) {
+static void ring(struct plx_reducer *b) {
   struct plx_flags *bell = bell_of(b, b->g->rank);
   atomic_fetch_add_explicit(&bell->ready, 1, memory_order_seq_cst);
   if (atomic_load_explicit(&bell->done, memory_order_seq_cst) != 0) plx_futex_wake_all(&bell->ready);
 }
 
-void plx_board_begin(struct plx_board *b) {
+void plx_reducer_begin(struct plx_reducer *b) {
   b->round++;
   b->left = b->num_buckets;
   for (uint32_t i = 0; i < b->num_buckets; i++) b->buckets[i].reduced = 0;
 }
 
-int plx_board_ready(struct plx_board *b, uint32_t bucket, uint64_t offset) {
+int plx_reducer_ready(struct plx_reducer *b, uint32_t bucket, uint64_t offset) {
   if (bucket >= b->num_buckets) return PLX_INVALID;
   struct plx_bucket *k = &b->buckets[bucket];
   k->all = 1;
@@ -38,9 +41,9 @@ int plx_board_ready(struct plx_board *b, uint32_t bucket, uint64_t offset) {
   return PLX_OK;
 }
 
-int plx_board_ready_slice(struct plx_board *b, uint32_t bucket, uint64_t offset, uint64_t start, uint64_t stop) {
+int plx_reducer_ready_slice(struct plx_reducer *b, uint32_t bucket, uint64_t offset, uint64_t start, uint64_t stop) {
   if (bucket >= b->num_buckets || start > stop || stop > b->buckets[bucket].count) return PLX_INVALID;
-  int code = plx_board_ready(b, bucket, offset);
+  int code = plx_reducer_ready(b, bucket, offset);
   struct plx_bucket *k = &b->buckets[bucket];
   k->all = 0;
   k->start = start;
@@ -49,11 +52,11 @@ int plx_board_ready_slice(struct plx_board *b, uint32_t bucket, uint64_t offset,
 }
 
 /* A rank may be a round ahead of us: it leaves a round when it has seen all flags, and we may not have looked yet. */
-static int reached(const struct plx_board *b, _Atomic uint32_t *flag) {
+static int reached(const struct plx_reducer *b, _Atomic uint32_t *flag) {
   return (int32_t)(atomic_load_explicit(flag, memory_order_acquire) - b->round) >= 0;
 }
 
-static int all_ready(const struct plx_board *b, uint32_t bucket) {
+static int all_ready(const struct plx_reducer *b, uint32_t bucket) {
   for (uint32_t r = 0; r < b->g->world; r++)
     if (!reached(b, &flags_of(b, r, bucket)->ready)) return 0;
   return 1;
@@ -65,7 +68,7 @@ static uint64_t slice_start(const struct plx_bucket *k, uint32_t rank, uint32_t 
   return at < bytes ? at : bytes;
 }
 
-void plx_board_reduce(struct plx_board *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index) {
+void plx_reducer_reduce(struct plx_reducer *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index) {
   struct plx_group *g = b->g;
   const struct plx_bucket *k = &b->buckets[bucket];
   const void *src[PLX_MAX_WORLD];
@@ -83,7 +86,7 @@ void plx_board_reduce(struct plx_board *b, uint32_t bucket, const uint32_t *rank
 }
 
 /* The slice that this rank alone needs, into its own memory. */
-static void reduce_needed(struct plx_board *b, uint32_t bucket) {
+static void reduce_needed(struct plx_reducer *b, uint32_t bucket) {
   struct plx_group *g = b->g;
   const struct plx_bucket *k = &b->buckets[bucket];
   const void *src[PLX_MAX_WORLD];
@@ -95,13 +98,13 @@ static void reduce_needed(struct plx_board *b, uint32_t bucket) {
   }
 }
 
-uint32_t plx_board_poll(struct plx_board *b) {
+uint32_t plx_reducer_poll(struct plx_reducer *b) {
   uint32_t everybody[PLX_MAX_WORLD];
   for (uint32_t r = 0; r < b->g->world; r++) everybody[r] = r;
   for (uint32_t i = 0; i < b->num_buckets && b->left != 0; i++) {
     struct plx_bucket *k = &b->buckets[i];
     if (k->reduced || !all_ready(b, i)) continue;
-    if (k->all) plx_board_reduce(b, i, everybody, b->g->world, b->g->rank);
+    if (k->all) plx_reducer_reduce(b, i, everybody, b->g->world, b->g->rank);
     else reduce_needed(b, i);
     k->reduced = 1;
     b->left--;
@@ -111,19 +114,19 @@ uint32_t plx_board_poll(struct plx_board *b) {
   return b->left;
 }
 
-static int is_ready(const struct plx_board *b, uint32_t rank) {
+static int is_ready(const struct plx_reducer *b, uint32_t rank) {
   for (uint32_t k = 0; k < b->num_buckets; k++)
     if (!reached(b, &flags_of(b, rank, k)->ready)) return 0;
   return 1;
 }
 
-int plx_board_has_begun(const struct plx_board *b, uint32_t rank) {
+int plx_reducer_has_begun(const struct plx_reducer *b, uint32_t rank) {
   for (uint32_t k = 0; k < b->num_buckets; k++)
     if (reached(b, &flags_of(b, rank, k)->ready)) return 1;
   return 0;
 }
 
-static int is_done(const struct plx_board *b, uint32_t rank) {
+static int is_done(const struct plx_reducer *b, uint32_t rank) {
   for (uint32_t k = 0; k < b->num_buckets; k++)
     if (!reached(b, &flags_of(b, rank, k)->done)) return 0;
   return 1;
@@ -131,7 +134,7 @@ static int is_done(const struct plx_board *b, uint32_t rank) {
 
 /* Whom to wait for: a rank whose gradients are missing, else one that has not reduced all its slices, else nobody: our
  * own rank. Those who wait for gradients all wake when they come; waiting for slices first would wake one by one. */
-static uint32_t find_late(const struct plx_board *b) {
+static uint32_t find_late(const struct plx_reducer *b) {
   for (int want_done = 0; want_done < 2; want_done++)
     for (uint32_t i = 1; i < b->g->world; i++) {
       uint32_t r = (b->g->rank + i) % b->g->world;
@@ -147,19 +150,19 @@ static uint32_t find_late(const struct plx_board *b) {
 #define PLX_JUDGE_NS SLEEP_NS
 #endif
 
-static int is_complete(const struct plx_board *b, uint32_t rank) { return is_ready(b, rank) && is_done(b, rank); }
+static int is_complete(const struct plx_reducer *b, uint32_t rank) { return is_ready(b, rank) && is_done(b, rank); }
 
 /* Tell those who wait for us elsewhere that our program stands at the end of this round. */
-static void tell_ending(const struct plx_board *b) {
+static void tell_ending(const struct plx_reducer *b) {
   struct plx_rank *me = plx_rank_of(b->g, b->g->rank);
-  /* Release: whoever sees it sees, too, that no other board's round is told of any more. */
+  /* Release: whoever sees it sees, too, that no other reducer's round is told of any more. */
   atomic_store_explicit(&me->ending_round, (uint64_t)b->num_buckets << 32 | b->round, memory_order_release);
   atomic_store_explicit(&me->ending, b->flags + 1, memory_order_release);
 }
 
-/* Whether the program of `rank` stands at the end of another board's round, in which a slice of ours is missing: we shall
+/* Whether the program of `rank` stands at the end of another reducer's round, in which a slice of ours is missing: we shall
  * not come to it before this round has ended, nor `rank` to this one before that. */
-static int ends_another(const struct plx_board *b, uint32_t rank) {
+static int ends_another(const struct plx_reducer *b, uint32_t rank) {
   const struct plx_group *g = b->g;
   struct plx_rank *p = plx_rank_of(g, rank);
   uint64_t ending = atomic_load_explicit(&p->ending, memory_order_acquire);
@@ -172,32 +175,33 @@ static int ends_another(const struct plx_board *b, uint32_t rank) {
   return 0;
 }
 
-/* Whether `rank` may still come to the end of this round: the proof is in board.h. */
-static int judge(struct plx_board *b, uint32_t rank) {
+/* Whether `rank` may still come to the end of this round: the proof is in reducer.h. */
+static int judge(struct plx_reducer *b, uint32_t rank) {
   struct plx_group *g = b->g;
   struct plx_rank *p = plx_rank_of(g, rank);
-  int gone = g->uneven && plx_gone(g, rank, UINT64_MAX), alive = plx_peer_alive(g, rank), another = ends_another(b, rank);
+  int gone = g->policy != NULL && plx_left_before(g, rank, UINT64_MAX), alive = plx_peer_alive(g, rank), another = ends_another(b, rank);
   uint64_t theirs = atomic_load_explicit(&p->step, memory_order_acquire);
   if (is_complete(b, rank)) return PLX_OK; /* read last: what was read above, it did before the end of its round */
   if (another) return plx_poison(g, PLX_MISMATCH, g->rank);
   if (plx_is_behind(g)) return alive || gone ? PLX_OK : plx_poison(g, PLX_PEER_LOST, rank);
-  if (gone) return PLX_APART;
+  if (gone) return PLX_RETRY_UNEVEN;
   if (!alive) return plx_poison(g, PLX_PEER_LOST, rank);
   if (theirs <= g->step) return PLX_OK;
-  return g->uneven ? PLX_APART : plx_poison(g, PLX_MISMATCH, g->rank);
+  return g->policy != NULL ? PLX_RETRY_UNEVEN : plx_poison(g, PLX_MISMATCH, g->rank);
 }
 
-static int wait_for_round(struct plx_board *b, struct plx_wait *w) {
+static int wait_for_round(struct plx_reducer *b, struct plx_wait *w) {
   struct plx_group *g = b->g;
+  const struct plx_policy *policy = g->policy;
   uint64_t since = plx_now_ns(), judged = since;
   for (uint32_t looks = 1;; looks++) {
     /* Who was out of the last step still waits where it was. */
-    if (!plx_is_behind(g) && (g->apart || g->num_gone != 0)) return PLX_APART;
-    uint32_t owed = plx_board_poll(b), late = find_late(b);
+    if (policy != NULL && !plx_is_behind(g) && (policy->apart || policy->num_gone != 0)) return PLX_RETRY_UNEVEN;
+    uint32_t owed = plx_reducer_poll(b), late = find_late(b);
     if (owed == 0 && late == g->rank) return PLX_OK;
     if (late == g->rank) continue; /* the others are done, so all were ready: poll again does our part */
-    if (g->crowded) {
-      if (looks % PLX_LOOKS_CROWDED != 0) {
+    if (g->oversubscribed) {
+      if (looks % PLX_LOOKS_OVERSUBSCRIBED != 0) {
         sched_yield();
         continue;
       }
@@ -209,7 +213,7 @@ static int wait_for_round(struct plx_board *b, struct plx_wait *w) {
     struct plx_flags *bell = bell_of(b, late);
     atomic_fetch_add_explicit(&bell->done, 1, memory_order_seq_cst);
     uint32_t seen = atomic_load_explicit(&bell->ready, memory_order_seq_cst);
-    if (plx_board_poll(b) == owed && find_late(b) == late &&
+    if (plx_reducer_poll(b) == owed && find_late(b) == late &&
         atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
       plx_futex_wait(&bell->ready, seen, SLEEP_NS);
     atomic_fetch_sub_explicit(&bell->done, 1, memory_order_relaxed);
@@ -220,20 +224,18 @@ static int wait_for_round(struct plx_board *b, struct plx_wait *w) {
     if (now - judged < PLX_JUDGE_NS) continue;
     judged = now;
     for (uint32_t i = 1; code == PLX_OK && i < g->world; i++) {
-      w->culprit = (int32_t)((g->rank + i) % g->world);
-      code = judge(b, (uint32_t)w->culprit);
+      w->failed_rank = (int32_t)((g->rank + i) % g->world);
+      code = judge(b, (uint32_t)w->failed_rank);
+    }
+    if (code == PLX_OK) {
+      w->failed_rank = (int32_t)late; /* whom we wait for: the caller may be told of it */
+      code = plx_check_wait(g, w, late, since);
     }
     if (code != PLX_OK) return code;
-    w->culprit = (int32_t)late;
-    if (now >= w->deadline_ns) return plx_poison(g, PLX_DEADLINE, g->rank);
-    if (w->idle != NULL && w->idle(w->context, now - since) != 0) {
-      plx_poison(g, PLX_INTERRUPTED, g->rank);
-      return PLX_INTERRUPTED;
-    }
   }
 }
 
-int plx_board_finish(struct plx_board *b, struct plx_wait *w) {
+int plx_reducer_finish(struct plx_reducer *b, struct plx_wait *w) {
   struct plx_rank *me = plx_rank_of(b->g, b->g->rank);
   int code = wait_for_round(b, w);
   if (atomic_load_explicit(&me->ending, memory_order_relaxed) != 0)

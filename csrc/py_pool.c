@@ -1,8 +1,5 @@
 /* Pools of gradients, for Python. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include "module.h"
+#include "py_types.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -99,7 +96,7 @@ static PyType_Slot pool_slots[] = {{Py_tp_init, pool_init},
                                    {Py_tp_doc, (void *)"Blocks of shared memory that torch's allocator gets inside a backward."},
                                    {0, NULL}};
 
-static PyType_Spec pool_spec = {"phalanx._core.Pool", sizeof(Pool), 0, Py_TPFLAGS_DEFAULT, pool_slots};
+PyType_Spec py_pool_spec = {"phalanx._core.Pool", sizeof(Pool), 0, Py_TPFLAGS_DEFAULT, pool_slots};
 
 static PyObject *after_fork(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
@@ -107,10 +104,4 @@ static PyObject *after_fork(PyObject *module, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {{"pools_after_fork", after_fork, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
-
-int plx_add_pool(PyObject *module) {
-  PyObject *type = PyType_FromSpec(&pool_spec);
-  if (type == NULL || PyModule_AddObject(module, "Pool", type) != 0) return -1;
-  return PyModule_AddFunctions(module, functions);
-}
+PyMethodDef py_pool_functions[] = {{"pools_after_fork", after_fork, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};

@@ -1,0 +1,73 @@
+/* What the files of point to point share: one rank's messages in both directions.
+ *
+ * A message is an envelope of 64 bytes, then its bytes, padded to 64. The sender writes as space comes free, the receiver
+ * reads as bytes arrive, so a message may be longer than the ring. Of a channel the sender's side belongs to whoever
+ * holds `send_locks[dst]`, the receiver's to whoever holds `lock`; that is never held while waiting.
+ */
+#ifndef PLX_MAILBOX_H
+#define PLX_MAILBOX_H
+
+#include <pthread.h>
+
+#include "p2p.h"
+
+struct plx_envelope {
+  uint64_t bytes;
+  uint64_t seq;
+  uint32_t tag;
+  uint32_t dtype;
+};
+
+#define PLX_MESSAGE_LINE 64u
+
+/* A message that came before its receive, or is coming. */
+struct plx_message {
+  struct plx_message *next;
+  struct plx_envelope head;
+  unsigned char data[];
+};
+
+/* The reading end of a channel. */
+struct plx_recv_channel {
+  struct plx_envelope head; /* of the message that is being read, if `open` */
+  uint64_t at;      /* bytes of it that were read, padding included */
+  int open;
+  int wanted;                 /* some posted receive could take its next message; written by the driver */
+  struct plx_receive *into;   /* where the message goes: to a receive, */
+  struct plx_message *arriving; /* or to the unexpected queue */
+  struct plx_message *unexpected;  /* in the order in which they came */
+};
+
+struct plx_mailbox {
+  pthread_mutex_t lock; /* of all but the send_locks */
+  pthread_cond_t changed; /* the wheel is free, or a receive is over */
+  pthread_cond_t work;    /* there is something for the progress thread */
+  struct plx_receive *posted; /* in the order of posting */
+  uint64_t finished; /* receives that are over */
+  uint64_t looked_ns;
+  int driving, waiting, resting, stopped;
+  struct plx_recv_channel *recv_channels;
+  pthread_mutex_t *send_locks;
+};
+
+static inline size_t plx_padded(size_t n) { return (n + PLX_MESSAGE_LINE - 1) / PLX_MESSAGE_LINE * PLX_MESSAGE_LINE; }
+
+/* Messages have no number; a reader of the recorder sees by this one that a line was written over. */
+static inline uint64_t plx_next_record(const struct plx_group *g) {
+  return 1 + atomic_load_explicit(&plx_rank_of(g, g->rank)->next_record, memory_order_relaxed);
+}
+
+/* Under `lock`; see match.c. */
+
+/* Take in one piece of every channel that somebody wants something from; whether there was any. */
+int plx_take_in(struct plx_group *g);
+/* Give `r` what has come for it from `src` before it was posted, whole or begun. */
+void plx_take_unexpected(struct plx_group *g, struct plx_receive *r, uint32_t src);
+/* The group is over, and with it every posted receive. `failed`, if any, is the one that did not fit. Returns `code`. */
+int plx_finish_all(struct plx_group *g, int code, const struct plx_receive *failed);
+/* Whether waiting still makes sense; if not, all receives are over. */
+int plx_check_receives(struct plx_group *g, struct plx_wait *w);
+/* Whether something lies in the channel from `src`. */
+int plx_has_bytes(struct plx_group *g, uint32_t src);
+
+#endif

@@ -1,0 +1,170 @@
+/* Which receive a message goes to. All of this under the mailbox's lock. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "copy.h"
+#include "futex.h"
+#include "mailbox.h"
+#include "recorder.h"
+
+static size_t min(size_t a, size_t b) { return a < b ? a : b; }
+
+/* A receive may be posted for long. The recorder is a ring: by now its line may tell of another operation. */
+static struct plx_record *record_of(struct plx_group *g, const struct plx_receive *r) {
+  return plx_record_is_kept(g, r->recorded) ? r->record : NULL;
+}
+
+static void finish(struct plx_group *g, struct plx_receive *r, int code, int recorded_code) {
+  struct plx_receive **at = &g->mailbox->posted;
+  while (*at != NULL && *at != r) at = &(*at)->next;
+  if (*at != NULL) *at = r->next;
+  struct plx_record *record = record_of(g, r);
+  if (record != NULL) plx_record_leave(g, record, recorded_code);
+  g->mailbox->finished++;
+  atomic_store_explicit(&r->status, code, memory_order_release);
+  if (g->mailbox->waiting != 0) pthread_cond_broadcast(&g->mailbox->changed);
+}
+
+/* The group is over, and with it every posted receive. `failed_rank`, if any, is the one that did not fit. */
+int plx_finish_all(struct plx_group *g, int code, const struct plx_receive *failed_rank) {
+  for (uint32_t r = 0; r < g->world; r++) g->mailbox->recv_channels[r].into = NULL;
+  while (g->mailbox->posted != NULL) {
+    struct plx_receive *r = g->mailbox->posted;
+    finish(g, r, code, failed_rank == NULL || r == failed_rank ? code : PLX_INTERRUPTED);
+  }
+  return code;
+}
+
+int plx_has_bytes(struct plx_group *g, uint32_t src) {
+  struct plx_channel *c = plx_channel_of(g, src, g->rank);
+  return atomic_load_explicit(&c->head, memory_order_seq_cst) != atomic_load_explicit(&c->tail, memory_order_relaxed);
+}
+
+static int is_fit(const struct plx_envelope *head, const struct plx_receive *r) {
+  return head->bytes == r->bytes && head->dtype == r->dtype;
+}
+
+static void match(struct plx_group *g, struct plx_receive *r, uint32_t src) {
+  struct plx_record *record = record_of(g, r);
+  if (record != NULL) __atomic_store_n(&record->peer, (int32_t)src, __ATOMIC_RELAXED);
+  r->from = src;
+  r->matched = 1;
+}
+
+/* A message begins: where will it go? */
+static int begin(struct plx_group *g, uint32_t src, const struct plx_envelope *head) {
+  struct plx_recv_channel *in = &g->mailbox->recv_channels[src];
+  struct plx_receive *r = g->mailbox->posted;
+  while (r != NULL && (r->matched || r->tag != head->tag || (r->src >= 0 && r->src != (int32_t)src))) r = r->next;
+  if (r != NULL) {
+    match(g, r, src);
+    if (!is_fit(head, r)) return plx_finish_all(g, plx_poison(g, PLX_MISMATCH, g->rank), r);
+  } else {
+    struct plx_message *m = malloc(sizeof *m + head->bytes);
+    if (m == NULL) return plx_finish_all(g, plx_poison(g, PLX_NO_MEMORY, g->rank), NULL);
+    m->next = NULL;
+    m->head = *head;
+    struct plx_message **end = &in->unexpected;
+    while (*end != NULL) end = &(*end)->next;
+    *end = in->arriving = m;
+  }
+  in->into = r;
+  in->head = *head;
+  in->at = 0;
+  in->open = 1;
+  return PLX_OK;
+}
+
+/* Take one piece out of the channel from `src`, if one is there; whether there was. */
+static int advance(struct plx_group *g, uint32_t src) {
+  struct plx_recv_channel *in = &g->mailbox->recv_channels[src];
+  struct plx_channel *c = plx_channel_of(g, src, g->rank);
+  uint64_t size = g->header->channel_bytes, tail = atomic_load_explicit(&c->tail, memory_order_relaxed);
+  uint64_t head = atomic_load_explicit(&c->head, memory_order_acquire);
+  if (head == tail) return 0;
+  if (!in->open) {
+    struct plx_envelope envelope;
+    memcpy(&envelope, c->data + tail % size, sizeof envelope);
+    if (begin(g, src, &envelope) != PLX_OK) return 1;
+    tail += PLX_MESSAGE_LINE;
+  }
+  uint64_t end = plx_padded(in->head.bytes), n = in->head.bytes;
+  size_t piece = min(min(head - tail, size - tail % size), min(end - in->at, size / 8));
+  char *to = in->into != NULL ? in->into->data : in->arriving != NULL ? (char *)in->arriving->data : NULL;
+  if (in->at < n && to != NULL) plx_copy(to + in->at, c->data + tail % size, min(piece, n - in->at));
+  tail += piece;
+  in->at += piece;
+  atomic_store_explicit(&c->tail, tail, memory_order_seq_cst);
+  if (atomic_load_explicit(&c->tail_sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(plx_low_half(&c->tail));
+  if (in->at == end) {
+    struct plx_receive *r = in->into;
+    in->open = 0;
+    in->into = NULL;
+    in->arriving = NULL;
+    if (r != NULL) finish(g, r, PLX_OK, PLX_OK);
+  }
+  return 1;
+}
+
+static int is_wanted(const struct plx_mailbox *mailbox, uint32_t src) {
+  if (mailbox->posted != NULL && mailbox->recv_channels[src].open) return 1;
+  for (const struct plx_receive *r = mailbox->posted; r != NULL; r = r->next)
+    if (!r->matched && (r->src < 0 || r->src == (int32_t)src)) return 1;
+  return 0;
+}
+
+/* Take in one piece of every channel that somebody wants something from; whether there was any. */
+int plx_take_in(struct plx_group *g) {
+  int moved = 0;
+  for (uint32_t r = 0; r < g->world; r++) {
+    if (r == g->rank) continue;
+    g->mailbox->recv_channels[r].wanted = is_wanted(g->mailbox, r);
+    if (g->mailbox->recv_channels[r].wanted) moved |= advance(g, r);
+  }
+  return moved;
+}
+
+/* Give `r` what lies in the unexpected queue for it, whole or begun. */
+void plx_take_unexpected(struct plx_group *g, struct plx_receive *r, uint32_t src) {
+  struct plx_recv_channel *in = &g->mailbox->recv_channels[src];
+  struct plx_message **at = &in->unexpected;
+  while (*at != NULL && (*at)->head.tag != r->tag) at = &(*at)->next;
+  struct plx_message *m = *at;
+  if (m == NULL) return;
+  match(g, r, src);
+  if (!is_fit(&m->head, r)) {
+    plx_finish_all(g, plx_poison(g, PLX_MISMATCH, g->rank), r);
+    return;
+  }
+  *at = m->next;
+  plx_copy(r->data, m->data, m == in->arriving ? min(in->at, r->bytes) : r->bytes);
+  if (m == in->arriving) {
+    in->arriving = NULL;
+    in->into = r;
+  } else {
+    finish(g, r, PLX_OK, PLX_OK);
+  }
+  free(m);
+}
+
+/* Whether nobody who could still send for `r` lives, and all that they sent has been read. */
+static int is_hopeless(struct plx_group *g, const struct plx_receive *r, uint32_t *failed_rank) {
+  for (uint32_t p = 0; p < g->world; p++) {
+    if (p == g->rank || (r->matched ? p != r->from : r->src >= 0 && p != (uint32_t)r->src)) continue;
+    if (plx_peer_alive(g, p) || plx_has_bytes(g, p)) return 0;
+    *failed_rank = p;
+  }
+  return 1;
+}
+
+/* Whether waiting still makes sense; if not, all receives are over. */
+int plx_check_receives(struct plx_group *g, struct plx_wait *w) {
+  uint64_t now = g->mailbox->looked_ns = plx_now_ns();
+  int code = plx_poisoned(g, w);
+  for (struct plx_receive *r = g->mailbox->posted; r != NULL && code == PLX_OK; r = r->next) {
+    uint32_t failed_rank = g->rank;
+    if (is_hopeless(g, r, &failed_rank)) code = plx_poison(g, PLX_PEER_LOST, failed_rank);
+    else if (now >= r->deadline_ns) code = plx_poison(g, PLX_DEADLINE, g->rank);
+  }
+  return code == PLX_OK ? PLX_OK : plx_finish_all(g, code, NULL);
+}

@@ -1,0 +1,110 @@
+/* Around an operation: who is inside, the GIL, and what comes with every call. */
+#include "py_call.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+int py_is_main(void) {
+  static _Thread_local int answer = -1; /* asked once per thread: two system calls */
+  if (answer < 0) answer = syscall(SYS_gettid) == getpid();
+  return answer;
+}
+
+/* A thread in the background must not take the core from the one that computes, where a rank has no core to spare. */
+uint64_t py_spin_of(const PyGroup *self) {
+  return py_is_main() || self->awaited ? self->g.spin_ns : self->background_spin_ns;
+}
+
+void py_enter(PyGroup *self) {
+  self->inside++;
+  self->main_inside += py_is_main();
+}
+
+/* After close(): let the memory go, if nobody is inside. Keeps the error that is set. */
+void py_let_go(PyGroup *self) {
+  PyObject *call = self->let_go, *type, *value, *trace;
+  if (!self->closed || self->inside != 0 || call == NULL) return;
+  self->let_go = NULL;
+  PyErr_Fetch(&type, &value, &trace);
+  PyObject *result = PyObject_CallObject(call, NULL);
+  if (result == NULL) PyErr_WriteUnraisable(call);
+  Py_XDECREF(result);
+  Py_DECREF(call);
+  PyErr_Restore(type, value, trace);
+}
+
+/* Take the GIL, on the way out or to ask something. At the end of the process never again: the interpreter would end this
+ * thread in the middle of whatever C++ called it, which aborts the process, or its error would be printed to streams
+ * that are going. The threads that come here are daemons; the rest was joined before. */
+void py_come_back(PyGroup *self, PyThreadState *thread) {
+  while (atomic_load_explicit(&self->parked, memory_order_acquire)) pause();
+  PyEval_RestoreThread(thread);
+}
+
+void py_leave(PyGroup *self) {
+  self->inside--;
+  self->main_inside -= py_is_main();
+  py_let_go(self);
+}
+
+int py_idle(void *context, uint64_t waited_ns) {
+  struct patience *p = context;
+  py_come_back(p->group, p->thread);
+  int failed = PyErr_CheckSignals() != 0;
+  if (!failed && p->group->idle != NULL && waited_ns >= 1000000000ull && waited_ns - p->said_ns >= 500000000ull) {
+    p->said_ns = waited_ns;
+    p->group->failed_rank = *p->failed_rank;
+    PyObject *result = PyObject_CallFunction(p->group->idle, "d", (double)waited_ns * 1e-9);
+    failed = result == NULL;
+    Py_XDECREF(result);
+  }
+  p->thread = PyEval_SaveThread();
+  return failed;
+}
+
+/* The mapping goes with the group: nothing may be read or written after that. Operations answer PLX_CLOSED; what has
+ * another answer raises. */
+int py_is_open(PyGroup *self) {
+  if (!self->closed) return 1;
+  PyObject *errors = PyImport_ImportModule("phalanx.errors");
+  PyObject *kind = errors != NULL ? PyObject_GetAttrString(errors, "ClosedError") : NULL;
+  if (kind != NULL)
+    PyErr_SetString(kind, "the group was destroyed in this process, or this process was forked from a rank.\n"
+                          "Create the group again, or start processes that communicate with spawn.");
+  Py_XDECREF(kind);
+  Py_XDECREF(errors);
+  return 0;
+}
+
+/* Operations end with (timeout_ns, call_site, shape), collectives with (timeout_ns, call_site, flags, shape). */
+static int to_tail(PyGroup *self, PyObject *timeout_ns, PyObject *call_site, PyObject *shape, struct tail *t) {
+  uint64_t site;
+  if (!py_is_open(self)) return -1;
+  if (py_to_u64(timeout_ns, &t->timeout_ns) != 0 || py_to_u64(call_site, &site) != 0) return -1;
+  Py_ssize_t dims = PyTuple_Check(shape) ? PyTuple_Size(shape) : 0;
+  t->retried = NULL;
+  t->origin = (struct plx_origin){.call_site = (uint32_t)site, .ndim = (uint32_t)dims, .shape = t->shape, .retried = &t->retried};
+  for (Py_ssize_t i = 0; i < dims && i < (Py_ssize_t)PLX_MAX_DIMS; i++)
+    if (py_to_u64(PyTuple_GetItem(shape, i), &t->shape[i]) != 0) return -1;
+  return 0;
+}
+
+int py_to_tail(PyGroup *self, PyObject *const *args, struct tail *t) { return to_tail(self, args[0], args[1], args[2], t); }
+
+int py_to_collective_tail(PyGroup *self, PyObject *const *args, struct tail *t) {
+  uint64_t flags;
+  if (to_tail(self, args[0], args[1], args[3], t) != 0 || py_to_u64(args[2], &flags) != 0) return -1;
+  t->origin.flags = (uint32_t)flags;
+  return 0;
+}
+
+int py_to_rank(PyGroup *self, PyObject *o, uint32_t *rank) {
+  int r;
+  if (py_to_int(o, &r) != 0 || !py_is_open(self)) return -1;
+  if (r < 0 || r >= (int)self->g.world) {
+    PyErr_Format(PyExc_ValueError, "no rank %d in a group of %u", r, self->g.world);
+    return -1;
+  }
+  *rank = (uint32_t)r;
+  return 0;
+}

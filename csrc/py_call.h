@@ -1,0 +1,103 @@
+/* What the files that know Python share of a group: its type, and what happens around an operation of it. Addresses and
+ * sizes come in, a status goes out, and the GIL is released in between. */
+#ifndef PY_CALL_H
+#define PY_CALL_H
+
+#include "futex.h"
+#include "py_arguments.h"
+#include "recorder.h"
+#include "uneven.h"
+
+typedef struct {
+  PyObject_HEAD
+  struct plx_group g;
+  struct plx_uneven uneven;
+  PyObject *idle; /* called with the seconds waited, from the first second on; may raise */
+  int failed_rank;
+  int closed;
+  uint64_t background_spin_ns; /* for threads other than the main one */
+  int awaited; /* the main thread waits for what another does here */
+  /* Counted with the GIL held. The memory goes with the last who is inside, whoever closes the group meanwhile. */
+  int inside;           /* threads in an operation; a signal handler's own operation counts again */
+  int main_inside;      /* of these, the main thread, which alone runs signal handlers */
+  PyObject *let_go;     /* called once, when the group is closed and nobody is inside */
+  _Atomic int parked;   /* the process ends: who is inside stays there */
+} PyGroup;
+
+int py_is_main(void);
+/* How long this thread may spin. A thread in the background must not take the core from the one that computes, where a rank
+ * has no core to spare. */
+uint64_t py_spin_of(const PyGroup *self);
+void py_enter(PyGroup *self);
+void py_leave(PyGroup *self);
+void py_come_back(PyGroup *self, PyThreadState *thread);
+void py_let_go(PyGroup *self);
+
+/* Waiting: every slice, take the GIL for a moment so that Ctrl-C works and the user hears about long waits. */
+struct patience {
+  PyThreadState *thread;
+  PyGroup *group;
+  uint64_t said_ns;
+  const int32_t *failed_rank; /* whom it waits for, as far as is known */
+};
+
+int py_idle(void *context, uint64_t waited_ns);
+
+struct tail {
+  uint64_t timeout_ns;
+  struct plx_origin origin;
+  struct plx_record *retried;
+  uint64_t shape[PLX_MAX_DIMS];
+};
+
+/* Whether the group is open; if not, with ClosedError set. */
+int py_is_open(PyGroup *self);
+/* The last three arguments of a message, the last four of a collective. */
+int py_to_tail(PyGroup *self, PyObject *const *args, struct tail *t);
+int py_to_collective_tail(PyGroup *self, PyObject *const *args, struct tail *t);
+/* A rank of the group. */
+int py_to_rank(PyGroup *self, PyObject *o, uint32_t *rank);
+
+#define ANSWER_IF_CLOSED(self) \
+  if ((self)->closed) return PyLong_FromLong(PLX_CLOSED);
+
+#define BEGIN(self, timeout_ns, spin)                                                                   \
+  struct patience patience = {NULL, (self), 0, NULL};                                                   \
+  struct plx_wait wait = {UINT64_MAX, (spin), py_idle, &patience, -1};                                     \
+  patience.failed_rank = &wait.failed_rank;                                                                     \
+  uint64_t begun_ns = plx_now_ns();                                                                     \
+  if ((timeout_ns) < UINT64_MAX - begun_ns) wait.deadline_ns = begun_ns + (timeout_ns);                 \
+  py_enter(self);                                                                                          \
+  patience.thread = PyEval_SaveThread();
+
+/* Whoever was inside when this process left hears that, and not what woke it. */
+#define END(self, code)                                               \
+  py_come_back(self, patience.thread);                                   \
+  (self)->failed_rank = wait.failed_rank;                                     \
+  int answer = (self)->closed && (code) != PLX_OK ? PLX_CLOSED : (code); \
+  py_leave(self);                                                        \
+  if ((code) == PLX_INTERRUPTED && PyErr_Occurred()) return NULL;      \
+  return PyLong_FromLong(answer);
+
+/* What asks nobody while it waits, if it waits at all. */
+#define OUTSIDE_GIL(self, call) \
+  py_enter(self);                  \
+  {                             \
+    PyThreadState *thread = PyEval_SaveThread(); \
+    call;                       \
+    py_come_back(self, thread);    \
+  }                             \
+  py_leave(self);
+
+/* A collective's `code` is the call's, made again for as long as the ranks find some out of a step; that they come further
+ * in between is a sign of life, so each attempt has the whole time. */
+#define COLLECTIVE(self, t, call)                                                                    \
+  int code = (call);                                                                                 \
+  while (code == PLX_RETRY_UNEVEN) {                                                                        \
+    wait.deadline_ns = (t).timeout_ns < UINT64_MAX - plx_now_ns() ? plx_now_ns() + (t).timeout_ns : UINT64_MAX; \
+    code = plx_shadow_step(&(self)->g, &wait);                                                          \
+    if (code == PLX_OK) code = (call);                                                               \
+    else plx_record_give_up(&(self)->g, &(t).origin, code);                                                              \
+  }
+
+#endif

@@ -1,0 +1,15 @@
+/* The types and functions of the module, which py_module.c puts together. */
+#ifndef PY_TYPES_H
+#define PY_TYPES_H
+
+#include "py_call.h"
+
+extern PyType_Spec py_group_spec, py_receive_spec, py_reducer_spec, py_pool_spec;
+extern PyMethodDef py_memory_functions[], py_pool_functions[];
+
+/* What tells that an object is a group: the one type that is built from this. */
+void py_group_dealloc(PyObject *object);
+/* Every number that C and Python share, under its name without PLX_. Returns 0, or -1 with an exception. */
+int py_add_numbers(PyObject *module);
+
+#endif
