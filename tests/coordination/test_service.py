@@ -1,10 +1,12 @@
 """The coordinator and its clients, over real sockets."""
 
 import contextlib
+import socket
 import threading
 
 import pytest
 
+from phalanx.coordination.admission import gone_peers
 from phalanx.coordination.client import Client, Event
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
@@ -85,6 +87,43 @@ def test_members_hear_of_each_other_in_order_and_send_messages():
         with pytest.raises(ValueError, match="there is no member 1"):
             first.post(1, b"too late")
         first.leave()
+
+
+def test_what_a_member_does_not_take_keeps_its_senders_waiting_and_nobody_else():
+    with service(None, None) as (running, _, _), contextlib.ExitStack() as stack:
+        first, second, third = (stack.enter_context(Client(running.local)) for _ in range(3))
+        for name, client in zip(("anna", "bert", "carl"), (first, second, third), strict=True):
+            client.join({"host": name}, watch=False)
+        sending = threading.Thread(target=lambda: [second.post(0, b"%04d" % n + bytes(1 << 20)) for n in range(40)])
+        sending.start()
+        with pytest.raises(DeadlineError, match="member 0 has not taken the messages that it got"):  # noqa: PT012
+            for _ in range(40):
+                third.post(0, bytes(1 << 20), timeout=0.05)
+        third.post(1, b"this one has room")
+        bodies = []
+        while sending.is_alive() or len([body for body in bodies if body[:4] != bytes(4)]) < 40:
+            bodies += [event.body for event in first.wait_event(0.05)]
+        sending.join()
+        assert [body[:4] for body in bodies if body[:4] != bytes(4)] == [b"%04d" % n for n in range(40)]
+        assert [event.body for event in second.wait_event()] == [b"this one has room"]
+        first.leave()
+        assert first.join({"host": "anna, again"}) == 3
+        second.post(3, b"numbered anew")
+        assert [event.body for event in first.wait_event()] == [b"numbered anew"]
+
+
+def test_a_connection_that_was_gone_before_it_was_seen_is_found_in_the_kernels_table():
+    """One of another key ends within a millisecond of its acceptance: the log said "an unknown address"."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    six = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    for server, place in ((listener, "127.0.0.1"), (six, "::1")):
+        port = server.getsockname()[1]
+        assert gone_peers(port) == ""
+        with socket.create_connection((place, port)) as near:
+            server.accept()[0].close()
+            assert near.recv(1) == b""
+            assert gone_peers(port) == place
+        server.close()
 
 
 def test_without_a_key_nothing_listens_on_the_network():

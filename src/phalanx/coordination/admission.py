@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85
@@ -19,6 +21,9 @@ _MAX_REMEMBERED = 1024
 _PAUSE_S = 10.0  # between two lines about the same address
 _MAX_FREQUENT = 20  # lines in such a pause, whatever the number of addresses
 _EVENT_BYTES = 6
+_LOOK_S = 1.0  # between two looks at the kernel's table, which may be long
+_MAX_GUESSES = 4
+_ENDED = (4, 5, 6, 8, 9, 11)  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK, CLOSING
 
 
 class Refusals:
@@ -79,8 +84,10 @@ class Admission:
 class Doorkeeper:
     """Watches the connections of a listening socket: who was refused in the handshake, and how many are open."""
 
-    def __init__(self, watched: zmq.Socket[bytes], refusals: Refusals) -> None:
+    def __init__(self, watched: zmq.Socket[bytes], port: int, refusals: Refusals) -> None:
         self._watched = watched
+        self._port = port
+        self._looked_at = -_LOOK_S
         self._refusals = refusals
         self.socket = watched.get_monitor_socket(
             zmq.EVENT_ACCEPTED
@@ -110,8 +117,11 @@ class Doorkeeper:
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._failed = True  # of the connection that ends next: one thread of ZeroMQ does both
             elif event == zmq.EVENT_DISCONNECTED:
-                peer = self._peers.pop(value, "an unknown address")
+                peer = self._peers.pop(value, "")
                 if self._failed:
+                    if not peer and now - self._looked_at >= _LOOK_S:
+                        self._looked_at, peer = now, gone_peers(self._port)
+                    peer = peer or "an address that was gone before it could be seen"
                     self._refusals.add(peer, "it does not know the job's key, or speaks another language", now)
                 self._failed = False
 
@@ -134,4 +144,22 @@ def _peer_name(fd: int) -> str:
             place = connection.getpeername()
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 return str(place[0]).removeprefix("::ffff:")
-    return "an unknown address"
+    return ""
+
+
+def gone_peers(port: int) -> str:
+    """With whom connections to our `port` ended a moment ago, as the kernel remembers them; empty if with nobody."""
+    found: dict[str, None] = {}
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        try:
+            lines = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        except OSError:  # no Linux
+            continue
+        for local, remote, state in (line.split()[1:4] for line in lines):
+            if int(local.rpartition(":")[2], 16) == port and int(state, 16) in _ENDED:
+                words = bytes.fromhex(remote.partition(":")[0])
+                raw = b"".join(
+                    words[at : at + 4][:: -1 if sys.byteorder == "little" else 1] for at in range(0, len(words), 4)
+                )
+                found[socket.inet_ntop(family, raw).removeprefix("::ffff:")] = None
+    return " or ".join(list(found)[:_MAX_GUESSES])

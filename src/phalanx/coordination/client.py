@@ -48,6 +48,7 @@ _RESEND_S = 3.0
 _BUSY_PAUSE_S = 0.005
 _MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
 _EPOCH_BYTES = 8
+_EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
 _HANDSHAKES = 2  # that must fail before we believe it is not by accident
 _EVENTS = (
     zmq.EVENT_CONNECTED
@@ -167,6 +168,7 @@ class Client:
         self._event_fds: tuple[int, int] | None = None
         self._last_event = 0
         self._taken_event = 0
+        self._untold_bytes = 0  # of what was taken since the coordinator was told
         self._beat_s = 1.0
         self._lost_after_s = 10.0
         self._thread: threading.Thread | None = None
@@ -201,8 +203,7 @@ class Client:
             dealer.curve_publickey, dealer.curve_secretkey = pair.public, pair.secret
             dealer.curve_serverkey = self.key.coordinator_pair().public
         self._monitor = dealer.get_monitor_socket(_EVENTS)
-        self._wake_fds = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._event_fds = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_fds, self._event_fds = _pipe(), _pipe()
         self._poll = select.poll()
         for fd in (int(dealer.fd), int(self._monitor.fd), self._wake_fds[0]):
             self._poll.register(fd, select.POLLIN)
@@ -362,7 +363,13 @@ class Client:
         `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
         """
         body = json.dumps(dict(facts)).encode()
+        if self._thread is not None:  # of a membership that has ended
+            self._stop.set()
+            self._ring()
+            self._thread.join()
+        self._stop.clear()
         self.member = int(self._call(Op.JOIN, body, b"1" if watch else b"0")[0])
+        self._is_silent = False
         self._thread = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
         self._thread.start()
         return self.member
@@ -401,7 +408,7 @@ class Client:
             ValueError: there is no such member (any more).
         """
         deadline = self._deadline(timeout)
-        while self._call(Op.POST, pack_number(to), body, deadline=deadline) == [b"busy"]:
+        while self._call(Op.POST, pack_number(to), body) == [b"busy"]:  # each is answered at once
             if deadline.passed:
                 raise DeadlineError(
                     f"{self._where}: member {to} has not taken the messages that it got before, within "
@@ -432,9 +439,10 @@ class Client:
         with self._lock:
             events = list(self._events)
             self._events.clear()
-            taken, self._taken_event = self._taken_event, self._last_event
+            self._taken_event = self._last_event
             _drain(self._event_fds)
-            if self._taken_event - taken > 16:  # senders may be waiting for us
+            self._untold_bytes += sum(len(event.body) + _EVENT_BYTES for event in events)
+            if self._untold_bytes > _TELL_BYTES:  # senders may be waiting for us
                 self._send_heartbeat()
         return events
 
@@ -466,6 +474,8 @@ class Client:
             raise DeadlineError(f"{self._where}: {_MAX_CALLS} calls of this process wait already.")
         try:
             with self._lock:
+                if self._socket is None:
+                    raise ClosedError(f"{self._where}: this client was closed")
                 self._number += 1
                 message = pack(what, self._number, *fields)
                 if len(message) > MAX_FRAME_BYTES:
@@ -600,6 +610,8 @@ class Client:
                 if status <= Status.UNKNOWN:
                     call = self._calls.pop(number, None)
                     if call is not None:
+                        if call.what == Op.JOIN:  # what comes from here on is numbered anew
+                            self._last_event = self._taken_event = self._untold_bytes = 0
                         call.fields = fields
                         call.answer = status
                         self._awaken(call)
@@ -703,6 +715,7 @@ class Client:
         if self.member >= 0:
             beat = (pack_number(self._last_event), pack_number(self.member))
             self._transmit_raw(pack(Op.HEARTBEAT, self._taken_event, *beat))
+            self._untold_bytes = 0
 
     def _judge(self, now: float) -> None:
         """Say once when the coordinator falls silent, and once when it is back."""
@@ -753,6 +766,13 @@ def _parts(fields: list[bytes]) -> Iterator[list[bytes]]:
 
 def _hostname() -> str:
     return os.uname().nodename
+
+
+def _pipe() -> tuple[int, int]:
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
 
 
 def _signal(fds: tuple[int, int] | None) -> None:

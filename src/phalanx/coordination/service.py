@@ -68,12 +68,14 @@ class Service:
                 f"the coordinator is asked to listen at {bind}, and there is no key: whoever reaches that port would "
                 "be in.\n`phalanx key` makes one, once; copy it to the other hosts (or have it in a shared home)."
             )
-        self._say = say
+        if not lost_after_s > 0:
+            raise ValueError(f"lost_after_s must be above zero, got {lost_after_s!r}")
+        self._listener_to_lines = say
         self.coordinator = Coordinator(job=job, lost_after_s=lost_after_s)
         self.address: Address | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.max_sockets = 64
-        self._refusals = Refusals(say)
+        self._refusals = Refusals(self._say)
         self._admission: Admission | None = None
         self._doorkeeper: Doorkeeper | None = None
         self._listener: socket.socket | None = None
@@ -161,8 +163,8 @@ class Service:
         router.curve_publickey, router.curve_secretkey = pair.public, pair.secret
         router.zap_domain = b"phalanx"
         router.ipv6 = True
-        self._doorkeeper = Doorkeeper(router, self._refusals)
         self.address = Address(place.host, self._listener.getsockname()[1])
+        self._doorkeeper = Doorkeeper(router, self.address.port, self._refusals)
         self._remote = router
         self._listen(True)
         return router
@@ -194,6 +196,10 @@ class Service:
         router.heartbeat_ivl = int(beat_s * 1000)
         router.heartbeat_timeout = router.heartbeat_ttl = int(max(3 * beat_s, 3.0) * 1000)
         return router
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(Exception):  # whoever listens must not end the job by that
+            self._listener_to_lines(line)
 
     # The thread.
 
