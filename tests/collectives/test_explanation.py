@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from phalanx.collectives import Links, Topology, build, ring
-from phalanx.collectives.explanation import curves, drawing, story
+from phalanx.collectives.explanation import curves, drawing, steps
 from phalanx.collectives.explanation.symbols import chunk_name, value_text
 from phalanx.collectives.symbolic import Value
 
@@ -33,8 +33,8 @@ def test_values_are_sums_of_parts_until_they_grow_too_long() -> None:
 
 
 def test_a_step_says_who_hands_what_to_whom_and_what_each_rank_then_holds() -> None:
-    scenes = list(story.tell(ring.all_reduce(3)))
-    assert [scene.title for scene in scenes] == [
+    scenes = list(steps.walk_steps(ring.all_reduce(3)))
+    assert [view.title for view in scenes] == [
         "Before",
         "Step 1 of 4: scatter-reduce 1 of 2",
         "Step 2 of 4: scatter-reduce 2 of 2",
@@ -63,9 +63,9 @@ def test_plain_text_and_terminal_tell_every_schedule() -> None:
     for schedule in every_schedule(range(1, 4)):
         if schedule.world_size > 5:
             continue
-        lines = list(story.plain(schedule))
+        lines = list(steps.plain(schedule))
         screen = io.StringIO()
-        story.show(schedule, Console(file=screen, width=200, force_terminal=True))
+        steps.show(schedule, Console(file=screen, width=200, force_terminal=True))
         transfers = sum(len(list(step.phase.transfers(step.within))) for step in schedule.steps())
         assert sum("→" in line for line in lines) == transfers
         assert screen.getvalue().count("→") == transfers
@@ -74,13 +74,13 @@ def test_plain_text_and_terminal_tell_every_schedule() -> None:
 
 def test_five_ranks_fit_a_terminal_of_80_columns() -> None:
     screen = io.StringIO()
-    story.show(ring.all_reduce(5), Console(file=screen, width=80, force_terminal=True))
+    steps.show(ring.all_reduce(5), Console(file=screen, width=80, force_terminal=True))
     assert "…" not in screen.getvalue()
 
 
-def test_a_story_too_long_to_read_is_refused() -> None:
+def test_an_explanation_too_long_to_read_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 64 ranks can be told step by step, got 65"):
-        next(story.tell(ring.all_reduce(65)))
+        next(steps.walk_steps(ring.all_reduce(65)))
 
 
 def test_a_drawing_has_an_arrow_for_each_transfer_and_dashes_for_copies() -> None:

@@ -62,7 +62,7 @@ def compare(world_sizes: list[int], only: list[str]) -> int:
                 differ.add(result.test)
             else:
                 surprises += 1
-                print(f"\n{result.test} on {world_size} ranks: {result.outcome}\n{result.story}\n")
+                print(f"\n{result.test} on {world_size} ranks: {result.outcome}\n{result.text}\n")
     if not only and set(world_sizes) == set(WORLD_SIZES):
         for test in sorted(set(differences()) - differ):
             surprises += 1

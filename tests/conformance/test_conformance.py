@@ -54,7 +54,7 @@ def suite():
 @pytest.mark.parametrize("test", QUICK)
 def test_phalanx_passes_what_gloo_passes(suite, test):
     result = suite.run(test)
-    assert result.outcome == "passed", result.story
+    assert result.outcome == "passed", result.text
 
 
 def test_what_is_run_is_what_gloo_passes_and_phalanx_has_no_excuse_for():
@@ -91,7 +91,7 @@ def test_the_suite_tells_each_ranks_failure_and_why_it_skips(add):
 
     failed = add(fail)
     assert failed.outcome == "failed"
-    assert all(f"rank {rank} disagrees" in failed.story for rank in range(WORLD_SIZE))
+    assert all(f"rank {rank} disagrees" in failed.text for rank in range(WORLD_SIZE))
     assert add(skip) == Result("test_added", "skipped", "not on a Saturday")
     assert add(skip_by_exit_code) == Result("test_added", "skipped", "Skipped due to small world size.")
 
@@ -114,4 +114,4 @@ def test_mpis_tests_of_all_to_all_on_the_cpu_pass_as_well():
         "test_all_to_all",
     ):
         result = suite.run(test)
-        assert result.outcome == "passed", result.story
+        assert result.outcome == "passed", result.text

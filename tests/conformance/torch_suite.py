@@ -65,7 +65,7 @@ class Result:
 
     test: str
     outcome: str
-    story: str = ""
+    text: str = ""
 
 
 class TorchSuite:

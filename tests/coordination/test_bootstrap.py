@@ -137,7 +137,7 @@ def test_a_rank_that_ends_while_it_waits_for_the_others_is_named_at_once(victim,
         if rank == victim:
             threading.Thread(target=die, daemon=True).start()
         with pytest.raises(PeerLostError) as caught:
-            exchange(store, rank, 4, _seat(), "dp", Deadline.after(60))
+            exchange(store, rank, 4, _info(), "dp", Deadline.after(60))
         return str(caught.value), caught.value.ranks
 
     results = run_ranks(check, 4, init=False, lost=(victim,))
@@ -178,29 +178,29 @@ def test_a_start_is_not_confused_by_one_that_died_between_two_words(tmp_path) ->
             store.add("0/came", 1)
             store.set("row", "")
         store.wait(["row"], LONG)
-        return len(exchange(store, rank, 2, _seat(), "dp", Deadline.after(60)).infos)
+        return len(exchange(store, rank, 2, _info(), "dp", Deadline.after(60)).infos)
 
     assert run_ranks(check, 2, init=False) == [2, 2]
 
 
-def _seat(process=None):
+def _info(process=None):
     return RankInfo(host_identity(), "here", "", process or ProcessId.of_self(), frozenset(), 1)
 
 
 def test_who_fits_and_who_does_not() -> None:
-    a, b, c = (Arrival(rank, 3, _seat(), time.time()) for rank in range(3))
+    a, b, c = (Arrival(rank, 3, _info(), time.time()) for rank in range(3))
     assert find_problem([]) is find_problem([c]) is find_problem([c, a, b]) is None
-    assert "different versions of Phalanx" in find_problem([a, Arrival(1, 3, _seat(), 0.0, 1)]).text
-    many = find_problem([Arrival(r, 20, _seat()) for r in range(20)] + [Arrival(0, 1, _seat())])
+    assert "different versions of Phalanx" in find_problem([a, Arrival(1, 3, _info(), 0.0, 1)]).text
+    many = find_problem([Arrival(r, 20, _info()) for r in range(20)] + [Arrival(0, 1, _info())])
     assert "  and 12 more: world size 20" in many.text
     assert find_problem([a, Arrival.from_json(b.to_json()), c]) is None
 
 
 def test_only_a_process_that_can_be_seen_counts_as_dead() -> None:
     me, gone = ProcessId.of_self(), ProcessId(1 << 22, 1, ProcessId.of_self().namespace)
-    assert not find_dead([Arrival(0, 2, _seat()), Arrival(1, 2, _seat())], _seat())
-    assert find_dead([Arrival(1, 2, _seat(gone))], _seat()).ranks == {1: f"pid {1 << 22} on here"}
-    assert not find_dead([Arrival(1, 2, _seat(ProcessId(1 << 22, 1, "elsewhere")))], _seat())
+    assert not find_dead([Arrival(0, 2, _info()), Arrival(1, 2, _info())], _info())
+    assert find_dead([Arrival(1, 2, _info(gone))], _info()).ranks == {1: f"pid {1 << 22} on here"}
+    assert not find_dead([Arrival(1, 2, _info(ProcessId(1 << 22, 1, "elsewhere")))], _info())
     assert me.is_running()
     assert not me.has_ended()
     assert not ProcessId(me.pid, me.start_ticks + 1, me.namespace).is_running()

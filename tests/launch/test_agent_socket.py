@@ -77,7 +77,7 @@ def test_who_was_shown_out_meanwhile_is_nobody_and_who_came_in_its_place_is_hear
     assert len(agent_socket.fds) == 1
 
 
-def test_all_who_wait_are_let_in_but_none_is_shown_out_unheard(agent_socket):
+def test_all_connections_are_accepted_and_none_is_closed_unread(agent_socket):
     waiting = []
     for number in range(100):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""What goes wrong across hosts: every rank, wherever it is, tells the same story, and names the group's ranks."""
+"""What goes wrong across hosts: every rank, wherever it is, raises the same error, and names the group's ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.testing import RankFailed, why_no_hosts
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
 
-def story_of(error):
+def cause_of(error):
     """What the message says after the operation and the rank: the same on every rank."""
     return str(error).partition(": ")[2]
 
@@ -38,17 +38,17 @@ def test_everybody_learns_which_rank_of_another_host_died(sizes):
             dist.all_reduce(torch.ones(1000))
         with pytest.raises(PeerLostError, match="is gone"):  # and it stays so
             dist.barrier()
-        return story_of(caught.value), caught.value.ranks, str(caught.value), time.monotonic() - begun
+        return cause_of(caught.value), caught.value.ranks, str(caught.value), time.monotonic() - begun
 
     results = on_hosts(sizes, check, lost=(victim,))[:victim]
-    assert len({story for story, _, _, _ in results}) == 1
-    for rank, (story, ranks, message, _) in enumerate(results):
+    assert len({text for text, _, _, _ in results}) == 1
+    for rank, (text, ranks, message, _) in enumerate(results):
         assert ranks == (victim,)
         assert f"all_reduce #3 in group '0' on rank {rank}: rank {victim} (pid " in message
-        assert f"10.77.0.{len(sizes)}) is gone: " in story
-        assert "Read its log first. The group can no longer be used." in story
+        assert f"10.77.0.{len(sizes)}) is gone: " in text
+        assert "Read its log first. The group can no longer be used." in text
         if sizes[-1] > 1:  # a rank of its host saw how
-            assert "killed by SIGKILL" in story or "it ended without a word" in story
+            assert "killed by SIGKILL" in text or "it ended without a word" in text
 
 
 def test_a_rank_that_dies_while_others_wait_for_its_message_is_named():
@@ -82,13 +82,13 @@ def test_a_disagreement_names_every_ranks_call_and_changes_no_tensor(how, odd):
         with pytest.raises(MismatchError) as caught:
             call(tensor, rank, world_size)
         assert torch.equal(tensor, torch.ones_like(tensor))
-        return story_of(caught.value), caught.value.calls
+        return cause_of(caught.value), caught.value.calls
 
     results = on_hosts((2, 2), check)
-    assert len({story for story, _ in results}) == 1, results
-    story, calls = results[0]
+    assert len({text for text, _ in results}) == 1, results
+    text, calls = results[0]
     assert sorted(calls) == [0, 1, 2, 3]
-    assert "the ranks called different things; no tensor was changed." in story
+    assert "the ranks called different things; no tensor was changed." in text
     assert "test_hosts_failures.py:" in calls[odd]
     said = {
         "operation": ("all_gather of float32 (6,)", "all_reduce(SUM) of float32 (6,)"),
@@ -105,12 +105,12 @@ def test_a_split_that_does_not_fit_is_named_on_both_sides():
         output = torch.empty(3 if rank == 0 else 2)
         with pytest.raises(MismatchError) as caught:
             dist.all_to_all_single(output, torch.ones(2), [1, 2] if rank == 0 else [1, 1], [1, 1])
-        return story_of(caught.value)
+        return cause_of(caught.value)
 
-    stories = on_hosts((1, 1), check)
-    assert stories[0] == stories[1]
-    assert "rank 0: all_to_all that awaits 8 bytes from rank 1" in stories[0]
-    assert "rank 1: all_to_all that sends 4 bytes to rank 0" in stories[0]
+    texts = on_hosts((1, 1), check)
+    assert texts[0] == texts[1]
+    assert "rank 0: all_to_all that awaits 8 bytes from rank 1" in texts[0]
+    assert "rank 1: all_to_all that sends 4 bytes to rank 0" in texts[0]
 
 
 def test_a_message_that_does_not_fit_its_receiver_is_refused():
@@ -141,15 +141,15 @@ def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
             dist.all_reduce(torch.ones(3))
         if rank == 0:  # the store lives in it
             store.wait(["it has heard"], timedelta(seconds=20))
-        return story_of(caught.value), caught.value.missing
+        return cause_of(caught.value), caught.value.missing
 
     results = on_hosts(sizes, check, timeout_s=2.0)
-    assert len({story for story, _ in results}) == 1
-    story, missing = results[0]
+    assert len({text for text, _ in results}) == 1
+    text, missing = results[0]
     assert missing == (late,)
-    assert f"no answer from rank {late} within 2.0 s.\nRank {late} (pid " in story
-    assert "last finished barrier #2 (" in story
-    assert "Read the log of the missing rank first; if it is only slow, raise the timeout of the group.\n" in story
+    assert f"no answer from rank {late} within 2.0 s.\nRank {late} (pid " in text
+    assert "last finished barrier #2 (" in text
+    assert "Read the log of the missing rank first; if it is only slow, raise the timeout of the group.\n" in text
 
 
 def test_a_stopped_rank_is_one_that_does_not_answer():
@@ -237,7 +237,7 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
             dist.group.WORLD.get_group_store().set(f"heard/{waits_for}", "yes")
         return result
 
-    (said, heard), (story, _) = on_hosts((1, 1), whole, timeout_s=30.0)
+    (said, heard), (text, _) = on_hosts((1, 1), whole, timeout_s=30.0)
     assert heard < 5.0, "it waited for the timeout"
     if waits_for == "collective":
         assert "all_reduce #3 (" in said
@@ -250,8 +250,8 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
             "recv from rank 1 in group '0' on rank 0: interrupted (KeyboardInterrupt); it was waiting for rank 1"
             in said
         )
-    assert "rank 0 (pid " in story
-    assert "was interrupted (KeyboardInterrupt) while the group waited; it is in " in story
+    assert "rank 0 (pid " in text
+    assert "was interrupted (KeyboardInterrupt) while the group waited; it is in " in text
 
 
 def test_ranks_with_different_options_are_told_before_anything_is_built():

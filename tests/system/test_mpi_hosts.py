@@ -22,9 +22,9 @@ def test_ranks_that_disagree_or_fail_are_named_on_other_hosts():
         outcome = mpi_job(different, 4, hosts=machines)
     assert outcome.exit_code != 0
     for rank in range(4):
-        story = outcome.output.partition(f"rank {rank} heard: ")[2]
-        assert "the ranks were given different options.\n  rank 0: algorithm=None" in story
-        assert f"on rank {rank}: the ranks called different things; no tensor was changed." in story
-        assert "rank 3: barrier at tests/system/mpi_checks.py" in story
+        text = outcome.output.partition(f"rank {rank} heard: ")[2]
+        assert "the ranks were given different options.\n  rank 0: algorithm=None" in text
+        assert f"on rank {rank}: the ranks called different things; no tensor was changed." in text
+        assert "rank 3: barrier at tests/system/mpi_checks.py" in text
     assert 'KeyError: "the loader\'s index"' in outcome.output
     assert "MPI_Abort" in outcome.output

@@ -331,19 +331,19 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
 
     rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
-    word = infos[0].token
+    token = infos[0].token
     processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
     transport = HierarchicalTransport(name, layout, settings, processes, options.global_ranks_in_group)
     symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
     try:
-        engine = build_engine(options.store, word, infos, layout, settings, name, deadline)
+        engine = build_engine(options.store, token, infos, layout, settings, name, deadline)
     except BaseException:
         symm_mem.close()
         raise
     store = base_of(options.store)
     failure_store = FailureStore(
         options.store.clone(),
-        word,
+        token,
         rank,
         size,
         server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
@@ -361,7 +361,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
 
 
 _exit_watched = False
-_last_words = ""
+_exit_reason = ""
 
 
 def leave_at_exit() -> None:
@@ -375,8 +375,8 @@ def leave_at_exit() -> None:
     previous = sys.excepthook
 
     def remember(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        global _last_words
-        _last_words = f"it ended with {kind.__name__}: {error}"
+        global _exit_reason
+        _exit_reason = f"it ended with {kind.__name__}: {error}"
         previous(kind, error, tb)
 
     hook: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = remember
@@ -387,4 +387,4 @@ def _leave() -> None:
     from phalanx.backend.process_group.base import leave_all
     from phalanx.diagnostics.failure_report import QUIET_END
 
-    leave_all(_last_words or QUIET_END)
+    leave_all(_exit_reason or QUIET_END)

@@ -12,7 +12,7 @@ import click
     "--bind", default=":29400", show_default=True, metavar="[HOST]:PORT", help="Where it listens; port 0: any."
 )
 @click.option("--key-file", type=click.Path(dir_okay=False), help="The job's key, in a file of yours alone.")
-@click.option("--job", default="", help="A name; who asks for another job is turned away.")
+@click.option("--job", default="", help="The job's name; a host that asks for another is refused.")
 @click.option(
     "--lost-after", default=10.0, show_default=True, metavar="SECONDS", help="Who is silent for so long is lost."
 )

@@ -149,21 +149,21 @@ def _explain(
     svg: Path | None,
     whole: bool,
 ) -> None:
-    from phalanx.collectives.explanation import drawing, story
+    from phalanx.collectives.explanation import drawing, steps
 
-    schedule = _at_the_door(build, algorithm.name, operation, _topology(algorithm, world_size, hosts), root)
-    _at_the_door(story.require_readable, schedule)
+    schedule = _as_usage_error(build, algorithm.name, operation, _topology(algorithm, world_size, hosts), root)
+    _as_usage_error(steps.require_readable, schedule)
     if svg is not None:
-        _write(svg, _at_the_door(drawing.draw, schedule))
-    if not whole and story.count_lines(schedule) > story.MOST_LINES:
-        for line in story.summary(schedule):
+        _write(svg, _as_usage_error(drawing.draw, schedule))
+    if not whole and steps.count_lines(schedule) > steps.MOST_LINES:
+        for line in steps.summary(schedule):
             click.echo(line)
     elif sys.stdout.isatty():
         from rich.console import Console
 
-        story.show(schedule, Console())
+        steps.show(schedule, Console())
     else:
-        for line in story.plain(schedule):
+        for line in steps.plain(schedule):
             click.echo(line)
 
 
@@ -247,9 +247,9 @@ def _cost(
     """
     from phalanx.collectives.explanation import curves
 
-    computed = _at_the_door(curves.compute, operation, nbytes, world_sizes, ranks_per_host, _links(**links))
+    computed = _as_usage_error(curves.compute, operation, nbytes, world_sizes, ranks_per_host, _links(**links))
     if svg is not None:
-        _write(svg, _at_the_door(curves.draw, computed))
+        _write(svg, _as_usage_error(curves.draw, computed))
     if sys.stdout.isatty():
         from rich.console import Console
 
@@ -288,8 +288,8 @@ def _simulate(
 
     if world_size > MOST_RANKS:
         raise click.UsageError(f"can simulate at most {MOST_RANKS} ranks, got {world_size}")
-    topology = _at_the_door(Topology.filled, world_size, ranks_per_host)
-    schedule = _in_segments(_at_the_door(build, algorithm, operation, topology), segments)
+    topology = _as_usage_error(Topology.filled, world_size, ranks_per_host)
+    schedule = _in_segments(_as_usage_error(build, algorithm, operation, topology), segments)
     result = simulate(schedule, nbytes, topology, _links(**links))
     place = f"{_count(world_size, 'rank')} on {_count(len(topology.hosts), 'host')}"
     cut = f" in {segments} segments" if segments > 1 else ""
@@ -317,7 +317,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _at_the_door(function: Callable[..., T], *arguments: object) -> T:
+def _as_usage_error(function: Callable[..., T], *arguments: object) -> T:
     """Call `function`; a ValueError is the user's, and is shown as one line instead of a traceback."""
     try:
         return function(*arguments)

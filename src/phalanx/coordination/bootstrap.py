@@ -313,8 +313,8 @@ class Bootstrap:
     def _publish(self, failure: Failure) -> None:
         """Say why there is no group, unless somebody has said something already."""
         now = time.strftime("%H:%M:%S")
-        story = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
-        self._store.compare_set(self._key("ranks"), "", json.dumps({"failure": story}))
+        data = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
+        self._store.compare_set(self._key("ranks"), "", json.dumps({"failure": data}))
 
     def _error(self, failure: Failure) -> Exception:
         who = {int(r): what for r, what in failure.ranks.items()}

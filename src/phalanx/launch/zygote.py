@@ -131,7 +131,7 @@ class _Zygote:
         elif command == "signal":
             self._signal(message["signum"], message["ranks"], message["group"])
         elif command == "sweep":
-            self._tell_exits(kill_descendants(list(self._ranks)))
+            self._report_exits(kill_descendants(list(self._ranks)))
             self._tell({"event": "swept"})
         elif command == "fork":
             return self._fork(message, fds)
@@ -177,9 +177,9 @@ class _Zygote:
                 exits[found[0]] = found[1]
         except ChildProcessError:
             pass
-        self._tell_exits(exits)
+        self._report_exits(exits)
 
-    def _tell_exits(self, exits: dict[int, int]) -> None:
+    def _report_exits(self, exits: dict[int, int]) -> None:
         for pid, status in exits.items():
             rank = self._ranks.pop(pid, None)  # None: an orphan that we adopted
             if rank is not None:

@@ -27,7 +27,7 @@ def needs_liveness_pipes(processes: Sequence[ProcessId]) -> bool:
 
 
 def why_unwatched(processes: Sequence[ProcessId]) -> str:
-    """Why there are no lifelines for processes that need them, or nothing. The same for all of them."""
+    """Why there are no liveness pipes for processes that need them, or nothing. The same for all of them."""
     if len(processes) <= MOST_RANKS or not needs_liveness_pipes(processes):
         return ""
     return (

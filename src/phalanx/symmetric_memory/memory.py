@@ -160,11 +160,11 @@ class SymmetricMemory:
         return self._closed
 
     def process_of(self, rank: int) -> ProcessId:
-        """Whose seat it is."""
+        """The process of that rank."""
         return self._members[rank].process
 
     def rank_of(self, process: ProcessId) -> int | None:
-        """The seat of a process, if it has one."""
+        """The rank of a process, if it is one of the group."""
         return next((rank for rank, member in enumerate(self._members) if member.process == process), None)
 
     def allocate(
@@ -334,7 +334,7 @@ class SymmetricMemory:
                 self._unmap_heap()
 
     def abandon(self) -> None:
-        """In a forked child: this is the parent's seat, touch nothing that is shared."""
+        """In a forked child: this memory is the parent's, touch nothing that is shared."""
         self._closed = True
         self.core.abandon()
         if isinstance(self._witnesses, LivenessPipes):

@@ -2,7 +2,7 @@
 
 A pidfd becomes readable when the process ends, whatever ended it, and cannot be fooled by a reused process number:
 the start time is compared once, when it is opened. Where processes have no numbers for each other (pid namespaces), or
-may not open pidfds, `lifeline` does the same with pipes.
+may not open pidfds, `liveness_pipe` does the same with pipes.
 """
 
 from __future__ import annotations

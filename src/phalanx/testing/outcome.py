@@ -37,7 +37,7 @@ class RankFailed(PhalanxError):
         late = f", {_ranks(running)} still running after {timeout_s:.1f} s" if running else ""
         title = f"{call} on {len(outcomes)} ranks: {_ranks([o.rank for o in failed])} did not return{late}."
         return cls(
-            "\n\n".join([title, *(f"--- rank {o.rank}: {o.story.rstrip()}" for o in failed)]),
+            "\n\n".join([title, *(f"--- rank {o.rank}: {o.text.rstrip()}" for o in failed)]),
             errors={o.rank: o.error for o in failed if o.error is not None},
             results={o.rank: o.result for o in outcomes if not o.failed},
             running=running,

@@ -161,14 +161,14 @@ def _outcome(task: Task, process: BaseProcess, lost: Collection[int]) -> Outcome
     told = outcome.read(task.outcome_path)
     if told is not None:
         if task.rank in lost and not told.failed:
-            return Outcome(task.rank, story="was to be lost, but its function returned")
+            return Outcome(task.rank, text="was to be lost, but its function returned")
         return told
     if task.rank in lost and (exit_code is not None or _is_stopped(process)):
         return Outcome(task.rank)
     if exit_code is None:
-        return Outcome(task.rank, running=True, story=f"still running when time was up, here:\n{_stack(task, process)}")
+        return Outcome(task.rank, running=True, text=f"still running when time was up, here:\n{_stack(task, process)}")
     crash = task.stack_path.read_text() if task.stack_path.exists() else ""
-    return Outcome(task.rank, story=f"{describe_exit(exit_code)}\n{crash}")
+    return Outcome(task.rank, text=f"{describe_exit(exit_code)}\n{crash}")
 
 
 def _stack(task: Task, process: BaseProcess) -> str:

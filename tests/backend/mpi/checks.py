@@ -135,7 +135,7 @@ def sub_groups(rank, world_size):
     return tensor.item(), total.item(), mixed.shares_memory
 
 
-def stories():
+def texts():
     """What goes wrong in a group of its own, and what every rank hears."""
     rank, _ = join(20.0)
     seen = {}

@@ -47,13 +47,13 @@ def test_a_job_can_be_left_and_joined_again(ranks):
 
 
 @pytest.fixture(scope="module")
-def stories():
-    outcome = mpi_job(checks.stories, 3)
+def texts():
+    outcome = mpi_job(checks.texts, 3)
     return [outcome.returned[rank] for rank in range(3)]  # it ends with MPI_Abort: some operations never ended
 
 
-def test_ranks_that_call_different_things_all_hear_what_each_called(stories):
-    for rank, seen in enumerate(stories):
+def test_ranks_that_call_different_things_all_hear_what_each_called(texts):
+    for rank, seen in enumerate(texts):
         assert seen["mismatch"].startswith("MismatchError: ")
         assert f"#1 in group '1' on rank {rank}: the ranks called different things; no tensor was" in seen["mismatch"]
         assert "rank 0: all_reduce(SUM) of float32 (2,) at tests/backend/mpi/checks.py" in seen["mismatch"]
@@ -62,28 +62,26 @@ def test_ranks_that_call_different_things_all_hear_what_each_called(stories):
         assert "rank 0: all_to_all that sends 8 bytes to rank 2" in seen["sizes"]
 
 
-def test_a_message_that_does_not_fit_is_an_error_at_the_receiver(stories):
-    assert stories[1]["message"].startswith("MismatchError: recv from rank 0 in group '3' on rank 1")
-    assert "rank 0: send of more than 12 bytes to rank 1" in stories[1]["message"]
+def test_a_message_that_does_not_fit_is_an_error_at_the_receiver(texts):
+    assert texts[1]["message"].startswith("MismatchError: recv from rank 0 in group '3' on rank 1")
+    assert "rank 0: send of more than 12 bytes to rank 1" in texts[1]["message"]
 
 
-def test_a_late_rank_is_named_with_what_it_did_last(stories):
+def test_a_late_rank_is_named_with_what_it_did_last(texts):
     for rank in (0, 2):
-        assert stories[rank]["late"].startswith(f"DeadlineError: all_reduce #1 in group '4' on rank {rank}: no answer")
-        assert "from rank 1 within 0.3 s.\nRank 1 (pid " in stories[rank]["late"]
-        assert ") has called nothing yet." in stories[rank]["late"]
-    assert "no answer from rank 1 within 0.3 s" in stories[1]["late"]  # the late one hears the same story
+        assert texts[rank]["late"].startswith(f"DeadlineError: all_reduce #1 in group '4' on rank {rank}: no answer")
+        assert "from rank 1 within 0.3 s.\nRank 1 (pid " in texts[rank]["late"]
+        assert ") has called nothing yet." in texts[rank]["late"]
+    assert "no answer from rank 1 within 0.3 s" in texts[1]["late"]  # the late one raises the same error
 
 
-def test_a_rank_that_left_or_was_interrupted_is_named(stories):
+def test_a_rank_that_left_or_was_interrupted_is_named(texts):
     for rank in (1, 2):
-        assert stories[rank]["left"].startswith(
-            f"PeerLostError: all_reduce #1 in group '5' on rank {rank}: rank 0 (pid "
-        )
-        assert "is gone: it left the group (destroy_process_group)." in stories[rank]["left"]
-    assert stories[1]["interrupted"] == "KeyboardInterrupt"
-    assert "rank 1 (pid " in stories[2]["interrupted"]
-    assert "was interrupted (KeyboardInterrupt)" in stories[2]["interrupted"]
+        assert texts[rank]["left"].startswith(f"PeerLostError: all_reduce #1 in group '5' on rank {rank}: rank 0 (pid ")
+        assert "is gone: it left the group (destroy_process_group)." in texts[rank]["left"]
+    assert texts[1]["interrupted"] == "KeyboardInterrupt"
+    assert "rank 1 (pid " in texts[2]["interrupted"]
+    assert "was interrupted (KeyboardInterrupt)" in texts[2]["interrupted"]
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])

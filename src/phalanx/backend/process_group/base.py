@@ -290,7 +290,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             if self._closed:
                 return
             self._closed = True
-        if self.transport.closed:  # a forked child: the threads and the seat are its parent's
+        if self.transport.closed:  # a forked child: the threads and the place in the group are its parent's
             _groups.discard(self)
             return
         ended = self._settle(patience_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 
-from phalanx.collectives.explanation.story import headline
+from phalanx.collectives.explanation.steps import headline
 from phalanx.collectives.explanation.symbols import chunk_name
 from phalanx.collectives.schedule import Schedule
 from phalanx.collectives.symbolic import Snapshot, Value, trace

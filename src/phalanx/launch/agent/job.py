@@ -19,7 +19,7 @@ from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.calls.verdict import Verdict
 from phalanx.launch.failure import describe_failures
 from phalanx.launch.flight.files import write_flight
-from phalanx.launch.flight.story import tell_flight
+from phalanx.launch.flight.summary import describe_flight
 from phalanx.launch.folder import JobFolder
 from phalanx.launch.output.display import Display
 from phalanx.launch.output.logs import Logs
@@ -126,9 +126,9 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:
             return 128 + signal.SIGPIPE  # who closed our output wants to hear no more; why it ends was said
-        story = tell_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
-        if story:
-            host.display.say(story)
+        text = describe_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
+        if text:
+            host.display.say(text)
         host.display.say(describe_signal_end(state))
         # ranks that took the signal as a wish, saved their work and returned 0 have succeeded
         ended_well = state.finished and not any(end.status for end in state.exits.values())
@@ -139,8 +139,8 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
     if not state.failures:
         return 0
     if plan.verdict:
-        story = _describe_failures(attempt, flight)
-        Verdict(attempt.place.world_size, state.failures[0].rank, story).write(plan.verdict)
+        text = _describe_failures(attempt, flight)
+        Verdict(attempt.place.world_size, state.failures[0].rank, text).write(plan.verdict)
         host.display.forget()
     else:
         _report_failures(host, attempt, flight)
@@ -153,11 +153,11 @@ def _report_failures(host: Host, attempt: Attempt, flight: Flight) -> None:
 
 
 def _describe_failures(attempt: Attempt, flight: Flight) -> str:
-    story = tell_flight(flight.groups, flight.ended_ns)
+    text = describe_flight(flight.groups, flight.ended_ns)
     state = attempt.state
     name = attempt.name_host(state.failures[0].rank)
     failures = describe_failures(state.failures, attempt.place.world_size, name, abandoned=state.abandoned)
-    return f"{story}\n\n{failures}" if story else failures
+    return f"{text}\n\n{failures}" if text else failures
 
 
 def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None) -> None:

@@ -28,7 +28,7 @@ def main() -> int:
         Verdict(world_size=plan.num_ranks).write(verdict)
         return run_job(plan)
     except LaunchError as error:
-        Verdict(story=str(error)).write(verdict)
+        Verdict(text=str(error)).write(verdict)
         return error.exit_code
     except KeyboardInterrupt:  # in the first moments, before signals are caught: nothing was started
         return 128 + signal.SIGINT

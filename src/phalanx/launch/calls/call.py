@@ -227,7 +227,7 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
 def _collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list[Any]:
     """What the ranks returned, or the first failure."""
     if verdict is None or not verdict.world_size:
-        how = verdict.story if verdict else f"its agent ended before it began: {_describe(code)}"
+        how = verdict.text if verdict else f"its agent ended before it began: {_describe(code)}"
         raise LaunchError(how.replace("phalanx run:", f"{call}:") if verdict else f"{call}: {how}", exit_code=code)
     if verdict.failed_rank >= 0 or code:
         raise _failure(call, folder, verdict, code)
@@ -240,7 +240,7 @@ def _collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list
                 "(sys.exit, os._exit)."
             )
         if ended.failed:
-            raise LaunchError(f"{call}: rank {rank} of {verdict.world_size} {ended.story.rstrip()}")
+            raise LaunchError(f"{call}: rank {rank} of {verdict.world_size} {ended.text.rstrip()}")
         results.append(ended.result)
     return results
 
@@ -248,12 +248,12 @@ def _collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list
 def _failure(call: str, folder: str, verdict: Verdict, code: int) -> BaseException:
     rank = verdict.failed_rank
     ended = outcome.read(outcome_path(folder, rank)) if rank >= 0 else None
-    story = verdict.story or f"the job ended before its function had returned everywhere: {_describe(code)}"
+    text = verdict.text or f"the job ended before its function had returned everywhere: {_describe(code)}"
     if ended is not None and isinstance(ended.error, Exception):
         error = ended.error
-        error.__cause__ = RemoteTraceback(f"{call}: {story}")
+        error.__cause__ = RemoteTraceback(f"{call}: {text}")
         return error
-    return LaunchError(f"{call}: {story}", exit_code=code)
+    return LaunchError(f"{call}: {text}", exit_code=code)
 
 
 def _describe(code: int) -> str:

@@ -13,18 +13,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """How rank `rank` ended. `story` is empty when it returned, otherwise a headline and what is known, in words."""
+    """How rank `rank` ended. `text` is empty when it returned, otherwise a headline and what is known, in words."""
 
     rank: int
     result: Any = None
-    story: str = ""
+    text: str = ""
     error: BaseException | None = None
     running: bool = False
 
     @property
     def failed(self) -> bool:
         """Whether the rank did anything but return."""
-        return bool(self.story)
+        return bool(self.text)
 
 
 def call(rank: int, fn: Callable[[], Any]) -> Outcome:
@@ -32,10 +32,10 @@ def call(rank: int, fn: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(rank, result=fn())
     except BaseException as error:
-        return Outcome(rank, story=tell(error), error=error)
+        return Outcome(rank, text=describe_error(error), error=error)
 
 
-def tell(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """A headline, and the traceback."""
     return f"raised {type(error).__name__}\n" + "".join(traceback.format_exception(error))
 
@@ -66,8 +66,8 @@ def _pickled(outcome: Outcome, dumps: Callable[[Any], bytes]) -> bytes:
         if outcome.error is not None:
             return pickle.dumps(replace(outcome, error=None))
         kind = type(outcome.result).__name__
-        story = f"returned a {kind}, which cannot be pickled\n{tell(problem)}"
-        return pickle.dumps(Outcome(outcome.rank, story=story))
+        text = f"returned a {kind}, which cannot be pickled\n{describe_error(problem)}"
+        return pickle.dumps(Outcome(outcome.rank, text=text))
 
 
 def describe_exit(exit_code: int) -> str:

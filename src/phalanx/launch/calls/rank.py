@@ -20,7 +20,7 @@ def run(folder: str) -> None:
         payload.show_in_main(fn)
         result = fn(*args, **kwargs)
     except BaseException as error:
-        outcome.write(path, Outcome(rank, story=outcome.tell(error), error=error), payload.encode_value)
+        outcome.write(path, Outcome(rank, text=outcome.describe_error(error), error=error), payload.encode_value)
         raise
     outcome.write(path, Outcome(rank, result=result), payload.encode_value)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a job ended. `failed_rank` is the first cause, -1 without one; `story` are the agent's words for a user."""
+    """How a job ended. `failed_rank` is the first cause, -1 without one; `text` are the agent's words for a user."""
 
     world_size: int = 0
     failed_rank: int = -1
-    story: str = ""
+    text: str = ""
     interrupted: int = 0  # the signal that ended it
 
     def write(self, path: str) -> None:

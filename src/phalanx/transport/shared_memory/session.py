@@ -45,7 +45,7 @@ class SharedMemorySession:
         self._say_again_s = 0.0
 
     def attach(self, symm_mem: SymmetricMemory) -> None:
-        """Take the seat; before the first operation."""
+        """Take the memory; before the first operation."""
         self.symm_mem = symm_mem
         self.rank, self.world_size = symm_mem.rank, symm_mem.world_size
         self.core = symm_mem.core

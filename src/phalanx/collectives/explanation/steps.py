@@ -1,4 +1,4 @@
-"""A schedule told step by step: who hands what to whom, and what every rank holds afterwards."""
+"""A schedule step by step: which rank sends what to which, and what every rank holds afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.collectives.symbolic import Snapshot, State, trace
 
 MOST_RANKS = 64
 
-# A longer story is summarised unless it is asked for: eight ranks around a ring take 280 lines.
+# A longer text is summarised unless it is asked for: eight ranks around a ring take 280 lines.
 MOST_LINES = 300
 _MOVES_SHOWN = 3
 
@@ -34,7 +34,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Scene:
+class StepView:
     """One step: its title, a line for each transfer, and cells[rank][chunk] after it."""
 
     title: str
@@ -42,12 +42,12 @@ class Scene:
     cells: tuple[tuple[Cell, ...], ...]
 
 
-def tell(schedule: Schedule) -> Iterator[Scene]:
+def walk_steps(schedule: Schedule) -> Iterator[StepView]:
     """The state before the schedule, then each step. Raises ValueError for more ranks than a person can read."""
     require_readable(schedule)
     before: State = ()
     for snapshot in trace(schedule):
-        yield Scene(
+        yield StepView(
             title=_title(schedule, snapshot),
             moves=tuple(_move(t, before, schedule.world_size) for t in snapshot.transfers),
             cells=_cells(schedule, snapshot),
@@ -75,15 +75,15 @@ def headline(schedule: Schedule) -> list[str]:
 
 
 def plain(schedule: Schedule) -> Iterator[str]:
-    """The story as lines of text; a star marks what a step wrote."""
+    """The steps as lines of text; a star marks what a step wrote."""
     yield from headline(schedule)
     yield "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; * was written in the step."
     names = [chunk_name(chunk) for chunk in range(schedule.num_chunks)]
-    for scene in tell(schedule):
+    for view in walk_steps(schedule):
         yield ""
-        yield scene.title
-        yield from (f"  {move}" for move in scene.moves)
-        rows = [[f"{cell.text}{'*' if cell.written else ''}" for cell in row] for row in scene.cells]
+        yield view.title
+        yield from (f"  {move}" for move in view.moves)
+        rows = [[f"{cell.text}{'*' if cell.written else ''}" for cell in row] for row in view.cells]
         widths = [max(len(text) for text in column) for column in zip(names, *rows, strict=True)]
         label = len(f"rank {schedule.world_size - 1}")
         for head, row in [("", names), *((f"rank {rank}", row) for rank, row in enumerate(rows))]:
@@ -92,7 +92,7 @@ def plain(schedule: Schedule) -> Iterator[str]:
 
 
 def count_lines(schedule: Schedule) -> int:
-    """How many lines `plain` gives; tells no story for that."""
+    """How many lines `plain` gives, without making them."""
     moves = sum(1 for step in schedule.steps() for _ in step.phase.transfers(step.within))
     return len(headline(schedule)) + 1 + moves + (schedule.num_steps + 1) * (schedule.world_size + 3)
 
@@ -117,20 +117,20 @@ def summary(schedule: Schedule) -> Iterator[str]:
 
 
 def show(schedule: Schedule, console: Console) -> None:
-    """The story on a terminal: bold is what a step wrote, green is final."""
+    """The steps on a terminal: bold is what a step wrote, green is final."""
     for line in headline(schedule):
         console.print(escape(line), style="bold" if line.startswith(schedule.algorithm) else "", highlight=False)
     key = "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; [bold]bold[/]: written; [green]green[/]: final."
     console.print(key, highlight=False)
-    for scene in tell(schedule):
+    for view in walk_steps(schedule):
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         table.add_column("")
         for chunk in range(schedule.num_chunks):
             table.add_column(chunk_name(chunk), no_wrap=True)
-        for rank, row in enumerate(scene.cells):
+        for rank, row in enumerate(view.cells):
             table.add_row(f"rank {rank}", *(Text(cell.text, style=_style(cell)) for cell in row))
-        moves = (Text(move, style="cyan") for move in scene.moves)
-        console.print("", Text(scene.title, style="bold"), Group(*moves, table), sep="\n")
+        moves = (Text(move, style="cyan") for move in view.moves)
+        console.print("", Text(view.title, style="bold"), Group(*moves, table), sep="\n")
 
 
 def _style(cell: Cell) -> str:

@@ -1,8 +1,8 @@
-"""The story of a flight is told where somebody waited, in a line per difference."""
+"""What the flight recorders hold is summarised where a rank waited, in a line per difference."""
 
 from phalanx.diagnostics.flight_recorder import Record
 from phalanx.diagnostics.observer import GroupLog, RankLog
-from phalanx.launch.flight.story import tell_flight
+from phalanx.launch.flight.summary import describe_flight
 
 S = 1_000_000_000
 
@@ -20,11 +20,11 @@ def group(*ranks, name="dp"):
 
 
 def test_who_waited_and_who_did_not_come_is_told():
-    story = tell_flight(
+    text = describe_flight(
         [group(log(0, op(1, 1, 2), op(2, 2)), log(1, op(1, 1, 2)), log(2, op(1, 1, 2), op(2, 3)))],
         {100: 5 * S, 102: 5 * S},
     )
-    assert story.splitlines() == [
+    assert text.splitlines() == [
         "Last in group 'dp' (flight recorder):",
         "  ranks 0, 2 were in all_reduce #2 (train.py:88) for 3.0 s",
         "  rank 1 last finished all_reduce #1 (train.py:88)",
@@ -33,31 +33,31 @@ def test_who_waited_and_who_did_not_come_is_told():
 
 def test_the_operation_in_which_the_group_ended_counts_not_the_calls_after_it():
     waited = op(2, 2, 2.5, status=2)
-    story = tell_flight([group(log(0, waited, op(3, 3, 3, status=2)), log(1, op(1, 1, 2), left=True))], {})
-    assert "rank 0 waited in all_reduce #2 (train.py:88) for 0.5 s, until a rank was lost" in story
-    assert "rank 1 last finished all_reduce #1 (train.py:88), and left" in story
+    text = describe_flight([group(log(0, waited, op(3, 3, 3, status=2)), log(1, op(1, 1, 2), left=True))], {})
+    assert "rank 0 waited in all_reduce #2 (train.py:88) for 0.5 s, until a rank was lost" in text
+    assert "rank 1 last finished all_reduce #1 (train.py:88), and left" in text
 
 
 def test_nothing_is_told_where_nobody_waited():
-    assert tell_flight([], {}) == ""
-    assert tell_flight([group(log(0, op(1, 1, 2)), log(1))], {}) == ""
+    assert describe_flight([], {}) == ""
+    assert describe_flight([group(log(0, op(1, 1, 2)), log(1))], {}) == ""
 
 
 def test_ranks_that_never_called_or_never_came_are_told_apart():
-    story = tell_flight([group(log(0, op(1, 1)), log(1), log(2, came=False))], {100: 2 * S})
-    assert "rank 1 had called nothing yet" in story
-    assert "rank 2 never came" in story
+    text = describe_flight([group(log(0, op(1, 1)), log(1), log(2, came=False))], {100: 2 * S})
+    assert "rank 1 had called nothing yet" in text
+    assert "rank 2 never came" in text
 
 
 def test_a_short_wait_is_not_worth_telling_when_the_user_ended_the_job():
     groups = [group(log(0, op(1, 1)), log(1))]
-    assert tell_flight(groups, {100: 2 * S}, waited_s=5.0) == ""
-    assert "for 9.0 s" in tell_flight(groups, {100: 10 * S}, waited_s=5.0)
+    assert describe_flight(groups, {100: 2 * S}, waited_s=5.0) == ""
+    assert "for 9.0 s" in describe_flight(groups, {100: 10 * S}, waited_s=5.0)
 
 
 def test_many_groups_and_many_different_ranks_are_cut():
     ranks = [log(r, op(r + 1, 1)) for r in range(30)]
-    story = tell_flight([group(*ranks, name=str(n)) for n in range(6)], {})
-    assert "… and 18 lines more; --log-dir keeps all" in story
-    assert story.endswith("… and 2 groups more, in which ranks were waiting.")
-    assert len(story.splitlines()) == 4 * 14 + 1
+    text = describe_flight([group(*ranks, name=str(n)) for n in range(6)], {})
+    assert "… and 18 lines more; --log-dir keeps all" in text
+    assert text.endswith("… and 2 groups more, in which ranks were waiting.")
+    assert len(text.splitlines()) == 4 * 14 + 1

@@ -21,7 +21,7 @@ _ENDINGS = {
 }
 
 
-def tell_flight(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, waited_s: float = 0.0) -> str:
+def describe_flight(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, waited_s: float = 0.0) -> str:
     """A block for each group in which somebody was waiting; empty when nobody was.
 
     Arguments:
@@ -30,14 +30,14 @@ def tell_flight(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, wait
         waited_s: a shorter wait than this is not worth telling. After Ctrl-C every rank was in some operation; only one
             that lasted says where the job hung.
     """
-    blocks = [block for group in groups if (block := _tell_group(group, ended_ns, waited_s))]
+    blocks = [block for group in groups if (block := _describe_group(group, ended_ns, waited_s))]
     shown = blocks[:_MAX_GROUPS]
     if len(blocks) > len(shown):
         shown.append(f"… and {len(blocks) - len(shown)} groups more, in which ranks were waiting.")
     return "\n".join(shown)
 
 
-def _tell_group(group: GroupLog, ended_ns: Mapping[int, int], waited_s: float) -> str:
+def _describe_group(group: GroupLog, ended_ns: Mapping[int, int], waited_s: float) -> str:
     waits = [_seconds(last, rank, ended_ns) for rank in group.ranks if (last := _decisive(rank)) and _is_wait(last)]
     if not waits or max(waits) < waited_s:
         return ""
