@@ -1,5 +1,6 @@
 """The Gloo engine: messages between processes, and an end that wakes whoever waits."""
 
+import multiprocessing
 import socket
 import threading
 from datetime import timedelta
@@ -63,6 +64,27 @@ def test_close_wakes_the_waits_of_this_rank_and_of_its_peers():
         return True
 
     assert run_ranks(check, 2) == [True, True]
+
+
+def test_close_wakes_everybody_also_where_a_peer_has_closed_before():
+    """It closed by a wait that times out, for the next rank; where that rank had closed already, the wait failed at once
+    and closed nothing: who waited for this rank, or in it, waited until its time was up.
+    """
+
+    def check(rank, world_size):
+        engine = engine_of(rank, world_size)
+        if rank == 1:
+            engine.close()
+            return True
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):  # and not that time ran out
+            engine.recv(1 if rank == 0 else 0, torch.empty(1), 1).wait(WAIT)
+        engine.close()
+        if rank == 2:
+            woken.set()
+        return woken.wait(10.0)  # the end of rank 0's process would close the connection as well
+
+    woken = multiprocessing.get_context("fork").Event()
+    assert run_ranks(check, 3) == [True] * 3
 
 
 def test_the_local_address_is_the_one_on_the_way():

@@ -166,7 +166,7 @@ def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_tr
         memory._leaders.send = logged("heads go", send)
         memory._rail.play = logged("data goes", play)
         memory._agree = logged("wait for heads", agree)
-        small, larger = torch.ones(16_384), torch.ones(16_385)
+        small, larger = torch.ones(65_536), torch.ones(65_537)
         dist.all_reduce(small)
         dist.all_reduce(larger)
         return log, small[0].item(), larger[0].item()

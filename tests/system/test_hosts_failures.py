@@ -100,6 +100,79 @@ def test_a_disagreement_names_every_ranks_call_and_changes_no_tensor(how, odd):
     assert all(call.startswith(said[1]) for rank, call in calls.items() if rank != odd)
 
 
+SMALL, LARGE = 1000, 200_000  # elements: with the head of the call, and in segments
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_whatever_two_ranks_call_differently_is_named_on_all_and_changes_no_tensor(odd):
+    """Little tensors travel with the head of their call and large ones behind it, on other ways: each meets each."""
+
+    def calls(tensor, world_size, group):
+        """By name: what most ranks call, and what one calls."""
+        large, parts = torch.ones(LARGE), [torch.empty_like(tensor) for _ in range(world_size)]
+        whole = torch.empty(world_size * SMALL)
+        return {
+            "another reduction": (
+                lambda: dist.all_reduce(tensor, group=group),
+                lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group),
+            ),
+            "as many bytes of another type": (
+                lambda: dist.all_reduce(tensor, group=group),
+                lambda: dist.all_reduce(tensor.view(torch.int32), group=group),
+            ),
+            "another operation on as many bytes": (
+                lambda: dist.broadcast(tensor, src=3, group=group),
+                lambda: dist.all_reduce(tensor, group=group),
+            ),
+            "a large one": (
+                lambda: dist.all_reduce(tensor, group=group),
+                lambda: dist.all_reduce(large, group=group),
+            ),
+            "a little one": (
+                lambda: dist.all_reduce(large, group=group),
+                lambda: dist.all_reduce(tensor, group=group),
+            ),
+            "another large one": (
+                lambda: dist.all_reduce(large, group=group),
+                lambda: dist.broadcast(large, src=3, group=group),
+            ),
+            "nothing to bring": (
+                lambda: dist.all_gather(parts, tensor, group=group),
+                lambda: dist.barrier(group=group),
+            ),
+            "something to bring": (
+                lambda: dist.barrier(group=group),
+                lambda: dist.all_gather_single(whole, tensor, group=group),
+            ),
+            "asynchronously": (
+                lambda: dist.all_reduce(tensor, group=group, async_op=True).wait(),
+                lambda: dist.all_reduce(tensor[:-1], group=group, async_op=True).wait(),
+            ),
+            "one more before": (
+                lambda: [dist.all_reduce(tensor, group=group), dist.barrier(group=group)],
+                lambda: [dist.barrier(group=group), dist.all_reduce(tensor, group=group)],
+            ),
+        }
+
+    def check(rank, world_size, machines):
+        said = {}
+        for name in calls(torch.ones(SMALL), world_size, None):
+            group = dist.new_group(list(range(world_size)), backend="phalanx")
+            tensor = torch.ones(SMALL)
+            mine = calls(tensor, world_size, group)[name][rank == odd]
+            with pytest.raises(MismatchError) as caught:
+                mine()
+            assert torch.equal(tensor, torch.ones(SMALL)), name
+            said[name] = (str(caught.value).partition(": ")[2], sorted(caught.value.calls))
+        return said
+
+    results = on_hosts((2, 2), check)
+    for name, (text, ranks) in results[0].items():
+        assert {result[name][0] for result in results} == {text}, name
+        assert ranks == [0, 1, 2, 3], name
+        assert "no tensor was changed" in text
+
+
 def test_a_split_that_does_not_fit_is_named_on_both_sides():
     def check(rank, world_size, machines):
         output = torch.empty(3 if rank == 0 else 2)

@@ -62,11 +62,13 @@ class GlooEngine:
     def close(self) -> None:
         """Close the connections at once: whoever waits in them, here or at a peer, gets an error.
 
-        Gloo has no call for that (`abort` wakes nobody in torch 2.13), but a wait that times out does it.
+        Gloo has no call for that (`abort` wakes nobody in torch 2.13), but a wait that times out does it. One that fails
+        at once, because its peer has closed before, does not: then another peer's must.
         """
-        with contextlib.suppress(RuntimeError):
-            peer = (self.rank + 1) % self.world_size
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+        for offset in range(1, self.world_size):
+            with contextlib.suppress(RuntimeError):
+                peer = (self.rank + offset) % self.world_size
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
 
 def _device(address: str, interface: str) -> Any:

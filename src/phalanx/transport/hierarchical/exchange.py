@@ -27,7 +27,7 @@ from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, span_of, talking_to
 
 # What a rank may bring to, or take from, an operation whose data travel with its heads, for each other host.
-SMALL_BYTES = 2**16
+SMALL_BYTES = 2**18
 _AHEAD = 8  # operations for which receives are posted; a peer may be one further than this host
 _TOGETHER = 6  # so many are posted at once: the peer's threads wake up once for them
 _SENT = 2
