@@ -67,8 +67,8 @@ def test_close_wakes_the_waits_of_this_rank_and_of_its_peers():
 
 
 def test_close_wakes_everybody_also_where_a_peer_has_closed_before():
-    """It closed by a wait that times out, for the next rank; where that rank had closed already, the wait failed at once
-    and closed nothing: who waited for this rank, or in it, waited until its time was up.
+    """It closed by a wait that times out, for the next rank; where that rank had closed already, the wait failed at
+    once and closed nothing: who waited for this rank, or in it, waited until its time was up.
     """
 
     def check(rank, world_size):
