@@ -62,8 +62,8 @@ class GlooEngine:
     def close(self) -> None:
         """Close the connections at once: whoever waits in them, here or at a peer, gets an error.
 
-        Gloo has no call for that (`abort` wakes nobody in torch 2.13), but a wait that times out does it. One that fails
-        at once, because its peer has closed before, does not: then another peer's must.
+        Gloo has no call for that (`abort` wakes nobody in torch 2.13), but a wait that times out does it. One that
+        fails at once, because its peer has closed before, does not: then another peer's must.
         """
         for offset in range(1, self.world_size):
             with contextlib.suppress(RuntimeError):
