@@ -17,7 +17,7 @@ T = TypeVar("T")
 PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = [
-    {"errors", "deadline", "dtypes", "log", "svg"},
+    {"errors", "deadline", "core_numbers", "dtypes", "log", "svg"},
     {"_core", "symmetric_memory", "engines", "diagnostics", "coordination"},
     {"transport", "collectives"},
     {"backend"},
@@ -33,6 +33,7 @@ OUTSIDE = {"__init__", "__main__", "_autoload"}
 
 # An import that goes sideways or up on purpose, with the reason.
 ALLOWED: dict[tuple[str, str], str] = {
+    ("core_numbers", "_core"): "the core, which imports nothing, is where the numbers are written down",
     ("ddp", "nn"): "DistributedDataParallel(sync_batchnorm=...) converts BatchNorm layers",
 }
 
@@ -40,6 +41,7 @@ TORCH_FREE = {
     "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
     "coordination": "the launcher asks it who started the command, and agents meet in it",
     "cli": "`phalanx run` must not pay for torch",
+    "core_numbers": "the agent reads flight recorders",
     "errors": "the agent raises them",
     "deadline": "the agent waits with them",
     "log": "the agent logs",

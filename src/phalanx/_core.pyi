@@ -2,10 +2,68 @@
 
 from collections.abc import Callable
 
+# csrc/py_numbers.c; what they mean is in csrc/layout.h
 VERSION: int
 MAX_WORLD: int
-BLOCKS: int
 PAGE: int
+BLOCKS: int
+RECORDS: int
+CALL_SITES: int
+PENDING: int
+BARRIER: int
+BROADCAST: int
+ALL_REDUCE: int
+REDUCE: int
+ALL_GATHER: int
+GATHER: int
+SCATTER: int
+REDUCE_SCATTER: int
+ALL_TO_ALL: int
+SEND: int
+RECV: int
+GRADIENTS: int
+BROADCAST_BUFFERS: int
+BYTES: int
+BOOL: int
+U8: int
+I8: int
+U16: int
+I16: int
+U32: int
+I32: int
+U64: int
+I64: int
+F16: int
+BF16: int
+F32: int
+F64: int
+C64: int
+C128: int
+SUM: int
+AVG: int
+PRODUCT: int
+MIN: int
+MAX: int
+BAND: int
+BOR: int
+BXOR: int
+OK: int
+MISMATCH: int
+PEER_LOST: int
+DEADLINE: int
+INTERRUPTED: int
+INVALID: int
+NO_MEMORY: int
+CLOSED: int
+RETRY_UNEVEN: int
+REJOIN: int
+ABSENT: int
+JOINED: int
+LEFT: int
+FLAG_SPLITS: int
+FLAG_STEP: int
+FLAG_BACKGROUND: int
+FLAG_SHADOW: int
 
 _Shape = tuple[int, ...]
 _Record = tuple[int, int, int, int, int, int, int, _Shape, int, int, int, str]

@@ -8,10 +8,25 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ReduceOp
 
+from phalanx.core_numbers import (
+    AVG,
+    BAND,
+    BOR,
+    BXOR,
+    BYTES,
+    DTYPE_NAMES,
+    DTYPE_NUMBERS,
+    MAX,
+    MIN,
+    PRODUCT,
+    REDUCTION_NAMES,
+    SUM,
+)
+
 
 @dataclass(frozen=True)
 class DType:
-    """An element type: its number in `csrc/layout.h`, its size in bytes, and whether the core can combine it."""
+    """An element type: its number in the core, its size in bytes, and whether the core can combine it."""
 
     code: int
     size: int
@@ -20,10 +35,9 @@ class DType:
     @property
     def reducible(self) -> bool:
         """False for types that are only ever moved, such as the 8-bit floats."""
-        return self.code != 0
+        return self.code != BYTES
 
 
-# Order and numbers are those of enum plx_dtype.
 _REDUCIBLE = (
     torch.bool,
     torch.uint8,
@@ -42,34 +56,30 @@ _REDUCIBLE = (
     torch.complex128,
 )
 
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 DTYPES: Mapping[torch.dtype, DType] = {
-    dtype: DType(code, dtype.itemsize, str(dtype).removeprefix("torch."))
-    for code, dtype in enumerate(_REDUCIBLE, start=1)
+    dtype: DType(DTYPE_NUMBERS[_name(dtype)], dtype.itemsize, _name(dtype)) for dtype in _REDUCIBLE
 }
 
 # The numbers of the types whose elements are what memory says: no conjugate or negated views.
 REAL_CODES: Mapping[torch.dtype, int] = {d: row.code for d, row in DTYPES.items() if not d.is_complex}
 
-_NAMES = {dtype.code: dtype.name for dtype in DTYPES.values()} | {0: "bytes"}
+REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
+    ReduceOp.SUM: SUM,
+    ReduceOp.AVG: AVG,
+    ReduceOp.PRODUCT: PRODUCT,
+    ReduceOp.MIN: MIN,
+    ReduceOp.MAX: MAX,
+    ReduceOp.BAND: BAND,
+    ReduceOp.BOR: BOR,
+    ReduceOp.BXOR: BXOR,
+}
 
 _BITWISE = {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}
-
-# Order and numbers are those of enum plx_redop.
-REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
-    op: code
-    for code, op in enumerate(
-        (
-            ReduceOp.SUM,
-            ReduceOp.AVG,
-            ReduceOp.PRODUCT,
-            ReduceOp.MIN,
-            ReduceOp.MAX,
-            ReduceOp.BAND,
-            ReduceOp.BOR,
-            ReduceOp.BXOR,
-        )
-    )
-}
 # Bits of floats mean nothing together, complex numbers have no order, a bool no mean.
 _LACKS = {
     torch.bool: {ReduceOp.AVG},
@@ -77,23 +87,22 @@ _LACKS = {
     **{dtype: {*_BITWISE, ReduceOp.MIN, ReduceOp.MAX} for dtype in DTYPES if dtype.is_complex},
 }
 _REDUCED = frozenset((d, code) for d in DTYPES for op, code in REDUCTIONS.items() if op not in _LACKS.get(d, ()))
-_REDUCTION_NAMES = {code: op.name for op, code in REDUCTIONS.items()}
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
     """The table's row for `dtype`; a type that is not in it is moved as bytes and cannot be combined."""
     row = DTYPES.get(dtype)
-    return row if row is not None else DType(0, dtype.itemsize, str(dtype).removeprefix("torch."))
+    return row if row is not None else DType(BYTES, dtype.itemsize, _name(dtype))
 
 
 def dtype_name(code: int) -> str:
     """What people call the type with this number."""
-    return _NAMES.get(code, f"dtype {code}")
+    return DTYPE_NAMES.get(code, f"dtype {code}")
 
 
 def reduction_name(code: int) -> str:
     """What people call the reduction with this number."""
-    return _REDUCTION_NAMES.get(code, f"reduction {code}")
+    return REDUCTION_NAMES.get(code, f"reduction {code}")
 
 
 def can_reduce(dtype: torch.dtype, redop: int) -> bool:

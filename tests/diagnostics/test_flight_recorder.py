@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx import dtypes
-from phalanx.diagnostics import flight_recorder
+from phalanx import core_numbers, dtypes
 from phalanx.diagnostics.flight_recorder import Record, position_of
 
 CALL = Record(7, 3, 12, 0, -1, -1, 6, (2, 3), 1_000_000_000, 0, 0, "train.py:88")
 
 
 def test_every_name_is_the_one_that_torch_uses():
-    assert tuple(dtypes.dtype_name(code) for code in range(len(dtypes.DTYPES) + 1)) == flight_recorder.DTYPES
-    assert tuple(dtypes.reduction_name(code) for code in range(len(dtypes.REDUCTIONS))) == flight_recorder.REDUCTIONS
+    assert {row.code: row.name for row in dtypes.DTYPES.values()} | {0: "bytes"} == core_numbers.DTYPE_NAMES
+    assert {code: op.name for op, code in dtypes.REDUCTIONS.items()} == core_numbers.REDUCTION_NAMES
 
 
 def test_a_call_is_told_as_it_was_made():

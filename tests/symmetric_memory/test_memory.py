@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from phalanx import _core
+from phalanx.core_numbers import CLOSED
 from phalanx.deadline import Deadline
-from phalanx.diagnostics.failures import CLOSED
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.memory import (

@@ -11,13 +11,12 @@ from torch import Tensor
 from phalanx import _core
 from phalanx.backend.arguments import reduction_of
 from phalanx.backend.shared import shared_empty
+from phalanx.core_numbers import RETRY_UNEVEN, STEP, WAITS
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed
-from phalanx.diagnostics.failures import RETRY_UNEVEN
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError
 from phalanx.transport.base import CallContext
-from phalanx.transport.uneven import STEP, WAITS
 
 
 class SharedReducer:

@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.backend.shared import shares_memory
-from phalanx.transport.uneven import STEP, Participant, UnevenInputs
+from phalanx.core_numbers import STEP
+from phalanx.transport.uneven import Participant, UnevenInputs
 
 
 def take_part(group: Any, participant: Participant) -> bool:

@@ -19,13 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.backend.shared import shares_memory
+from phalanx.core_numbers import LEFT, MISMATCH
 from phalanx.diagnostics.divergence import EVEN_ADVICE
 from phalanx.diagnostics.flight_recorder import read_position
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import MismatchError
 from phalanx.log import get_logger
-
-_LEFT = 2  # enum plx_life
 
 _logger = get_logger("phalanx.ddp")
 
@@ -50,8 +49,6 @@ class UnevenInputs:
         if not absent:
             return
         if are_shared(self._parameters, self._group):
-            from phalanx.diagnostics.failures import MISMATCH  # needs the C core, which a group that shares memory has
-
             self._group.symm_mem.core.set_poison(MISMATCH, self._group.rank())
             raise MismatchError(
                 f"DistributedDataParallel on rank {self._group.rank()}: {name_ranks(absent)} ran out of data after "
@@ -67,7 +64,7 @@ class UnevenInputs:
 
     def _positions(self, absent: Sequence[int]) -> list[str]:
         core = self._group.symm_mem.core
-        return ["has left" if core.state(rank)[0] == _LEFT else str(read_position(core, rank)) for rank in absent]
+        return ["has left" if core.state(rank)[0] == LEFT else str(read_position(core, rank)) for rank in absent]
 
 
 def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from phalanx.core_numbers import CLOSED, DEADLINE, INTERRUPTED, INVALID, MISMATCH, NO_MEMORY, PEER_LOST, RECV, SEND
 from phalanx.diagnostics.divergence import describe_absence, describe_earlier_divergence, describe_left_alone
 from phalanx.diagnostics.failure_report import NOTHING_CALLED, FailureReport, Operation, RankCall, closed
 from phalanx.diagnostics.flight_recorder import Record, read, read_position
 from phalanx.diagnostics.whereabouts import find_position, has_finished, how_it_ended, late_ranks, name_process
 from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostError, PhalanxError
 from phalanx.symmetric_memory.memory import SymmetricMemory
-
-# enum plx_status
-OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED, RETRY_UNEVEN, REJOIN = range(10)
-SEND, RECV = 10, 11  # enum plx_kind
 
 
 def failure(

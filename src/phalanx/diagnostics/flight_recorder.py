@@ -7,41 +7,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phalanx.core_numbers import (
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    BROADCAST_BUFFERS,
+    DTYPE_NAMES,
+    GATHER,
+    GRADIENTS,
+    KIND_NAMES,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCTION_NAMES,
+    SCATTER,
+    SEND,
+    STATUS_NAMES,
+)
+
 if TYPE_CHECKING:
     from phalanx import _core
 
-# Names and numbers are those of enum plx_kind, plx_dtype, plx_redop and plx_status in csrc/layout.h. `phalanx.dtypes`
-# has the second and third too, made from torch's own objects; a test holds the two together.
-KINDS = {
-    1: "barrier",
-    2: "broadcast",
-    3: "all_reduce",
-    4: "reduce",
-    5: "all_gather",
-    6: "gather",
-    7: "scatter",
-    8: "reduce_scatter",
-    9: "all_to_all",
-    10: "send",
-    11: "recv",
-    12: "gradients",
-    13: "broadcast_buffers",
-}
-DTYPES = (
-    "bytes", "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-)  # fmt: skip
-REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-STATUSES = ("ok", "mismatch", "peer lost", "deadline", "interrupted", "invalid", "no memory", "closed")
-
-_BARRIER, _SEND, _RECV, _GRADIENTS = 1, 10, 11, 12
-_REDUCES = (3, 4, 8)
-_ROOTED = (2, 4, 6, 7, 13)
-_FROM_ROOT = (2, 7, 13)
-
-
-def _name(names: Sequence[str], code: int, what: str) -> str:
-    return names[code] if 0 <= code < len(names) else f"{what} {code}"
+_REDUCES = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
+_FROM_ROOT = (BROADCAST, SCATTER, BROADCAST_BUFFERS)
+_TO_ROOT = (REDUCE, GATHER)
 
 
 @dataclass(frozen=True)
@@ -88,39 +77,39 @@ class Record:
     @property
     def name(self) -> str:
         """The operation's name."""
-        return KINDS.get(self.kind, f"operation {self.kind}")
+        return KIND_NAMES.get(self.kind, f"operation {self.kind}")
 
     @property
     def dtype_name(self) -> str:
         """What the elements are."""
-        return _name(DTYPES, self.dtype, "dtype")
+        return DTYPE_NAMES.get(self.dtype, f"dtype {self.dtype}")
 
     @property
     def reduction(self) -> str:
         """How elements are combined; empty where they are only moved."""
-        return _name(REDUCTIONS, self.redop, "reduction") if self.kind in _REDUCES else ""
+        return REDUCTION_NAMES.get(self.redop, f"reduction {self.redop}") if self.kind in _REDUCES else ""
 
     @property
     def status_name(self) -> str:
         """How it ended, or 'running'."""
-        return _name(STATUSES, self.status, "status") if self.leave_ns else "running"
+        return STATUS_NAMES.get(self.status, f"status {self.status}") if self.leave_ns else "running"
 
     @property
     def is_collective(self) -> bool:
         """Whether the whole group takes part."""
-        return self.kind not in (_SEND, _RECV)
+        return self.kind not in (SEND, RECV)
 
     @property
     def is_numbered_call(self) -> bool:
         """Whether it is a collective that every rank counts alike; rounds of gradients are counted apart."""
-        return self.is_collective and self.kind != _GRADIENTS
+        return self.is_collective and self.kind != GRADIENTS
 
     @property
     def label(self) -> str:
         """'all_reduce #42', or 'send to rank 1'."""
-        if self.kind == _SEND:
+        if self.kind == SEND:
             return f"send to rank {self.peer}"
-        if self.kind == _RECV:
+        if self.kind == RECV:
             return f"recv from rank {self.peer}" if self.peer >= 0 else "recv from any rank"
         return f"{self.name} #{self.seq}"
 
@@ -134,10 +123,10 @@ class Record:
         options = []
         if self.kind in _REDUCES:
             options.append(self.reduction)
-        if self.kind in _ROOTED:
+        if self.kind in _FROM_ROOT or self.kind in _TO_ROOT:
             options.append(f"{'src' if self.kind in _FROM_ROOT else 'dst'}={self.root}")
         text = self.name + (f"({', '.join(options)})" if options else "")
-        if self.kind not in (_BARRIER, _GRADIENTS):
+        if self.kind not in (BARRIER, GRADIENTS):
             text += f" of {self.dtype_name} {tuple(self.shape)}"
         return f"{text} at {self.call_site}" if self.call_site else text
 

@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from phalanx.core_numbers import ABSENT, LEFT
 from phalanx.diagnostics.flight_recorder import Record, read
 
 if TYPE_CHECKING:
     from phalanx import _core
-
-_ABSENT, _LEFT = 0, 2  # enum plx_life
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Observer:
     def is_over(self) -> bool:
         """Whether every rank has left: nothing will be added."""
         with self._mapped() as core:
-            return all(core.state(i)[0] == _LEFT for i in range(len(self.group_info.ranks)))
+            return all(core.state(i)[0] == LEFT for i in range(len(self.group_info.ranks)))
 
     @contextmanager
     def _mapped(self) -> Iterator[_core.Group]:
@@ -151,9 +150,7 @@ class Observer:
                 )
                 for record in records
             ]
-        return RankLog(
-            ranks[index], self.group_info.pids[index], life != _ABSENT, life == _LEFT, reason, tuple(records)
-        )
+        return RankLog(ranks[index], self.group_info.pids[index], life != ABSENT, life == LEFT, reason, tuple(records))
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -10,6 +10,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from phalanx import core_numbers
 from phalanx.diagnostics.failure_report import KILLED, LEFT, ended_well
 from phalanx.diagnostics.flight_recorder import Position, read_position
 from phalanx.symmetric_memory.memory import SymmetricMemory
@@ -17,8 +18,6 @@ from phalanx.symmetric_memory.watch import wait_status
 
 if TYPE_CHECKING:
     from phalanx import _core
-
-_LEFT = 2  # enum plx_life
 
 
 class ObservedGroup(Protocol):
@@ -71,7 +70,7 @@ def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
     life, _, _, _, _, note = symm_mem.core.state(rank)
     if note:
         return note
-    if life == _LEFT:
+    if life == core_numbers.LEFT:
         return LEFT
     status = wait_status(symm_mem.process_of(rank))
     if status is None:
@@ -86,6 +85,6 @@ def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
 def has_finished(symm_mem: SymmetricMemory, rank: int) -> bool:
     """Whether a rank has left, or its process has ended, because its program was over."""
     life, _, _, _, _, note = symm_mem.core.state(rank)
-    if note or life == _LEFT:
+    if note or life == core_numbers.LEFT:
         return not note or ended_well(note)
     return not symm_mem.core.alive(rank) and wait_status(symm_mem.process_of(rank)) == 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from phalanx import _core
+from phalanx.core_numbers import BYTES, MISMATCH
 from phalanx.deadline import Deadline, timeout_ns
 from phalanx.errors import ClosedError, InternalError, PhalanxError
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, Notice, receive_fds
@@ -32,7 +33,6 @@ _HEAPS_BYTES = 1 << 42
 
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
-_MISMATCH = 1  # enum plx_status
 _BLOCK = struct.Struct("=qQQq")
 _NO_ROOM, _DISK_FULL = -1, -2  # in place of a block's index
 
@@ -200,7 +200,7 @@ class SymmetricMemory:
         if self.rank == 0:
             _BLOCK.pack_into(message, 0, *self._place(nbytes, owner), nbytes, piece)
         span_ns = timeout_ns(deadline.left_s)
-        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, 0, 0, span_ns, call_site, 0, (nbytes,)))
+        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, BYTES, 0, span_ns, call_site, 0, (nbytes,)))
         index, offset, *leaders = _BLOCK.unpack(message.raw)
         if index == _DISK_FULL:
             raise PhalanxError(
@@ -213,7 +213,7 @@ class SymmetricMemory:
                 f"or {_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
             )
         if leaders != [nbytes, piece]:
-            self.core.set_poison(_MISMATCH, self.rank)  # the next gate tells everybody
+            self.core.set_poison(MISMATCH, self.rank)  # the next gate tells everybody
         self.core.claim(index)
         # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
         check(self.core.barrier(span_ns, call_site, 0, (nbytes,)))

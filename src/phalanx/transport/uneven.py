@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from phalanx.core_numbers import WAITS
 from phalanx.transport.base import CallContext
-
-WAITS, STEP, BACKGROUND = 0, 2, 4  # roles of a call: PLX_FLAG_* in csrc/layout.h
 
 
 class RejoinChannel:

@@ -17,13 +17,14 @@ from torch._C._distributed_c10d import Store
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
+from phalanx.core_numbers import BACKGROUND, WAITS
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed, nested
 from phalanx.errors import PhalanxError
 from phalanx.symmetric_memory.scratch import Scratch, scratch_bytes
 from phalanx.transport.base import CallContext, Transport
-from phalanx.transport.uneven import BACKGROUND, WAITS, UnevenInputs
+from phalanx.transport.uneven import UnevenInputs
 
 if TYPE_CHECKING:
     from phalanx.symmetric_memory.memory import SymmetricMemory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from phalanx.core_numbers import DEADLINE, INTERRUPTED, MISMATCH, NO_MEMORY, PEER_LOST
 from phalanx.diagnostics.flight_recorder import Record
 from phalanx.diagnostics.observer import GroupLog, RankLog
 from phalanx.diagnostics.rank_list import name_ranks
@@ -11,13 +12,13 @@ from phalanx.diagnostics.rank_list import name_ranks
 _MAX_GROUPS = 4
 _MAX_LINES = 12
 
-# enum plx_status: what ended the wait
+# What ended the wait.
 _ENDINGS = {
-    1: "until the ranks were found to call different things",
-    2: "until a rank was lost",
-    3: "until its time ran out",
-    4: "until it was interrupted",
-    6: "until memory ran out",
+    MISMATCH: "until the ranks were found to call different things",
+    PEER_LOST: "until a rank was lost",
+    DEADLINE: "until its time ran out",
+    INTERRUPTED: "until it was interrupted",
+    NO_MEMORY: "until memory ran out",
 }
 
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from phalanx.core_numbers import BYTES, MISMATCH, OK
 from phalanx.deadline import Deadline, timeout_ns
-from phalanx.diagnostics import failures
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import HEAD_BYTES, Disagreement, digest_of, foreign_head, rank_call
 from phalanx.transport.hierarchical.exchange import SMALL_BYTES, Came, all_agree
@@ -102,7 +102,7 @@ class Agreement(HierarchicalSession):
             ctx.flags,
             (nbytes[0],),
         )
-        if status == failures.MISMATCH and self._leaders is not None:
+        if status == MISMATCH and self._leaders is not None:
             self._tell_mismatch_of_sizes(deadline)
         self._checked(status)
         if self._leaders is None:
@@ -164,12 +164,12 @@ class Agreement(HierarchicalSession):
         """`nbytes` at `address` become the leader's, which comes here when all agree."""
         if len(self.layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
-            self._checked(self._core.broadcast(address, nbytes, 0, 0, left, ctx.call_site, ctx.flags, (nbytes,)))
+            self._checked(self._core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, ctx.flags, (nbytes,)))
 
     # -- steps in the memory of this host ------------------------------------------------------------------------
 
     def _checked(self, status: int) -> None:
-        if status != failures.OK:
+        if status != OK:
             raise LocalFailure(status)
 
     def _gather_here(
@@ -195,6 +195,6 @@ class Agreement(HierarchicalSession):
         at, size = data.data_ptr(), len(data)
         self._checked(
             self._core.broadcast(
-                at, size, 0, local_root, timeout_ns(deadline.left_s), ctx.call_site, ctx.flags, data.shape
+                at, size, BYTES, local_root, timeout_ns(deadline.left_s), ctx.call_site, ctx.flags, data.shape
             )
         )

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.core_numbers import SUM
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.direct import DirectCollectives
 from phalanx.transport.hierarchical.numerics import HALF, sum_type
 from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
-
-_SUM = 0  # enum plx_redop
 
 
 class HierarchicalCollectives(DirectCollectives):
@@ -36,7 +35,7 @@ class HierarchicalCollectives(DirectCollectives):
         """As `all_reduce` with SUM."""
         ctx = CallContext(timeout_s, self.call_site(place))
         ctx.awaited = True
-        self.all_reduce(tensor, _SUM, ctx)
+        self.all_reduce(tensor, SUM, ctx)
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first.

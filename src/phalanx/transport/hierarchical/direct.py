@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx.core_numbers import BYTES
 from phalanx.deadline import Deadline, timeout_ns
 from phalanx.diagnostics.failure_report import RankCall
 from phalanx.dtypes import dtype_of
@@ -38,7 +39,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                 left = timeout_ns(deadline.left_s)
                 self._checked(
                     self._core.gather(
-                        data.data_ptr(), at, sizes, 0, local_root, left, ctx.call_site, ctx.flags, data.shape
+                        data.data_ptr(), at, sizes, BYTES, local_root, left, ctx.call_site, ctx.flags, data.shape
                     )
                 )
             _wait_all(messages)
@@ -58,7 +59,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                 local_root, left = local.index(root), timeout_ns(deadline.left_s)
                 self._checked(
                     self._core.scatter(
-                        at, data.data_ptr(), nbytes(data), 0, local_root, left, ctx.call_site, ctx.flags, data.shape
+                        at, data.data_ptr(), nbytes(data), BYTES, local_root, left, ctx.call_site, ctx.flags, data.shape
                     )
                 )
             _wait_all(messages)
@@ -94,7 +95,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                         tuple(sent[r] for r in local),
                         tuple(dst[r].data_ptr() for r in local),
                         tuple(awaited[r] for r in local),
-                        0,
+                        BYTES,
                         1,
                         timeout_ns(deadline.left_s),
                         ctx.call_site,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from phalanx import _core
+from phalanx.core_numbers import DEADLINE, MISMATCH, PEER_LOST
 from phalanx.deadline import Deadline
-from phalanx.diagnostics import failures
 from phalanx.diagnostics.divergence import describe_left_alone
 from phalanx.diagnostics.failure_report import NOTHING_CALLED, FailureReport, RankCall, ended_well
 from phalanx.diagnostics.failure_store import FailureStore
@@ -66,7 +66,7 @@ class Reports:
 
     def _explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
         """What this rank makes of `cause`, unless a rank that knows more posts its report first."""
-        if isinstance(cause, LocalFailure) and cause.status == failures.MISMATCH:  # their leader asks, and tells
+        if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # their leader asks, and tells
             known = self._reported_by_others(deadline.left_s + _COLLECT_PATIENCE_S)
             return known or FailureReport("mismatch", calls=self._called_here())
         if isinstance(cause, Disagreement):
@@ -81,9 +81,9 @@ class Reports:
                 or self._lost(cause.peer, "its connection closed without a word (killed, crashed, or cut off)", peer)
             )
         assert isinstance(cause, LocalFailure)
-        if cause.status == failures.DEADLINE:
+        if cause.status == DEADLINE:
             return self._late(ctx.timeout_s, peer)
-        if cause.status == failures.PEER_LOST:
+        if cause.status == PEER_LOST:
             local = self._core.poison()[1]
             if local != self.layout.local_rank:  # our own number: the monitor ended the memory for another cause
                 # It may have ended this memory for a cause that it could tell nobody, without the store.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SUM, _AVG = 0, 1  # enum plx_redop
+from phalanx.core_numbers import AVG, SUM
+
 HALF = (torch.float16, torch.bfloat16)
 
 
 def sum_of(redop: int) -> int:
     """The mean is a sum until it is divided, once, at the end."""
-    return _SUM if redop == _AVG else redop
+    return SUM if redop == AVG else redop
 
 
 def sum_type(tensor: Tensor) -> Tensor:
@@ -21,6 +22,6 @@ def sum_type(tensor: Tensor) -> Tensor:
 
 def divide(total: Tensor, redop: int, world_size: int) -> None:
     """The mean of a sum over so many ranks, in place, if that is what was asked for."""
-    if redop == _AVG:
+    if redop == AVG:
         exact = total.is_floating_point() or total.is_complex()
         total.div_(world_size, rounding_mode=None if exact else "trunc")

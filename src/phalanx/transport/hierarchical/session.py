@@ -17,6 +17,7 @@ from types import TracebackType
 
 from phalanx import _core
 from phalanx.coordination.bootstrap import NOTICE_S
+from phalanx.core_numbers import INVALID, KIND_NAMES, MISMATCH, OK, PEER_LOST
 from phalanx.deadline import Deadline
 from phalanx.diagnostics import failures
 from phalanx.diagnostics.failure_report import (
@@ -30,7 +31,7 @@ from phalanx.diagnostics.failure_report import (
     nested,
 )
 from phalanx.diagnostics.failure_store import FailureStore
-from phalanx.diagnostics.flight_recorder import KINDS, Position
+from phalanx.diagnostics.flight_recorder import Position
 from phalanx.engines.engine import Engine
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
@@ -48,7 +49,7 @@ from phalanx.transport.options import Options
 from phalanx.transport.shared_memory import SharedMemoryTransport
 
 _logger = get_logger(__name__)
-_KINDS = {name: kind for kind, name in KINDS.items()}
+_KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 
 
 class Running:
@@ -76,10 +77,10 @@ class Running:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         session = self._session
-        status = failures.OK
+        status = OK
         try:
             if error is not None:
-                status = failures.status_of(error) if isinstance(error, PhalanxError) else failures.INVALID
+                status = failures.status_of(error) if isinstance(error, PhalanxError) else INVALID
                 try:
                     session._fail(error, session._operation_of(self._call), self._ctx, self._deadline)
                 except PhalanxError as told:
@@ -216,7 +217,7 @@ class HierarchicalSession(Reports):
 
     def _is_over(self) -> bool:
         # Ranks of this host that differ are over once their leader has asked what the other hosts' ranks called.
-        return self._core.poison()[0] not in (failures.OK, failures.MISMATCH)
+        return self._core.poison()[0] not in (OK, MISMATCH)
 
     def _take_report(self, report: FailureReport | None) -> None:
         """The group is over. Keep the report: the store may be gone when this rank comes to the next operation."""
@@ -228,7 +229,7 @@ class HierarchicalSession(Reports):
     def _end(self) -> None:
         """Wake everybody who waits on this host or for it."""
         if not self.closed:
-            self._core.set_poison(failures.PEER_LOST, self.layout.local_rank)
+            self._core.set_poison(PEER_LOST, self.layout.local_rank)
         self._engine.close()
 
     # -- around an operation -------------------------------------------------------------------------------------
@@ -315,10 +316,10 @@ class HierarchicalSession(Reports):
         peer = self._numbers[peer] if peer >= 0 else -1
         about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
         number = self._core.begin_record(1, _KINDS[call.name], *about, ctx.call_site, call.shape)
-        status = failures.INVALID
+        status = INVALID
         try:
             yield
-            status = failures.OK
+            status = OK
         except PhalanxError as error:
             status = failures.status_of(error)
             raise

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.core_numbers import REJOIN, SUM, WAITS
 from phalanx.deadline import Deadline, timeout_ns
-from phalanx.diagnostics import failures
 from phalanx.dtypes import dtype_of
 from phalanx.symmetric_memory.memory import STAGE_BYTES, Buffer
 from phalanx.transport.base import CallContext
@@ -44,11 +44,11 @@ class SharedMemoryCollectives(SharedMemorySession):
                     at,
                     tensor.numel(),
                     code,
-                    0,
+                    SUM,
                     -1,
                     timeout_ns(timeout_s),
                     self.call_site(place) if call_site is None else call_site,
-                    0,
+                    WAITS,
                     tensor.shape,
                 )
             except BaseException as error:
@@ -56,7 +56,7 @@ class SharedMemoryCollectives(SharedMemorySession):
                 raise
             finally:
                 self._holder = 0
-        if status == failures.REJOIN:
+        if status == REJOIN:
             self._rejoin()
             self.sum_in_place(tensor, code, timeout_s, place)
         elif status:

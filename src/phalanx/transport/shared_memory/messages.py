@@ -7,14 +7,12 @@ import math
 from torch import Tensor
 
 from phalanx import _core
+from phalanx.core_numbers import OK, RECV, SEND
 from phalanx.deadline import timeout_ns
-from phalanx.diagnostics import failures
 from phalanx.dtypes import dtype_of
 from phalanx.transport.base import CallContext
 from phalanx.transport.shared_memory.session import SharedMemorySession
 from phalanx.transport.tensors import dense, nbytes, write_back
-
-_PENDING = -1  # PLX_PENDING
 
 
 class PostedReceive:
@@ -42,14 +40,14 @@ class PostedReceive:
                 ctx.call_site,
                 tensor.shape,
             )
-            == failures.OK
+            == OK
         )
         """Whether the message had come before."""
 
     @property
     def is_pending(self) -> bool:
         """Whether its message has not come, and nothing has ended the wait for it."""
-        return self.handle.status == _PENDING
+        return self.handle.status == _core.PENDING
 
     @property
     def source(self) -> int:
@@ -58,7 +56,7 @@ class PostedReceive:
 
     def conclude(self) -> None:
         """Once it is not pending: give the tensor its message, or raise what went wrong."""
-        self._memory.check(self.handle.status, self._ctx, kind=failures.RECV, peer=self._peer)
+        self._memory.check(self.handle.status, self._ctx, kind=RECV, peer=self._peer)
         if self._data is not self._tensor:
             write_back(self._tensor, self._data)
 
@@ -73,7 +71,7 @@ class SharedMemoryMessages(SharedMemorySession):
         self.check(
             self.core.send(data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.call_site, tensor.shape),
             ctx,
-            kind=failures.SEND,
+            kind=SEND,
             peer=dst,
         )
 
@@ -85,7 +83,7 @@ class SharedMemoryMessages(SharedMemorySession):
             data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.call_site, tensor.shape
         )
         if status:
-            self.check(status, ctx, kind=failures.SEND, peer=dst)
+            self.check(status, ctx, kind=SEND, peer=dst)
         return status is not None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PostedReceive:

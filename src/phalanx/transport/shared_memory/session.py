@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.coordination.bootstrap import NOTICE_S
+from phalanx.core_numbers import PEER_LOST, REJOIN
 from phalanx.deadline import timeout_ns
 from phalanx.diagnostics import failures
 from phalanx.diagnostics.call_sites import short
@@ -70,7 +71,7 @@ class SharedMemorySession:
     def leave_in_flight(self) -> None:
         """Operations are still running here: end the group, so that they wake up before its memory goes."""
         self.core.set_exit_reason(LEFT_IN_FLIGHT)
-        self.core.set_poison(failures.PEER_LOST, self.symm_mem.rank)
+        self.core.set_poison(PEER_LOST, self.symm_mem.rank)
 
     def settle(self, patience_s: float) -> bool:
         """Whether no thread of this process is in an operation, after at most `patience_s`.
@@ -143,15 +144,15 @@ class SharedMemorySession:
             raise error
 
     def _collective(self, ctx: CallContext, call: Callable[[], int]) -> None:
-        status = failures.REJOIN
-        while status == failures.REJOIN:
+        status = REJOIN
+        while status == REJOIN:
             with self.turn(ctx.timeout_s):
                 try:
                     status = call()
                 except BaseException as error:
                     self._interrupted(error)
                     raise
-            if status == failures.REJOIN:
+            if status == REJOIN:
                 self._rejoin()
         if status:
             self.check(status, ctx)
