@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
 import phalanx
+from phalanx.backend import connect
 from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostError, PhalanxError
 from phalanx.testing import RankFailed, why_no_hosts
 
@@ -325,6 +326,38 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
         )
     assert "rank 0 (pid " in text
     assert "was interrupted (KeyboardInterrupt) while the group waited; it is in " in text
+
+
+def test_ctrl_c_is_heard_while_the_hosts_connect():
+    """Gloo connects in C++: Ctrl-C was heard when its time was up, and the other hosts never learned why."""
+
+    def check(rank, world_size, machines):
+        dist.barrier()
+        if rank == 1:  # it does not come to connect
+            connect.GlooEngine = lambda *args, **kwargs: threading.Event().wait()
+        else:
+            threading.Thread(target=_interrupt_when, args=(lambda: _is_running("phalanx-1-connect"),)).start()
+        with pytest.raises(KeyboardInterrupt if rank == 0 else PeerLostError) as caught:
+            dist.new_group([0, 1], backend="phalanx", timeout=timedelta(seconds=25))
+        return str(caught.value)
+
+    mine, others = on_hosts((1, 1), check, timeout_s=30.0, run_s=20.0)
+    assert (
+        "init_process_group in group '1' on rank 0: interrupted (KeyboardInterrupt); it was connecting with rank 1."
+        in mine
+    )
+    assert "init_process_group in group '1' on rank 1: rank 0 (pid " in others
+    assert "was interrupted (KeyboardInterrupt in init_process_group) while the group waited" in others
+
+
+def _is_running(name):
+    return any(thread.name == name for thread in threading.enumerate())
+
+
+def _interrupt_when(is_time):
+    while not is_time():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_ranks_with_different_options_are_told_before_anything_is_built():

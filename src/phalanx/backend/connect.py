@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +13,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.coordination.rank_info import RankInfo
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.failure_report import FailureReport, Operation
+from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.engine import Engine
 from phalanx.engines.gloo import GlooEngine
@@ -17,6 +22,7 @@ from phalanx.errors import PhalanxError
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.options import Options
 
+_LOOK_EVERY_S = 0.2
 _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
 
 
@@ -28,11 +34,13 @@ def build_engine(
     settings: Options,
     name: str,
     deadline: Deadline,
+    failure_store: FailureStore,
 ) -> Engine:
     """Collective over the group's ranks, which have met. `bootstrap` is a word that only they know.
 
     Raises:
         PhalanxError: the ranks cannot reach each other in this way; the message says where they are.
+        PeerLostError: another rank was interrupted meanwhile.
     """
     rank, size = layout.rank, len(infos)
     ctx = timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
@@ -48,17 +56,73 @@ def build_engine(
                 f"init_process_group of group {name!r} on rank {rank}: no communicator from {runtime.vendor}: "
                 f"{error}.\nDestroy groups that are no longer used."
             ) from None
+
+    def connect() -> GlooEngine:
+        address, interface = infos[rank].address, settings.interface or ""
+        prefixed = PrefixStore(f"gloo/{bootstrap}", store)
+        return GlooEngine(prefixed, rank, size, ctx, address=address, interface=interface)
+
+    def look() -> None:
+        report = failure_store.report()
+        if report is None and (fate := failure_store.server_fate()) and fate[1] == "ended":
+            who = fate[0]
+            processes = {who: f"pid {infos[who].process.pid} on {infos[who].hostname}"}
+            report = FailureReport(
+                "lost", (who,), processes, reason="the job's store, which it served, is gone with it"
+            )
+        if report is not None:
+            failure_store.acknowledge()
+            raise report.error(Operation("init_process_group", name, rank))
+
     try:
-        return GlooEngine(
-            PrefixStore(f"gloo/{bootstrap}", store),
-            rank,
-            size,
-            ctx,
-            address=infos[rank].address,
-            interface=settings.interface or "",
-        )
+        return _heard(connect, look, name)
+    except PhalanxError:
+        raise
     except RuntimeError as error:
         raise _unreachable(error, infos, layout, name) from None
+    except (KeyboardInterrupt, SystemExit) as error:
+        processes = {rank: f"pid {infos[rank].process.pid} on {infos[rank].hostname} {infos[rank].address}".rstrip()}
+        reason = f"{type(error).__name__} in init_process_group"
+        failure_store.linger(failure_store.post(FailureReport("interrupted", (rank,), processes, reason=reason)))
+        if not error.args:
+            where = Operation("init_process_group", name, rank)
+            others = name_ranks([r for r in range(size) if r != rank])
+            error.args = (f"{where}: interrupted ({type(error).__name__}); it was connecting with {others}.",)
+        raise
+
+
+def _heard(connect: Callable[[], GlooEngine], look: Callable[[], None], name: str) -> GlooEngine:
+    """What `connect` returns, from a thread of its own: Gloo connects in C++, where no signal is heard.
+
+    `look` is called while that takes time. When it raises, or a signal handler does, the thread is left to itself: it
+    ends when Gloo's time is up, or with the process.
+    """
+    outcomes: queue.SimpleQueue[GlooEngine | Exception] = queue.SimpleQueue()
+    is_abandoned = threading.Event()
+
+    def run() -> None:
+        try:
+            engine = connect()
+        except Exception as error:  # raised where it was asked for
+            outcomes.put(error)
+            return
+        outcomes.put(engine)
+        if is_abandoned.is_set():
+            engine.close()
+
+    threading.Thread(target=run, name=f"phalanx-{name}-connect", daemon=True).start()
+    try:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                outcome = outcomes.get(timeout=_LOOK_EVERY_S)
+                break
+            look()
+    except BaseException:
+        is_abandoned.set()
+        raise
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _unreachable(error: RuntimeError, infos: Sequence[RankInfo], layout: Layout, name: str) -> PhalanxError:

@@ -335,11 +335,6 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
     transport = HierarchicalTransport(name, layout, settings, processes, options.global_ranks_in_group)
     symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
-    try:
-        engine = build_engine(options.store, token, infos, layout, settings, name, deadline)
-    except BaseException:
-        symm_mem.close()
-        raise
     store = base_of(options.store)
     failure_store = FailureStore(
         options.store.clone(),
@@ -349,6 +344,11 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
         server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
     )
+    try:
+        engine = build_engine(options.store, token, infos, layout, settings, name, deadline, failure_store)
+    except BaseException:
+        symm_mem.close()
+        raise
     transport.attach(symm_mem, engine, failure_store)
     try:
         if rank == 0:
