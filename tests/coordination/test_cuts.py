@@ -10,8 +10,10 @@ import threading
 import pytest
 
 from phalanx.coordination.client import Client
+from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
+from phalanx.coordination.wire import Op, Status, pack, unpack
 from phalanx.errors import ClosedError, CoordinationError, DeadlineError
 
 KEY = Key.generate()
@@ -223,6 +225,51 @@ def test_an_item_of_a_queue_is_not_given_to_a_process_that_was_killed_while_it_w
         os.waitpid(child, 0)
         client.queue_push("q", "item")
         assert client.queue_pop("q") == b"item"
+
+
+def test_an_item_is_not_lost_when_it_crosses_the_news_that_its_taker_has_given_up():
+    """A pop whose time was up took the item with it, if that was on its way just then."""
+    coordinator = Coordinator()
+
+    def ask(who, what, number, *fields):
+        coordinator.handle(who, pack(what, number, *fields), 0.0)
+        sent = {}
+        for session, answers in coordinator.take_outgoing():
+            coordinator.delivered(session)
+            sent[session.route] = [message for answer in answers for message in unpack(answer)]
+        return sent
+
+    ask("late", Op.QUEUE_POP, 1, b"q", b"1")
+    ask("next", Op.QUEUE_POP, 1, b"q", b"1")
+    assert ask("giver", Op.QUEUE_PUSH, 1, b"q", b"item")["late"] == [(Status.OK, 1, [b"item"])]
+    assert ask("late", Op.CANCEL, 0, b"1")["next"] == [(Status.OK, 1, [b"item"])]
+    assert ask("late", Op.CANCEL, 0, b"1") == {}  # once
+    assert ask("giver", Op.QUEUE_LEN, 2, b"q")["giver"][0].fields == [b"0"]
+
+
+def test_items_are_neither_lost_nor_doubled_by_takers_whose_time_is_up():
+    with Service() as service, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Client(service.local)) for _ in range(3)]
+        taken = [[] for _ in clients]
+
+        def take(number):
+            while b"end" not in taken[number]:
+                with contextlib.suppress(DeadlineError):
+                    taken[number].append(clients[number].queue_pop("q", timeout=0.0002 * (number + 1)))
+
+        threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        with Client(service.local) as giver:
+            for n in range(500):
+                giver.queue_push("q", b"%d" % n)
+            for _ in threads:
+                giver.queue_push("q", b"end")
+            for thread in threads:
+                thread.join()
+            assert giver.queue_len("q") == 0
+        items = [item for items in taken for item in items if item != b"end"]
+        assert sorted(items) == sorted(b"%d" % n for n in range(500))
 
 
 def test_one_member_counts_another_one_out():

@@ -484,12 +484,16 @@ class Client:
                 self._calls[call.number] = call
                 self._transmit(call)
                 self._read()
-            while call.answer is None and call.error is None:
-                if deadline.passed:
-                    self._give_up(call, deadline, waits_for)
-                self._wait(call, deadline)
+            try:
+                while call.answer is None and call.error is None and not deadline.passed:
+                    self._wait(call, deadline)
+            finally:
+                if call.answer is None and call.error is None:  # time is up, or Ctrl-C
+                    self._withdraw(call)
         finally:
             self._room.release()
+        if call.answer is None and call.error is None:
+            raise self._late(deadline, waits_for)
         if call.error is not None:
             raise call.error
         if call.answer == Status.OK:
@@ -505,18 +509,18 @@ class Client:
             )
         raise ValueError(said)
 
-    def _give_up(self, call: _Call, deadline: Deadline, waits_for: Iterable[str]) -> None:
+    def _withdraw(self, call: _Call) -> None:
         with self._lock:
-            if call.answer is not None or call.error is not None:
-                return
-            del self._calls[call.number]
-            self._transmit_raw(pack(Op.CANCEL, 0, pack_number(call.number)))
+            if self._calls.pop(call.number, None) is not None and self._socket is not None:
+                self._transmit_raw(pack(Op.CANCEL, 0, pack_number(call.number)))
+
+    def _late(self, deadline: Deadline, waits_for: Iterable[str]) -> DeadlineError:
         silent_s = time.monotonic() - self._heard_at
         keys = list(waits_for)
         if keys and silent_s < 3 * _RESEND_S and self._cut_at is None:
             shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-            raise DeadlineError(f"wait timeout after {deadline.timeout_s * 1000:.0f}ms, keys: {shown}")
-        raise DeadlineError(
+            return DeadlineError(f"wait timeout after {deadline.timeout_s * 1000:.0f}ms, keys: {shown}")
+        return DeadlineError(
             f"{self._where} did not answer within {deadline.timeout_s:.1f} s; it was last heard {silent_s:.1f} s ago"
             f"{', and the connection is cut' if self._cut_at is not None else ''}."
         )

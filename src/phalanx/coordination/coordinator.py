@@ -36,6 +36,7 @@ from phalanx.coordination.wire import (
 
 MAX_ANSWERS = 1024  # kept per session; a client never has half as many requests under way that change something
 MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
+MAX_POPS = 16  # that are undone if their taker had just given up
 MAX_PARKED = 1024  # requests of one session that wait
 MAX_PARKED_KEYS = 1 << 16  # for which they wait, all together
 MAX_SESSIONS = 1 << 16
@@ -67,7 +68,8 @@ class Session:
     num_parked_keys: int = 0
     outgoing: list[Answer] = field(default_factory=list)
     outgoing_bytes: int = 0
-    popped: list[tuple[int, bytes, bytes]] = field(default_factory=list)  # among outgoing: number, queue, item
+    popped: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)  # queue and item, of late
+    num_unsent_pops: int = 0  # how many of them are among `outgoing`
     _answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
     _answer_bytes: int = 0
 
@@ -221,16 +223,18 @@ class Coordinator:
 
     def undelivered(self, session: Session) -> None:
         """What was just taken did not reach the session: nothing may be lost by that."""
-        for number, queue, item in reversed(session.popped):
-            session.unanswer(number)
-            self.store.push_back(queue, item)
-        session.popped.clear()
+        while session.num_unsent_pops and session.popped:
+            session.num_unsent_pops -= 1
+            self._unpop(session, next(reversed(session.popped)))
+        session.num_unsent_pops = 0
         if session.member is not None:
             session.member.rewind(0)
 
     def delivered(self, session: Session) -> None:
         """What was just taken is on its way."""
-        session.popped.clear()
+        session.num_unsent_pops = 0
+        while len(session.popped) > MAX_POPS:
+            session.popped.popitem(last=False)
 
     def put_back(self, session: Session, answers: list[Answer]) -> None:
         """What was just taken could not be sent yet."""
@@ -317,7 +321,8 @@ class Coordinator:
         queue, block = message.fields
         item = self.store.pop(queue)
         if item is not None:
-            session.popped.append((message.number, queue, item))
+            session.popped[message.number] = queue, item
+            session.num_unsent_pops += 1
             return pack(Status.OK, message.number, item)
         if block != b"1":
             return pack(Status.EMPTY, message.number)
@@ -343,8 +348,10 @@ class Coordinator:
         return pack(Status.OK, message.number, pack_number(len(keys)))
 
     def _cancel(self, session: Session, message: Message) -> None:
-        (number,) = message.fields
-        self._unpark(session, unpack_number(number))
+        number = unpack_number(message.fields[0])
+        self._unpark(session, number)
+        if number in session.popped:  # the item has crossed the news that nobody waits for it any more
+            self._unpop(session, number)
 
     def _join(self, session: Session, message: Message) -> Answer:
         facts, watches = message.fields
@@ -472,6 +479,11 @@ class Coordinator:
                 self._send(session, answer)
             else:
                 self._handle(session, message)
+
+    def _unpop(self, session: Session, number: int) -> None:
+        queue, item = session.popped.pop(number)
+        session.unanswer(number)
+        self._wake(self.store.push_back(queue, item))
 
     def _tell_all(self) -> None:
         for member in self.members:

@@ -122,10 +122,11 @@ class KeyValueStore:
         self._queues.setdefault(queue, deque()).append(value)
         return self._came(queue) if queue in self._waiters else []
 
-    def push_back(self, queue: bytes, value: bytes) -> None:
-        """Undo a `pop` whose taker never got it."""
+    def push_back(self, queue: bytes, value: bytes) -> list[Waiter]:
+        """Undo a `pop` whose taker never got it; as `push`."""
         self.num_bytes += len(queue) + len(value) + _OVERHEAD_BYTES
         self._queues.setdefault(queue, deque()).appendleft(value)
+        return self._came(queue) if queue in self._waiters else []
 
     def pop(self, queue: bytes) -> bytes | None:
         """The oldest item, or None."""
