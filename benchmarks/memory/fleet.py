@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 from contestants import CONTESTANTS, perceptron
 
+KINDS = ("shared by the ranks", "of each rank alone", "files (code)")
 MOMENTS = ("after backward", "after step", "after zero_grad")
 
 
-def measure(name: str, width: int, world_size: int, steps: int, folder: Path) -> dict[str, float]:
-    """MB (10^6 bytes) of all ranks together above the bare import, at each moment of the last step."""
+def measure(name: str, width: int, world_size: int, steps: int, folder: Path) -> dict[str, dict[str, float]]:
+    """MB (10^6 bytes) of all ranks together above the bare import, at each moment of the last step, by mapping."""
     context = multiprocessing.get_context("spawn")  # a rank's own import, as a launcher without a zygote makes it
     pipes, processes = [], []
     for rank in range(world_size):
@@ -26,13 +28,16 @@ def measure(name: str, width: int, world_size: int, steps: int, folder: Path) ->
         processes[-1].start()
         theirs.close()
         pipes.append(mine)
-    readings = [sum(_pss(process.pid) for process in processes) for _ in _stops(pipes, 1 + len(MOMENTS))]
+    readings = [sum((_pss(process.pid) for process in processes), Counter()) for _ in _stops(pipes, 1 + len(MOMENTS))]
     for process in processes:
         process.join()
         if process.exitcode != 0:
             raise SystemExit(f"{name}: a rank ended with {process.exitcode}")
     bare, *at = readings
-    return {moment: (reading - bare) / 1e6 for moment, reading in zip(MOMENTS, at, strict=True)}
+    return {
+        moment: {kind: (reading[kind] - bare[kind]) / 1e6 for kind in KINDS}
+        for moment, reading in zip(MOMENTS, at, strict=True)
+    }
 
 
 def _stops(pipes: list[Connection], count: int) -> Iterator[None]:
@@ -45,12 +50,25 @@ def _stops(pipes: list[Connection], count: int) -> Iterator[None]:
             pipe.send(None)
 
 
-def _pss(pid: int | None) -> int:
-    """Bytes of a process, with each shared page divided among those that have it mapped."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("this kernel has no Pss in smaps_rollup")
+def _pss(pid: int | None) -> Counter[str]:
+    """Bytes of a process by kind of mapping, with each shared page divided among those that have it mapped."""
+    bytes_of: Counter[str] = Counter()
+    kind = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        first, *rest = line.split(maxsplit=5)
+        if "-" in first:  # addresses: a mapping begins
+            kind = _kind(rest[4] if len(rest) > 4 else "")
+        elif first == "Pss:":
+            bytes_of[kind] += int(rest[0]) * 1024
+    if not bytes_of:
+        raise SystemExit("this kernel has no Pss in smaps")
+    return bytes_of
+
+
+def _kind(path: str) -> str:
+    if "phalanx" in path and ("memfd" in path or "(deleted)" in path):
+        return "shared by the ranks"
+    return "files (code)" if path.startswith("/") else "of each rank alone"
 
 
 def _serve(rank: int, name: str, width: int, world_size: int, steps: int, meeting: Path, pipe: Connection) -> None:

@@ -12,7 +12,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from contestants import CONTESTANTS, WIDTHS  # noqa: E402 - the line above says where they are
-from fleet import MOMENTS, measure  # noqa: E402
+from fleet import KINDS, MOMENTS, measure  # noqa: E402
 from harness import add_output_arguments, describe_machine, format_ratio, print_table, write_results  # noqa: E402
 
 PEER = "pytorch"
@@ -31,15 +31,22 @@ def main() -> None:
 
     machine = describe_machine()
     names = [name for name in CONTESTANTS if name in {PEER, SHARDED_PEER, *arguments.contestants}]
-    results: dict[str, dict[str, dict[str, float]]] = {}
+    results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for millions in arguments.millions:
         with tempfile.TemporaryDirectory() as folder:
             jobs = [
                 {name: _job(name, millions, arguments, Path(folder) / str(job)) for name in names}
                 for job in range(arguments.rounds)
             ]
-            found = {name: {moment: median(job[name][moment] for job in jobs) for moment in MOMENTS} for name in names}
-        results[millions] = found
+            by_kind = {
+                name: {
+                    moment: {kind: median(job[name][moment][kind] for job in jobs) for kind in KINDS}
+                    for moment in MOMENTS
+                }
+                for name in names
+            }
+        results[millions] = by_kind
+        found = {name: {moment: sum(by_kind[name][moment].values()) for moment in MOMENTS} for name in names}
         highest = {name: max(found[name].values()) for name in names}
         rows = [
             [
@@ -52,10 +59,12 @@ def main() -> None:
         ]
         header = ["", *MOMENTS, f"highest, of {PEER}", f"of {SHARDED_PEER}"]
         print_table(header, rows, title=f"{millions} million parameters, {arguments.ranks} ranks")
+        rows = [[name, *(f"{by_kind[name]['after step'][kind]:,.0f} MB" for kind in KINDS)] for name in names]
+        print_table(["", *KINDS], rows, title="where it is, after step")
     write_results(arguments.output, {"ranks": arguments.ranks, "megabytes": results}, machine=machine)
 
 
-def _job(name: str, millions: str, arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+def _job(name: str, millions: str, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
     folder.mkdir(exist_ok=True)
     return measure(name, WIDTHS[millions], arguments.ranks, arguments.steps, folder)
 

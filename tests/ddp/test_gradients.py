@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import DistributedDataParallel, PeerLostError
-from phalanx.ddp.board import BoardExchange
-from phalanx.ddp.exchange import WorkExchange
+from phalanx.ddp.exchange import SharedExchange, WorkExchange
 from phalanx.testing import run_ranks
 
 
@@ -110,7 +109,7 @@ def test_buckets_of_the_shared_heap_are_reduced_where_they_lie_also_after_they_a
     def fn(rank, world_size):
         ddp = DistributedDataParallel(_mlp(), bucket_cap_mb=0.0001)
         for _ in range(2):
-            assert isinstance(ddp._reducer._exchange, BoardExchange)
+            assert isinstance(ddp._reducer._set.exchange, SharedExchange)
             _plain(ddp, rank)
         symm_mem = dist.group.WORLD.transport.symm_mem
         return [symm_mem.heap_offset(parameter.grad.data_ptr()) for parameter in ddp.parameters()]  # raises outside
@@ -124,7 +123,7 @@ def test_ranks_that_can_not_share_memory_get_the_mean_over_the_backend_that_stan
         monkeypatch.setattr("phalanx.backend.create._cannot_share", lambda *_: "the test says so")
         group = dist.new_group()
         ddp = DistributedDataParallel(_mlp(), process_group=group)
-        assert isinstance(ddp._reducer._exchange, WorkExchange)
+        assert isinstance(ddp._reducer._set.exchange, WorkExchange)
         _plain(ddp, rank)
         _assert_gradients(ddp, _mean_gradients(_mlp(), _plain, world_size))
 

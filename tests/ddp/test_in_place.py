@@ -35,7 +35,7 @@ def _mean(world_size, step=0):
 
 def _in_place(ddp):
     """Positions of the parameters whose gradients lie in the pool."""
-    pool = ddp._reducer._pool
+    pool = ddp._reducer._set.pool
     return [i for i, p in enumerate(ddp.parameters()) if p.grad is not None and pool.holds(p.grad)]
 
 
@@ -64,9 +64,9 @@ def test_freed_gradients_make_room_for_the_next_step():
         ddp = DistributedDataParallel(_build())
         for step in range(10):
             _step(ddp, rank, step)
-        assert ddp._reducer._pool._pool.used() == 2
+        assert ddp._reducer._set.pool._pool.used() == 2
         ddp.zero_grad()
-        assert ddp._reducer._pool._pool.used() == 0
+        assert ddp._reducer._set.pool._pool.used() == 0
 
     run_ranks(fn, 2)
 
@@ -116,7 +116,7 @@ def test_only_tensors_of_a_backward_come_from_the_pool():
         ddp = DistributedDataParallel(_build())
         _step(ddp, rank)
         ddp.zero_grad()
-        pool = ddp._reducer._pool
+        pool = ddp._reducer._set.pool
         assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
         output = ddp(_batch(rank))
         output.register_hook(lambda grad: 1 / 0)

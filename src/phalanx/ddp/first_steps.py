@@ -11,15 +11,17 @@ gradients. The all_gather is there, and no rank runs into one that another does 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from phalanx.ddp.digest import digest, digests, find_differences, has_bytes
 from phalanx.ddp.mistakes import NUM_STEPS, Observation, Step, decide_warnings
-from phalanx.ddp.stale_optimizer import OptimizerWatch
 from phalanx.log import get_logger
 
 _logger = get_logger("phalanx.ddp")
@@ -147,3 +149,40 @@ def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if tensor.dtype in _SUMMED and has_bytes(tensor):
             yield tensor.detach().sum().isnan()
+
+
+Forms = Counter[tuple[torch.Size, torch.dtype]]
+
+
+class OptimizerWatch:
+    """Finds an optimizer that was built from another copy of the model: it steps, and nothing is trained.
+
+    Sees every optimizer's step in this process, through torch's hook for that, until it is closed.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._ours = {id(parameter) for parameter in parameters}
+        self._forms = _forms(parameters)
+        self._found_ours = False
+        self._found_lookalikes = False
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    @property
+    def stale(self) -> bool:
+        """Whether some optimizer has stepped over look-alikes without any gradient, and none over the parameters."""
+        return self._found_lookalikes and not self._found_ours
+
+    def close(self) -> None:
+        """See no more steps."""
+        self._hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _options: Any) -> None:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(id(parameter) in self._ours for parameter in held):
+            self._found_ours = True
+        elif all(parameter.grad is None for parameter in held) and _forms(held) == self._forms:
+            self._found_lookalikes = True
+
+
+def _forms(tensors: Sequence[Tensor]) -> Forms:
+    return Counter((tensor.shape, tensor.dtype) for tensor in tensors)

@@ -18,29 +18,26 @@ Everything here runs in the thread that runs autograd for the module's one devic
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.gradient_shards import LARGE_BYTES
-from phalanx.backend.shared import shared_empty, shares_memory
 from phalanx.backend.uneven import absent_ranks, training_step
-from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
-from phalanx.ddp.exchange import Counted, Exchange, Pending, SparsePending, WorkExchange
+from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
+from phalanx.ddp.bucket import DenseBucket, SparseBucket
+from phalanx.ddp.bucket_set import BucketSet
+from phalanx.ddp.exchange import Counted, Exchange, Pending, SparsePending
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
-from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
+from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.uneven import UnevenInputs
 
-if TYPE_CHECKING:  # needs the C core, which may not be there
-    from phalanx.symmetric_memory.pool import SharedPool
-
-_SHOWN = 8  # parameter names in a message
+_Argument = TypeVar("_Argument")
+_Hook = Callable[[object], None]
 
 
 @untraced  # autograd calls it, in a compiled step with Dynamo at work
@@ -66,9 +63,7 @@ class Reducer:
     ) -> None:
         self._specs = list(specs)
         self._parameters = list(parameters)
-        self._caps_mb = list(caps_mb)
         self._group = group
-        self._as_view = as_view
         self._find_unused = find_unused and not static_graph
         self._rebuild_pending = not self._find_unused
         self._learning = static_graph  # a static graph is learnt in the first round: how often each gradient is written
@@ -76,10 +71,7 @@ class Reducer:
         self._idle: frozenset[int] = frozenset()  # parameters of a static graph that no rank uses
         self._watch = watch
         self._uneven = uneven
-        self._exchange: Exchange
-        self._custom_exchange: Exchange | None = None
-        self._pool = _share_memory_for(self._specs, group) if as_view else None
-        self._alone_bytes = None if self._pool is None else LARGE_BYTES
+        self._set = BucketSet(self._specs, self._parameters, caps_mb=caps_mb, group=group, as_view=as_view)
 
         self._forward_syncs = False  # what the latest forward decided
         self._num_hidden = 0  # forwards that sync and whose outputs show no graph, and whose backward has not come
@@ -101,29 +93,31 @@ class Reducer:
         self._complete: list[int]
         self._pending: list[Pending]
         self._order: dict[int, None]
-        self._adopt(self._plan_buckets())
+        self._begin_round()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _when_accumulated(weakref.ref(self), index)
+                _hook(weakref.ref(self), Reducer.on_gradient, index)
             )
             for index, parameter in enumerate(self._parameters)
         ]
         weakref.finalize(self, _remove, self._hooks)
-        if self._pool is not None:
-            weakref.finalize(self, self._pool.close).atexit = False  # tensors may outlive the exit hooks
+        if self._set.pool is not None:
+            weakref.finalize(self, self._set.pool.close).atexit = False  # tensors may outlive the exit hooks
 
     def use_exchange(self, exchange: Exchange) -> None:
         """Let `exchange` combine the buckets, of this plan and the next. Collective, and before the first backward.
 
         It gets PyTorch's buckets: each one piece of memory, with as many gradients as the caps let in.
         """
-        self._exchange = self._custom_exchange = exchange
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = self._alone_bytes = None
-            self._adopt(self._plan_buckets())
+        self._set.use_exchange(exchange)
+        self._begin_round()
 
     # Before and after the module's forward
+
+    @property
+    def plan(self) -> BucketPlan:
+        """Which gradient lies in which bucket."""
+        return self._set.plan
 
     @property
     def watch(self) -> FirstSteps | None:
@@ -138,13 +132,13 @@ class Reducer:
     @property
     def rounds(self) -> list[int]:
         """How many rounds have ended, and how many have begun on the board: what `catch_up` takes."""
-        return [self._num_rounds, self._exchange.round if isinstance(self._exchange, Counted) else 0]
+        return [self._num_rounds, self._set.exchange.round if isinstance(self._set.exchange, Counted) else 0]
 
     def catch_up(self, rounds: Sequence[int]) -> None:
         """Count on from where the others are, after rounds that this rank was out of, or that others were out of."""
         self._num_rounds = rounds[0]
-        if isinstance(self._exchange, Counted):
-            self._exchange.round = rounds[1]
+        if isinstance(self._set.exchange, Counted):
+            self._set.exchange.round = rounds[1]
         self.end_watch()
 
     def end_watch(self) -> None:
@@ -162,11 +156,7 @@ class Reducer:
         if self.in_backward:  # its last callback never ran
             self._end_backward()
             if self._num_launched:
-                raise RuntimeError(
-                    f"{self._here()}: the backward before this forward was interrupted after {self._num_launched} of "
-                    f"{len(self._buckets)} buckets had been sent, so ranks are out of step. Let the exception that "
-                    "interrupted it end the job, and start again from a checkpoint."
-                )
+                raise interrupted(self._group.rank(), self._num_launched, len(self._set.buckets))
             self._begin_round()
         if self._started:
             raise self._missing_gradients()
@@ -179,7 +169,7 @@ class Reducer:
         # A hook on the outputs' nodes tells that a backward begins, in the outermost one: with reentrant checkpointing
         # gradients arrive in a backward of their own, whose end is not the end. Two forwards may also have decided
         # differently, and either may be followed by its backward first.
-        announce = _when_begun(weakref.ref(self), sync)
+        announce = _hook(weakref.ref(self), Reducer.on_begin, sync)
         nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(announce)
@@ -218,13 +208,7 @@ class Reducer:
         if self._watch is not None:
             self._watch.on_gradient(index, self._parameters[index].grad)
         if self._ready[index]:
-            raise RuntimeError(
-                f"{self._here()}: parameter {self._specs[index]} received another gradient in one backward, after its "
-                "bucket was closed. Reentrant checkpointing of a module that is used twice does that, and so do two "
-                "backwards that each reach only a part of the parameters. Pass static_graph=True if every iteration "
-                "does the same, use checkpoint(..., use_reentrant=False), or add the losses and call backward once. "
-                "With static_graph=True it says that this iteration is not like the first."
-            )
+            raise another_gradient(self._group.rank(), self._specs[index])
         if self._learning:
             self._order.pop(index, None)  # the last time counts
             self._order[index] = None
@@ -245,8 +229,8 @@ class Reducer:
     def _enter(self) -> None:
         if not self.in_backward:
             self.in_backward = True
-            if self._pool is not None:
-                self._pool.enter()
+            if self._set.pool is not None:
+                self._set.pool.enter()
             torch.autograd.Variable._execution_engine.queue_callback(self._leave)
 
     def _skip_unused(self) -> None:
@@ -264,7 +248,7 @@ class Reducer:
             self._mark_ready(index)
 
     def _mark_ready(self, index: int) -> None:
-        number, _ = self._places[index]
+        number, _ = self._set.places[index]
         self._ready[index] = True
         self._num_missing[number] -= 1
         if self._num_missing[number] == 0:
@@ -274,15 +258,15 @@ class Reducer:
         """Fill the buckets that are complete, and launch them up to the first that is not."""
         complete, self._complete = self._complete, []
         for number in complete:
-            bucket = self._buckets[number]
-            bucket.fill(self._exchange.scale, [self._fires[slot.parameter] > 0 for slot in bucket.plan.slots])
-        while self._num_launched < len(self._buckets) and self._num_missing[self._num_launched] == 0:
-            bucket = self._buckets[self._num_launched]
+            bucket = self._set.buckets[number]
+            bucket.fill(self._set.exchange.scale, [self._fires[slot.parameter] > 0 for slot in bucket.plan.slots])
+        while self._num_launched < len(self._set.buckets) and self._num_missing[self._num_launched] == 0:
+            bucket = self._set.buckets[self._num_launched]
             self._num_launched += 1
             if isinstance(bucket, SparseBucket):
                 self._pending.append(SparsePending(bucket, bucket.parameters[0].grad, self._group))
             else:
-                self._pending.append(self._exchange.launch(bucket))
+                self._pending.append(self._set.exchange.launch(bucket))
 
     # At the end of backward
 
@@ -308,7 +292,7 @@ class Reducer:
         except BaseException:
             self.in_backward = True  # as in a gradient's hook: the next forward begins anew, or says that it can't
             raise
-        if self._num_launched == len(self._buckets):
+        if self._num_launched == len(self._set.buckets):
             self._finish()
         elif self._is_hopeless():
             raise self._missing_gradients()
@@ -320,15 +304,25 @@ class Reducer:
         b.unsqueeze(0)` with one sample, `a` and `b` have their first gradients in the same, and each gets what is added
         to the other. In torch that goes wrong without any wrapper.
         """
-        for index, (number, position) in self._places.items():
+        for index, (number, position) in self._set.places.items():
             if fresh[index]:
-                self._buckets[number].separate(position)
+                self._set.buckets[number].separate(position)
 
     def _end_backward(self) -> None:
         self.in_backward, self._backward_syncs, self._backward_writes = False, None, False
         self._fresh = None
-        if self._pool is not None:
-            self._pool.leave()
+        if self._set.pool is not None:
+            self._set.pool.leave()
+
+    def _missing_gradients(self) -> RuntimeError:
+        missing = [index for index, ready in enumerate(self._ready) if not ready]
+        return missing_gradients(
+            self._group.rank(),
+            [self._specs[index] for index in missing],
+            frozen=[self._specs[index] for index in missing if not self._parameters[index].requires_grad],
+            num_parameters=len(self._specs),
+            unsent=f"{len(self._set.buckets) - self._num_launched} of {len(self._set.buckets)}",
+        )
 
     def _is_hopeless(self) -> bool:
         """Whether no further backward could bring the missing gradients, as far as anyone has looked."""
@@ -342,13 +336,13 @@ class Reducer:
         used_by_none = self._agree_on_unused()
         for pending in self._pending:
             pending.wait()
-        if self.rescale != 1.0 and self._custom_exchange is None:  # hooks divide as they like
-            for bucket in self._buckets:
+        if self.rescale != 1.0 and not self._set.has_own_exchange:  # hooks divide as they like
+            for bucket in self._set.buckets:
                 bucket.rescale(self.rescale)
         absent = absent_ranks(self._group) if self._uneven is not None else []
         if self._uneven is not None:
             self._uneven.look(absent, self._num_rounds)
-        for bucket in self._buckets:
+        for bucket in self._set.buckets:
             for position, slot in enumerate(bucket.plan.slots):
                 if slot.parameter not in used_by_none:
                     bucket.publish(position)
@@ -377,23 +371,22 @@ class Reducer:
             RuntimeError: it would be the first round with static_graph=True, which every rank must see.
         """
         if self._learning:
-            raise RuntimeError(
-                f"{self._here()}: static_graph=True learns the graph in the first step, and this rank has no batch for "
-                "it. Give every rank at least one batch."
-            )
-        kept = {bucket.plan.index: bucket.buffer.clone() for bucket in self._buckets if isinstance(bucket, DenseBucket)}
+            raise nothing_learnt(self._group.rank())
+        kept = {
+            bucket.plan.index: bucket.buffer.clone() for bucket in self._set.buckets if isinstance(bucket, DenseBucket)
+        }
         used, self._used = self._used, [False] * len(self._parameters)
-        for bucket in self._buckets:
+        for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
                 self._pending.append(SparsePending(bucket, None, self._group))
             else:
                 bucket.in_place = None
                 bucket.buffer.zero_()
-                self._pending.append(self._exchange.launch(bucket))
+                self._pending.append(self._set.exchange.launch(bucket))
         self._agree_on_unused()
         for pending in self._pending:
             pending.wait()
-        for bucket in self._buckets:
+        for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
                 bucket.mean = None
             else:
@@ -424,111 +417,28 @@ class Reducer:
         """
         shared = torch.tensor(order, dtype=torch.int64, device=self._parameters[0].device)
         dist.broadcast(shared, group=self._group, group_src=0)
-        plan = self._plan_buckets(shared.tolist())
+        plan = self._set.plan_in(shared.tolist())
         if plan != self.plan:
-            self._adopt(plan)
-
-    def _plan_buckets(self, order: Sequence[int] | None = None) -> BucketPlan:
-        return plan_buckets(self._specs, self._caps_mb, order, self._alone_bytes)
-
-    def _adopt(self, plan: BucketPlan) -> None:
-        grads = [parameter.grad for parameter in self._parameters] if self._num_rounds else None
-        self.plan = plan
-        self._buckets: list[DenseBucket | SparseBucket] = []
-        rooms = allocate(plan, self._group, as_view=self._as_view, pool=self._pool)
-        for bucket, memory in zip(plan.buckets, rooms, strict=True):
-            members = [self._parameters[slot.parameter] for slot in bucket.slots]
-            if bucket.sparse:
-                self._buckets.append(SparseBucket(bucket, members[0]))
-            else:
-                self._buckets.append(
-                    DenseBucket(bucket, members, *memory, as_view=self._as_view, pool=self._pool, group=self._group)
-                )
-        self._places = {
-            slot.parameter: (bucket.index, position)
-            for bucket in plan.buckets
-            for position, slot in enumerate(bucket.slots)
-        }
-        dense = [bucket for bucket in self._buckets if isinstance(bucket, DenseBucket)]
-        self._exchange = self._custom_exchange or _choose_exchange(self._group, dense)
-        if grads is not None:
-            for index, (number, position) in self._places.items():
-                self._buckets[number].adopt(position, grads[index])
-        self._begin_round()
+            self._set.adopt(plan, [parameter.grad for parameter in self._parameters])
+            self._begin_round()
 
     def _begin_round(self) -> None:
         self._started = False
         self._fires = [0] * len(self._parameters)
         self._ready = [False] * len(self._parameters)
-        self._num_missing = [len(bucket.plan.slots) for bucket in self._buckets]
+        self._num_missing = [len(bucket.plan.slots) for bucket in self._set.buckets]
         self._num_launched = 0
         self._complete = []
         self._pending = []
         self._order = {}
 
-    # Messages
 
-    def _here(self) -> str:
-        return f"DistributedDataParallel on rank {self._group.rank()}"
-
-    def _missing_gradients(self) -> RuntimeError:
-        missing = [index for index, ready in enumerate(self._ready) if not ready]
-        shown = ", ".join(str(self._specs[index]) for index in missing[:_SHOWN])
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        frozen = [self._specs[index] for index in missing if not self._parameters[index].requires_grad]
-        advice = (
-            f"{frozen[0]} no longer requires a gradient: freeze parameters before wrapping the module, or wrap it anew."
-            if frozen
-            else "Every parameter must take part in the loss, through the outputs of forward. If some are meant to be "
-            "left out, pass find_unused_parameters=True; parameters that are never used are better frozen."
-        )
-        return RuntimeError(
-            f"{self._here()}: backward left {len(missing)} of {len(self._specs)} parameters without a gradient: "
-            f"{shown}{more}. {len(self._buckets) - self._num_launched} of {len(self._buckets)} buckets could not be "
-            f"sent, so the gradients of this step are not averaged. {advice}"
-        )
-
-
-def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) -> SharedPool | None:
-    """Memory in which autograd can write large gradients for all ranks to read; None where nothing can be shared."""
-    sizes = Counter(
-        nbytes
-        for spec in specs
-        if not spec.sparse and spec.device.type == "cpu"
-        if (nbytes := spec.numel * spec.dtype.itemsize) >= LARGE_BYTES
-    )
-    if not sizes or not shares_memory(group):
-        return None
-    from phalanx.symmetric_memory.pool import SharedPool  # needs the C core, which a group that shares memory has
-
-    return SharedPool(group.symm_mem, sizes, lambda nbytes: shared_empty(nbytes, dtype=torch.uint8, group=group))
-
-
-def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:
-    """Reduce buckets where they lie, if all ranks can reach them there; else through the group's all_reduce."""
-    if shares_memory(group) and any(bucket.plan.numel and bucket.plan.device.type == "cpu" for bucket in buckets):
-        from phalanx.ddp.board import BoardExchange  # needs the C core, which a group that shares memory has
-
-        return BoardExchange(group, buckets)
-    return WorkExchange(group)
-
-
-def _when_accumulated(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+def _hook(reducer: weakref.ref[Reducer], call: Callable[[Reducer, _Argument], None], argument: _Argument) -> _Hook:
     @untraced
-    def hook(_parameter: Tensor) -> None:
+    def hook(_tensor_or_gradients: object) -> None:
         alive = reducer()
         if alive is not None:
-            alive.on_gradient(index)
-
-    return hook
-
-
-def _when_begun(reducer: weakref.ref[Reducer], sync: bool) -> Callable[[object], None]:
-    @untraced
-    def hook(_gradients: object) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive.on_begin(sync)
+            call(alive, argument)
 
     return hook
 

@@ -1,4 +1,4 @@
-"""PyTorch's constructor arguments: which group they mean, and what is refused and why."""
+"""PyTorch's constructor arguments: which group they mean, whose parameters may be cut, what is refused and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, optim
 
 from phalanx.errors import MismatchError
 
@@ -27,6 +27,39 @@ def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRed
             f"{caller} needs a process group: call phalanx.init() or torch.distributed.init_process_group() first"
         )
     return dist.group.WORLD
+
+
+# Each element's update depends on that element's gradient and state alone, and on numbers that are the same for all.
+# These very classes: a subclass may do anything.
+_ELEMENT_WISE = frozenset(
+    {
+        optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
+        optim.RMSprop, optim.Rprop, optim.ASGD,
+    }
+)  # fmt: skip
+
+_REFUSED = {optim.LBFGS: "its direction and its line search depend on all parameters at once; use it without sharding"}
+
+
+def decide_cut(optimizer_class: type[optim.Optimizer]) -> bool:
+    """Whether parameters may be cut anywhere for this class; if not, each goes to one rank, whole.
+
+    Whole is what every class gets that is not known to be element-wise: Adafactor and Muon look at rows, columns or
+    norms of a parameter, SparseAdam at sparse gradients, and the user's own at who knows what.
+
+    Raises:
+        TypeError: it is not a class of optimizers.
+        ValueError: it can't even be given whole parameters.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.Optimizer)):
+        raise TypeError(
+            "ZeroRedundancyOptimizer: optimizer_class must be a subclass of torch.optim.Optimizer, "
+            f"got {optimizer_class!r}"
+        )
+    for refused, reason in _REFUSED.items():
+        if issubclass(optimizer_class, refused):
+            raise ValueError(f"ZeroRedundancyOptimizer does not support {refused.__name__}: {reason}")
+    return optimizer_class in _ELEMENT_WISE
 
 
 def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:

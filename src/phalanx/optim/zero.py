@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from phalanx.backend.dynamo import undecorated, untraced
 from phalanx.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
 from phalanx.backend.shared import shares_memory
-from phalanx.optim.arguments import check_parameters, decide_group, refuse
-from phalanx.optim.element_wise import decide_cut
+from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, refuse
 from phalanx.optim.parameter_shard import ParameterShard
 from phalanx.optim.plan import Slice, plan_cut, plan_whole
 from phalanx.optim.shared_parameters import SharedParameters

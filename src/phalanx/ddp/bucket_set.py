@@ -1,0 +1,112 @@
+"""The buckets of the plan in force, where they lie, and the exchange that combines them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.backend.gradient_shards import LARGE_BYTES
+from phalanx.backend.shared import shared_empty, shares_memory
+from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
+from phalanx.ddp.exchange import Exchange, SharedExchange, WorkExchange
+from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
+
+if TYPE_CHECKING:  # needs the C core, which may not be there
+    from phalanx.symmetric_memory.pool import SharedPool
+
+
+class BucketSet:
+    """Buckets for the gradients of `parameters`, which `specs` describe, one for one.
+
+    Collective where the group's memory is shared, as everything is that plans anew: all ranks build theirs.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[Tensor],
+        *,
+        caps_mb: Sequence[float],
+        group: dist.ProcessGroup,
+        as_view: bool,
+    ) -> None:
+        self._specs = specs
+        self._parameters = parameters
+        self._caps_mb = list(caps_mb)
+        self._group = group
+        self._as_view = as_view
+        self._own_exchange: Exchange | None = None
+        self.pool = _share_memory_for(specs, group) if as_view else None
+        self.plan: BucketPlan
+        self.buckets: list[DenseBucket | SparseBucket]
+        self.places: dict[int, tuple[int, int]]
+        """Of each parameter: the number of its bucket, and its position there."""
+        self.exchange: Exchange
+        self.adopt(self.plan_in())
+
+    @property
+    def has_own_exchange(self) -> bool:
+        """Whether the exchange is a user's hook."""
+        return self._own_exchange is not None
+
+    def use_exchange(self, exchange: Exchange) -> None:
+        """Let `exchange` combine the buckets, of this plan and the next, each one piece of memory. Collective."""
+        self.exchange = self._own_exchange = exchange
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+            self.adopt(self.plan_in())
+
+    def plan_in(self, order: Sequence[int] | None = None) -> BucketPlan:
+        """The plan for gradients that become ready in this order, or in that of the parameters, last first."""
+        return plan_buckets(self._specs, self._caps_mb, order, None if self.pool is None else LARGE_BYTES)
+
+    def adopt(self, plan: BucketPlan, gradients: Sequence[Tensor | None] | None = None) -> None:
+        """Make buckets for the plan, and move `gradients` to where they lie in it."""
+        self.plan, self.buckets = plan, []
+        rooms = allocate(plan, self._group, as_view=self._as_view, pool=self.pool)
+        for bucket, memory in zip(plan.buckets, rooms, strict=True):
+            members = [self._parameters[slot.parameter] for slot in bucket.slots]
+            if bucket.sparse:
+                self.buckets.append(SparseBucket(bucket, members[0]))
+            else:
+                self.buckets.append(
+                    DenseBucket(bucket, members, *memory, as_view=self._as_view, pool=self.pool, group=self._group)
+                )
+        self.places = {
+            slot.parameter: (bucket.index, position)
+            for bucket in plan.buckets
+            for position, slot in enumerate(bucket.slots)
+        }
+        dense = [bucket for bucket in self.buckets if isinstance(bucket, DenseBucket)]
+        self.exchange = self._own_exchange or _choose_exchange(self._group, dense)
+        if gradients is not None:
+            for index, (number, position) in self.places.items():
+                self.buckets[number].adopt(position, gradients[index])
+
+
+def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) -> SharedPool | None:
+    """Memory in which autograd can write large gradients for all ranks to read; None where nothing can be shared."""
+    sizes = Counter(
+        nbytes
+        for spec in specs
+        if not spec.sparse and spec.device.type == "cpu"
+        if (nbytes := spec.numel * spec.dtype.itemsize) >= LARGE_BYTES
+    )
+    if not sizes or not shares_memory(group):
+        return None
+    from phalanx.symmetric_memory.pool import SharedPool  # needs the C core, which a group that shares memory has
+
+    return SharedPool(group.symm_mem, sizes, lambda nbytes: shared_empty(nbytes, dtype=torch.uint8, group=group))
+
+
+def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:
+    """Reduce buckets where they lie, if all ranks can reach them there; else through the group's all_reduce."""
+    if shares_memory(group) and any(bucket.plan.numel and bucket.plan.device.type == "cpu" for bucket in buckets):
+        return SharedExchange(group, buckets)
+    return WorkExchange(group)
