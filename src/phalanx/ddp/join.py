@@ -15,15 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from phalanx.ddp.batchnorm import sync_if_small
+from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.ddp.uneven import are_shared
 from phalanx.diagnostics.divergence import EVEN_ADVICE
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from phalanx.ddp.reducer import Reducer
 
 
 @dataclass(frozen=True)
@@ -112,9 +118,98 @@ class JoinShadow(JoinHook):
         self._end = end
 
     def main_hook(self) -> None:
-        """JoinShadow one forward and backward."""
+        """Shadow one forward and backward."""
         self._stand_in()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have left."""
         self._end(is_last_joiner)
+
+
+class JoinInterface(nn.Module, Joinable):
+    """The wrapper's side of `Join`: what it does around each forward, and what it leaves to a rank that has left."""
+
+    process_group: dist.ProcessGroup
+    module: nn.Module
+    device: torch.device
+    broadcast_buffers: bool
+    _reducer: Reducer
+    _buffers_stale: bool
+    _batchnorm_undecided: bool
+    _divide_by_initial_world_size: bool
+    if TYPE_CHECKING:
+
+        def _synced_buffers(self) -> list[Tensor]: ...
+        def _state(self) -> list[Tensor]: ...
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """PyTorch's context for uneven inputs, on any backend: ranks that have left it shadow those still in it.
+
+        Where ranks share memory none is needed; there the mean is over the ranks that still have data.
+
+        Arguments:
+            divide_by_initial_world_size: divide the sum of gradients by the group's size, that is, count the ranks that
+                have left as zeros. False divides by the number of ranks that still train.
+            enable: False does nothing.
+            throw_on_early_termination: raise RuntimeError on all ranks when the first one has left.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What `torch.distributed.algorithms.Join` calls on a rank that has left it."""
+        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return JoinShadow(self._stand_in, self._take_over)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` puts what it sends."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Over which `Join` counts ranks."""
+        return self.process_group
+
+    def _announce(self, sync: bool) -> int:
+        """In a Join context, before forward: let the ranks that have left follow; whose buffers serve all."""
+        self._reducer.end_watch()  # not all ranks would see the same
+        counted = Join.notify_join_context(self)
+        if counted is not None:
+            counted.wait()
+        stance = Stance(active=True, syncs=sync, decides=self._batchnorm_undecided and self.training and sync)
+        join_state = gather_join_state(stance, self.process_group, self.device)
+        divides_by_all = self._divide_by_initial_world_size
+        self._reducer.rescale = 1.0 if divides_by_all else self.process_group.size() / join_state.num_active
+        return join_state.source
+
+    def _stand_in(self) -> None:
+        """In a Join context, on a rank that has left: what the others' forward and backward need of this rank.
+
+        Raises:
+            RuntimeError: a layer or an optimizer needs something of every rank that only its own batch could give.
+        """
+        self._reducer.end_watch()
+        refuse_join_shadow(self.module, self.process_group)
+        join_state = gather_join_state(Stance(active=False), self.process_group, self.device)
+        if join_state.decides:
+            self._batchnorm_undecided = False
+            sync_if_small(self.module, (), self.process_group, self.device)
+            refuse_join_shadow(self.module, self.process_group)
+        if self.broadcast_buffers and self._buffers_stale:
+            broadcast_tensors(self._synced_buffers(), self.process_group, join_state.source)
+        self._buffers_stale = join_state.syncs
+        if join_state.syncs:
+            self._reducer.stand_in()
+
+    def _take_over(self, is_last: bool) -> None:
+        """At the end of a Join context: the model of a rank that left last becomes everybody's."""
+        source = find_last(is_last, self.process_group, self.device)
+        broadcast_tensors(self._state(), self.process_group, source)
+        self._reducer.rescale = 1.0

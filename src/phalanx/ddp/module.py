@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import BuiltinCommHookType
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
@@ -23,12 +22,13 @@ from phalanx.ddp.comm_hook import Hook, HookExchange
 from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
 from phalanx.ddp.first_steps import FirstSteps, warn_of
 from phalanx.ddp.graph import tensors_in
-from phalanx.ddp.join import JoinShadow, Stance, find_last, gather_join_state, refuse_join_shadow
+from phalanx.ddp.join import JoinInterface
 from phalanx.ddp.membership import Membership, explain_newcomers
-from phalanx.ddp.plan import BucketPlan, ParameterSpec
+from phalanx.ddp.plan import BucketPlan
 from phalanx.ddp.reducer import Reducer
 from phalanx.ddp.replicate import BufferBroadcast, broadcast_tensors, replicate
-from phalanx.ddp.structure import describe, verify_same
+from phalanx.ddp.structure import describe, refuse_in_backward, refuse_uninitialized, specify, verify_same
+from phalanx.ddp.torch_interface import TorchInterface
 from phalanx.ddp.uneven import UnevenInputs, decide_source
 from phalanx.nn.sync_batchnorm import find_batchnorms
 from phalanx.transport.uneven import RejoinChannel
@@ -36,7 +36,7 @@ from phalanx.transport.uneven import RejoinChannel
 _PREFIX = "module."
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(JoinInterface, TorchInterface):
     """Train one model on many ranks: each computes its own batch's gradients, and backward leaves their mean on all.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`; on `"phalanx"`
@@ -111,7 +111,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if check_reduction:
             warnings.warn("check_reduction has no effect: reduction is always checked", FutureWarning, stacklevel=2)
         check_choice(sync_batchnorm)
-        caps_mb = decide_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._caps_mb = caps_mb = decide_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.process_group = decide_group(process_group, device_mesh)
         self.module = module
         self.dim = dim
@@ -129,8 +129,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(name, p) for name, p in module.named_parameters() if name not in self._ignored]
-        _refuse_uninitialized(named)
-        _refuse_in_backward(named)
+        refuse_uninitialized(named)
+        refuse_in_backward(named)
         device = named[0][1].device if named else torch.device("cpu")
         if init_sync:
             settings = {
@@ -165,7 +165,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         watched = check and self.process_group.size() > 1
         uneven = uneven_inputs and take_part(self.process_group, self)
         self._reducer = Reducer(
-            _specify(module, trained),
+            specify(module, trained),
             parameters,
             caps_mb=caps_mb,
             group=self.process_group,
@@ -191,7 +191,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Run the wrapped module, and note whether the backward that follows averages gradients."""
         sync = self._before_forward((args, kwargs))
         if self._inputs_to is not None:
-            args, kwargs = tree_map(self._move, (args, kwargs))
+            args, kwargs = self._moved((args, kwargs))
         output = self.module(*args, **kwargs)
         self._after_forward(output, sync)
         return output
@@ -245,18 +245,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         if sync is not None:
             self._reducer.prepare_backward(tensors_in(output), sync=sync)
 
-    def _move(self, value: Any) -> Any:
-        return value.to(self._inputs_to, non_blocking=True) if isinstance(value, Tensor) else value
+    def _moved(self, values: Any) -> Any:
+        def move(value: Any) -> Any:
+            return value.to(self._inputs_to, non_blocking=True) if isinstance(value, Tensor) else value
+
+        return values if self._inputs_to is None else tree_map(move, values)
 
     def _synced_buffers(self) -> list[Tensor]:
         return [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
-    ) -> None:
-        """Leave these out, by name, when `module` is wrapped: PyTorch's call for experts that live on one rank each."""
-        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -270,78 +266,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """PyTorch's context for uneven inputs, on any backend: ranks that have left it shadow those still in it.
-
-        Where ranks share memory none is needed; there the mean is over the ranks that still have data.
-
-        Arguments:
-            divide_by_initial_world_size: divide the sum of gradients by the group's size, that is, count the ranks that
-                have left as zeros. False divides by the number of ranks that still train.
-            enable: False does nothing.
-            throw_on_early_termination: raise RuntimeError on all ranks when the first one has left.
-        """
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` calls on a rank that has left it."""
-        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return JoinShadow(self._stand_in, self._take_over)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where `Join` puts what it sends."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """Over which `Join` counts ranks."""
-        return self.process_group
-
-    def _announce(self, sync: bool) -> int:
-        """In a Join context, before forward: let the ranks that have left follow; whose buffers serve all."""
-        self._reducer.end_watch()  # not all ranks would see the same
-        counted = Join.notify_join_context(self)
-        if counted is not None:
-            counted.wait()
-        stance = Stance(active=True, syncs=sync, decides=self._batchnorm_undecided and self.training and sync)
-        join_state = gather_join_state(stance, self.process_group, self.device)
-        divides_by_all = self._divide_by_initial_world_size
-        self._reducer.rescale = 1.0 if divides_by_all else self.process_group.size() / join_state.num_active
-        return join_state.source
-
-    def _stand_in(self) -> None:
-        """In a Join context, on a rank that has left: what the others' forward and backward need of this rank.
-
-        Raises:
-            RuntimeError: a layer or an optimizer needs something of every rank that only its own batch could give.
-        """
-        self._reducer.end_watch()
-        refuse_join_shadow(self.module, self.process_group)
-        join_state = gather_join_state(Stance(active=False), self.process_group, self.device)
-        if join_state.decides:
-            self._batchnorm_undecided = False
-            sync_if_small(self.module, (), self.process_group, self.device)
-            refuse_join_shadow(self.module, self.process_group)
-        if self.broadcast_buffers and self._buffers_stale:
-            broadcast_tensors(self._synced_buffers(), self.process_group, join_state.source)
-        self._buffers_stale = join_state.syncs
-        if join_state.syncs:
-            self._reducer.stand_in()
-
-    def _take_over(self, is_last: bool) -> None:
-        """At the end of a Join context: the model of a rank that left last becomes everybody's."""
-        source = find_last(is_last, self.process_group, self.device)
-        broadcast_tensors(self._state(), self.process_group, source)
-        self._reducer.rescale = 1.0
 
     def _state(self) -> list[Tensor]:
         """What ranks bring each other up to date with: parameters, and buffers unless each rank has its own."""
@@ -396,14 +320,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._has_comm_hook = True
         self._reducer.use_exchange(HookExchange(state, hook, lambda: len(self.plan.buckets)))
 
-    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """PyTorch's hooks in C++, by their names: here they are the same hooks in Python."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        fp16 = comm_hook_type == BuiltinCommHookType.FP16_COMPRESS
-        hook = default_hooks.fp16_compress_hook if fp16 else default_hooks.allreduce_hook
-        self.register_comm_hook(self.process_group, hook)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load state with PyTorch's `module.` in front of every key, or with the wrapped module's own keys.
 
@@ -423,36 +339,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         raise TypeError(
             "DistributedDataParallel can't be pickled or copied: it holds a process group and memory shared with other "
             "ranks. Save ddp.state_dict(), or pickle or copy ddp.module"
-        )
-
-
-def _specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
-    specs = []
-    for name, parameter in trained:
-        owner = module.get_submodule(name.rpartition(".")[0])
-        sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
-        specs.append(
-            ParameterSpec(
-                name, tuple(parameter.shape), parameter.dtype, parameter.device, type(owner).__name__, sparse=sparse
-            )
-        )
-    return specs
-
-
-def _refuse_in_backward(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    stepped = [name for name, parameter in named if hasattr(parameter, "_in_backward_optimizers")]
-    if stepped:  # they would step with this rank's gradient, or not at all
-        raise RuntimeError(
-            f"Parameter {stepped[0]!r} has an optimizer that steps inside backward (_apply_optimizer_in_backward), "
-            "before its gradient is averaged. Step an ordinary optimizer after backward"
-        )
-
-
-def _refuse_uninitialized(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    lazy = [name for name, parameter in named if isinstance(parameter, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise RuntimeError(
-            f"Parameter {lazy[0]!r} has no shape yet: run one forward of the module on every rank, then wrap it"
         )
 
 

@@ -65,8 +65,8 @@ class Reducer:
         self._parameters = list(parameters)
         self._group = group
         self._find_unused = find_unused and not static_graph
-        self._rebuild_pending = not self._find_unused
-        self._learning = static_graph  # a static graph is learnt in the first round: how often each gradient is written
+        self.rebuild_pending = not self._find_unused
+        self._learning = static_graph  # a static graph is learnt in the first round
         self._fires_expected = [1] * len(self._parameters)
         self._idle: frozenset[int] = frozenset()  # parameters of a static graph that no rank uses
         self._watch = watch
@@ -94,15 +94,22 @@ class Reducer:
         self._pending: list[Pending]
         self._order: dict[int, None]
         self._begin_round()
-        self._hooks = [
+        hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _hook(weakref.ref(self), Reducer.on_gradient, index)
             )
             for index, parameter in enumerate(self._parameters)
         ]
-        weakref.finalize(self, _remove, self._hooks)
+        for hook in hooks:
+            weakref.finalize(self, hook.remove)
         if self._set.pool is not None:
             weakref.finalize(self, self._set.pool.close).atexit = False  # tensors may outlive the exit hooks
+
+    def learn_graph(self) -> None:
+        """As static_graph=True; RuntimeError if there has been a round, or half of one."""
+        if self._num_rounds or self._started:
+            raise RuntimeError("_set_static_graph() should be called before training loop starts")
+        self._find_unused, self._learning, self.rebuild_pending = False, True, True
 
     def use_exchange(self, exchange: Exchange) -> None:
         """Let `exchange` combine the buckets, of this plan and the next. Collective, and before the first backward.
@@ -358,8 +365,8 @@ class Reducer:
         self._num_rounds += 1
         if absent:
             self.end_watch()
-        elif self._rebuild_pending:
-            self._rebuild_pending = False
+        elif self.rebuild_pending:
+            self.rebuild_pending = False
             self._rebuild(order)
         if self._watch is not None and not self._watch.compare():
             self._watch = None
@@ -394,8 +401,8 @@ class Reducer:
         self._used = used
         self._begin_round()
         self._num_rounds += 1
-        if self._rebuild_pending:
-            self._rebuild_pending = False
+        if self.rebuild_pending:
+            self.rebuild_pending = False
             self._rebuild(list(range(len(self._parameters))))
 
     def _agree_on_unused(self) -> frozenset[int]:
@@ -441,8 +448,3 @@ def _hook(reducer: weakref.ref[Reducer], call: Callable[[Reducer, _Argument], No
             call(alive, argument)
 
     return hook
-
-
-def _remove(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.ddp.plan import ParameterSpec
 from phalanx.errors import MismatchError
 
 _SHOWN = 8  # differences in a message; more would hide the first
@@ -107,3 +108,44 @@ def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]], caller: str)
         + "\nBuild the model from the same arguments on every rank, before wrapping it.",
         calls={rank: f"a model of {len(structure)} tensors" for rank, (structure, _) in enumerate(everyone)},
     )
+
+
+def specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
+    """What planning needs to know of each parameter; one of an `nn.Embedding(sparse=True)` has sparse gradients."""
+    specs = []
+    for name, parameter in trained:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
+        specs.append(
+            ParameterSpec(
+                name, tuple(parameter.shape), parameter.dtype, parameter.device, type(owner).__name__, sparse=sparse
+            )
+        )
+    return specs
+
+
+def refuse_in_backward(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that are updated before their gradients are averaged.
+
+    Raises:
+        RuntimeError: one has an optimizer that steps inside backward.
+    """
+    stepped = [name for name, parameter in named if hasattr(parameter, "_in_backward_optimizers")]
+    if stepped:  # they would step with this rank's gradient, or not at all
+        raise RuntimeError(
+            f"Parameter {stepped[0]!r} has an optimizer that steps inside backward (_apply_optimizer_in_backward), "
+            "before its gradient is averaged. Step an ordinary optimizer after backward"
+        )
+
+
+def refuse_uninitialized(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse lazy parameters.
+
+    Raises:
+        RuntimeError: one has no shape yet.
+    """
+    lazy = [name for name, parameter in named if isinstance(parameter, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise RuntimeError(
+            f"Parameter {lazy[0]!r} has no shape yet: run one forward of the module on every rank, then wrap it"
+        )

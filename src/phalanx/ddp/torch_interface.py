@@ -1,0 +1,214 @@
+"""What libraries call on PyTorch's wrapper besides what its documentation shows: done, or refused with the reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+
+from phalanx.ddp.plan import BucketPlan
+from phalanx.ddp.reducer import Reducer
+from phalanx.nn.sync_batchnorm import SyncBatchNorm
+
+
+class TorchInterface(nn.Module):
+    """Names of `torch.nn.parallel.DistributedDataParallel` that begin with an underscore, or might as well."""
+
+    process_group: dist.ProcessGroup
+    module: nn.Module
+    device: torch.device
+    dim: int
+    device_ids: Sequence[int | torch.device] | None
+    static_graph: bool
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    broadcast_buffers: bool
+    require_backward_grad_sync: bool
+    register_comm_hook: Callable[[object, Any], None]
+    _reducer: Reducer
+    _buffers_stale: bool
+    _ignored: frozenset[str]
+    _caps_mb: Sequence[float]
+    _has_comm_hook: bool
+    if TYPE_CHECKING:
+
+        def _synced_buffers(self) -> list[Tensor]: ...
+        def _broadcast_buffers(self, source: int, grad_enabled: bool) -> None: ...
+        def _moved(self, values: Any) -> Any: ...
+
+    # -- attributes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def device_type(self) -> str:
+        """Of the module's one device."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Never: the gradients of one wrapper lie on one device."""
+        return False
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of the parameters and buffers that the module has asked to leave out."""
+        return set(self._ignored)
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Above which no further gradient is put into a bucket."""
+        return int(self._caps_mb[-1] * 1024 * 1024)
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """As `broadcast_buffers`."""
+        return self.broadcast_buffers
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward takes rank 0's buffers; may be set."""
+        return self._buffers_stale
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._buffers_stale = value
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that rank 0's overwrite."""
+        return self._synced_buffers()
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward takes rank 0's buffers."""
+        return self.broadcast_buffers and self._buffers_stale and bool(self.modules_buffers)
+
+    # -- settings ------------------------------------------------------------------------------------------------------
+
+    def _set_static_graph(self) -> None:
+        """As static_graph=True, said after construction and before the first backward; all ranks say it.
+
+        Raises:
+            RuntimeError: training has begun.
+        """
+        if self.static_graph:
+            warnings.warn("static_graph is True already", stacklevel=2)
+            return
+        self._reducer.learn_graph()
+        self.static_graph = True
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
+    ) -> None:
+        """Leave these out, by name, when `module` is wrapped: PyTorch's call for experts that live on one rank each."""
+        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """PyTorch's hooks in C++, by their names: here they are the same hooks in Python."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        fp16 = comm_hook_type == BuiltinCommHookType.FP16_COMPRESS
+        hook = default_hooks.fp16_compress_hook if fp16 else default_hooks.allreduce_hook
+        self.register_comm_hook(self.process_group, hook)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Nothing: no times are taken. `torch.profiler` shows where a step spends them.
+
+        Raises:
+            ValueError: below 1, as in PyTorch.
+        """
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing: outputs go to the caller as the module returned them."""
+
+    # -- what it is like -----------------------------------------------------------------------------------------------
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """PyTorch's dictionary, as far as it describes settings, buckets and steps; it has no times in it."""
+        plan: BucketPlan = self._reducer.plan
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        sizes = ", ".join(str(bucket.num_bytes) for bucket in plan.buckets)
+        indices = "; ".join(" ".join(str(slot.parameter) for slot in bucket.slots) for bucket in plan.buckets)
+        num_steps = self._reducer.rounds[0]
+        found: dict[str, Any] = {
+            "backend_name": dist.get_backend(self.process_group),
+            "module_name": type(self.module).__name__,
+            "rank": self.process_group.rank(),
+            "world_size": self.process_group.size(),
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "dtypes": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})),
+            "iteration": num_steps,
+            "num_parameter_tensors": len(trained),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in trained),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_sizes": sizes,
+            "static_graph": int(self.static_graph),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "has_sync_bn": int(any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in self.module.modules())),
+            "is_multi_device_module": 0,
+            "comm_hook": "set" if self._has_comm_hook else "",
+        }
+        if num_steps:
+            found |= {
+                "has_rebuilt_buckets": int(not self._reducer.rebuild_pending),
+                "rebuilt_bucket_sizes": sizes,
+                "rebuilt_per_bucket_param_indices": indices,
+                "num_buckets_reduced": len(plan.buckets),
+            }
+        return found
+
+    # -- parts of PyTorch's forward, for subclasses that write their own -----------------------------------------------
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
+        """Tensors cut along `dim`, one part for each device: torch.nn.parallel.scatter."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int | torch.device) -> Any:
+        """Arguments on the wrapper's device, as the one element of two tuples."""
+        return (self._moved(inputs),), (self._moved(kwargs),)
+
+    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
+        """Outputs of several devices, put together along `dim`: torch.nn.parallel.gather."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def _sync_buffers(self) -> None:
+        """Rank 0's buffers for all, now. Collective."""
+        self._broadcast_buffers(0, torch.is_grad_enabled())
+
+    # -- refused -------------------------------------------------------------------------------------------------------
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> NoReturn:
+        """Refuse, as the hooks that step optimizers inside backward."""
+        raise _refused("_register_fused_optim", "optimizers step after backward; call their step()")
+
+    def _register_buffer_comm_hook(self, state: object, hook: Any, comm_hook_location: object = None) -> NoReturn:
+        """Refuse: buffers are rank 0's, or each rank's own."""
+        raise _refused(
+            "_register_buffer_comm_hook",
+            "pass broadcast_buffers=False, and combine the buffers yourself before forward, or after it",
+        )
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> NoReturn:
+        """Refuse: buckets lie in the group's memory."""
+        raise _refused(
+            "_update_process_group",
+            "gradients lie in memory that the ranks of a group share; wrap the module anew, "
+            "DistributedDataParallel(ddp.module, process_group=new_process_group)",
+        )
+
+    def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
+        """Refuse: ranks tell each other the rows of sparse gradients in every step."""
+        raise _refused("_set_sparse_metadata", "the rows of sparse gradients are exchanged in every step; leave it out")
+
+
+def _refused(name: str, advice: str) -> NotImplementedError:
+    return NotImplementedError(f"DistributedDataParallel.{name} is not supported: {advice}")
