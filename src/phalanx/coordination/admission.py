@@ -18,37 +18,40 @@ import zmq
 from zmq.utils import z85
 
 _MAX_REMEMBERED = 1024
-_PAUSE_S = 10.0  # between two lines about the same address
-_MAX_FREQUENT = 20  # lines in such a pause, whatever the number of addresses
+_PAUSE_S = 10.0  # between two lines that say the same
+_MAX_LINES = 20  # in such a pause, whatever they say
 _EVENT_BYTES = 6
 _LOOK_S = 1.0  # between two looks at the kernel's table, which may be long
 _MAX_GUESSES = 4
 _ENDED = (4, 5, 6, 8, 9, 11)  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK, CLOSING
 
 
-class Refusals:
-    """Who was refused, in few lines however many come."""
+class Complaints:
+    """What strangers and members do wrong, in few lines however often they do it."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # when it was told; since then
+        self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()  # when it was said; how often since
         self._window, self._told = 0.0, 0
-        self.total = 0
+        self.num_refused = 0
 
-    def add(self, peer: str, why: str, now: float) -> None:
-        """Somebody at `peer` was refused."""
-        self.total += 1
-        said_at, since = self._seen.pop((peer, why), (-_PAUSE_S, 0))
+    def refused(self, peer: str, why: str, now: float) -> None:
+        """A connection from `peer` was not let in."""
+        self.num_refused += 1
+        self.add(f"refused a connection from {peer}: {why}", now)
+
+    def add(self, line: str, now: float) -> None:
+        """Something that a person should know, though not each time."""
+        said_at, since = self._seen.pop(line, (-_PAUSE_S, 0))
         if now - self._window >= _PAUSE_S:
             self._window, self._told = now, 0
-        if now - said_at >= _PAUSE_S and self._told < _MAX_FREQUENT:
+        if now - said_at >= _PAUSE_S and self._told < _MAX_LINES:
             self._told += 1
-            more = f" ({since} more since the last such line)" if since else ""
-            self._say(f"refused a connection from {peer}: {why}{more}")
+            self._say(line + (f" ({since} more since the last such line)" if since else ""))
             said_at, since = now, 0
         else:
             since += 1
-        self._seen[peer, why] = said_at, since
+        self._seen[line] = said_at, since
         if len(self._seen) > _MAX_REMEMBERED:
             self._seen.popitem(last=False)
 
@@ -56,9 +59,9 @@ class Refusals:
 class Admission:
     """The answers to ZAP's questions, for one context of ZeroMQ: only this public key is let in."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], member_key: bytes, refusals: Refusals) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], member_key: bytes, complaints: Complaints) -> None:
         self._known = z85.decode(member_key)
-        self._refusals = refusals
+        self._complaints = complaints
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
@@ -72,7 +75,7 @@ class Admission:
                 return
             fine = mechanism == b"CURVE" and credentials == [self._known]
             if not fine:
-                self._refusals.add(peer.decode(errors="replace"), "it does not know the job's key", now)
+                self._complaints.refused(peer.decode(errors="replace"), "it does not know the job's key", now)
             status = (b"200", b"OK") if fine else (b"400", b"another key")
             self.socket.send_multipart((version, request, *status, b"", b""))
 
@@ -84,11 +87,11 @@ class Admission:
 class Doorkeeper:
     """Watches the connections of a listening socket: who was refused in the handshake, and how many are open."""
 
-    def __init__(self, watched: zmq.Socket[bytes], port: int, refusals: Refusals) -> None:
+    def __init__(self, watched: zmq.Socket[bytes], port: int, complaints: Complaints) -> None:
         self._watched = watched
         self._port = port
         self._looked_at = -_LOOK_S
-        self._refusals = refusals
+        self._complaints = complaints
         self.socket = watched.get_monitor_socket(
             zmq.EVENT_ACCEPTED
             | zmq.EVENT_DISCONNECTED
@@ -122,7 +125,7 @@ class Doorkeeper:
                     if not peer and now - self._looked_at >= _LOOK_S:
                         self._looked_at, peer = now, gone_peers(self._port)
                     peer = peer or "an address that was gone before it could be seen"
-                    self._refusals.add(peer, "it does not know the job's key, or speaks another language", now)
+                    self._complaints.refused(peer, "it does not know the job's key, or speaks another language", now)
                 self._failed = False
 
     def close(self) -> None:

@@ -203,13 +203,20 @@ class Coordinator:
         self._tell_all()
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
+    def who(self, route: object) -> str:
+        """What a person calls whoever is behind `route`."""
+        session = self.sessions.get(route)
+        member = session.member if session is not None else None
+        return "somebody who knows the key" if member is None else f"member {member.id} ({self.name_of(member)})"
+
     def name_of(self, member: Member) -> str:
         """What a person calls it: its host, where it has told one."""
         try:
             facts = json.loads(member.facts)
-            return str(facts.get("host") or facts.get("name") or f"member {member.id}")[:200]
+            name = str(facts.get("host") or f"member {member.id}")[:200]
         except (ValueError, AttributeError, RecursionError):
             return f"member {member.id}"
+        return "".join(letter if letter.isprintable() else "?" for letter in name)  # it goes to a terminal
 
     def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
         """What is to be sent, session by session."""

@@ -21,7 +21,7 @@ from types import TracebackType
 import zmq
 
 from phalanx.coordination.address import Address, listen
-from phalanx.coordination.admission import Admission, Doorkeeper, Refusals
+from phalanx.coordination.admission import Admission, Complaints, Doorkeeper
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
 from phalanx.coordination.wire import MAX_FRAME_BYTES, frames
@@ -75,7 +75,7 @@ class Service:
         self.address: Address | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.max_sockets = 64
-        self._refusals = Refusals(self._say)
+        self._complaints = Complaints(self._say)
         self._admission: Admission | None = None
         self._doorkeeper: Doorkeeper | None = None
         self._listener: socket.socket | None = None
@@ -102,7 +102,7 @@ class Service:
     @property
     def num_refused(self) -> int:
         """How many connections were refused."""
-        return self._refusals.total
+        return self._complaints.num_refused
 
     @property
     def is_full(self) -> bool:
@@ -157,14 +157,14 @@ class Service:
                 "Give an address of this host and a port that is free (port 0 takes one), or leave the host out: :0"
             ) from None
         pair = key.coordinator_pair()
-        self._admission = Admission(self._context, key.member_pair().public, self._refusals)
+        self._admission = Admission(self._context, key.member_pair().public, self._complaints)
         router = self._router()
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = pair.public, pair.secret
         router.zap_domain = b"phalanx"
         router.ipv6 = True
         self.address = Address(place.host, self._listener.getsockname()[1])
-        self._doorkeeper = Doorkeeper(router, self.address.port, self._refusals)
+        self._doorkeeper = Doorkeeper(router, self.address.port, self._complaints)
         self._remote = router
         self._listen(True)
         return router
@@ -264,7 +264,7 @@ class Service:
                 self._say(f"a request failed, which is a bug of Phalanx: {error!r}")
                 continue
             if not fine:
-                self._refusals.add("a member", "what it sends makes no sense", now)
+                self._complaints.add(f"{self.coordinator.who((router, route))} sends what makes no sense", now)
 
     def _send(self) -> None:
         coordinator = self.coordinator
