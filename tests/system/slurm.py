@@ -1,6 +1,6 @@
 """A real Slurm of two nodes on this machine, for the tests: munged, slurmctld and two `slurmd -N`.
 
-It has a folder and ports of its own, and is taken down afterwards:
+It has a folder and a network of its own, and is taken down afterwards:
 
     with cluster(folder) as slurm:
         slurm.run("srun", "-N2", "python", "train.py")
@@ -25,6 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.testing import why_no_hosts
+from phalanx.testing.namespaces import Host, hosts
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 NODES = ("n1", "n2")
 _PATIENCE_S = 60.0
@@ -33,8 +36,8 @@ _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "P
 
 CONFIGURATION = """
 ClusterName=phalanx
-SlurmctldHost={name}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldHost={name}({address})
+SlurmctldPort=6817
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -58,8 +61,8 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1,sched_min_interval=0
 KillWait=10
-NodeName=n1 NodeHostname={name} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 State=UNKNOWN
-NodeName=n2 NodeHostname={name} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 State=UNKNOWN
+NodeName=n1 NodeHostname={name} NodeAddr={address} Port=6818 CPUs=4 State=UNKNOWN
+NodeName=n2 NodeHostname={name} NodeAddr={address} Port=6819 CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
 
@@ -69,20 +72,23 @@ def why_not() -> str:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a Slurm of our own needs Linux and root"
     missing = [program for program in PROGRAMS if _find(program) is None]
-    return f"{', '.join(missing)} not installed (apt install slurm-wlm munge)" if missing else ""
+    if missing:
+        return f"{', '.join(missing)} not installed (apt install slurm-wlm munge)"
+    return why_no_hosts()  # it needs an address that is not the loopback's, and ports that nobody has
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Slurm that answers. `environment` is what its commands need."""
+    """A Slurm that answers on `host`. `environment` is what its commands need."""
 
     folder: Path
+    host: Host
     environment: dict[str, str]
 
     def run(self, *words: str, timeout: float = 100.0, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a command of Slurm to its end, with its output caught."""
         return subprocess.run(
-            words,
+            [*_enter(self.host), *words],
             cwd=self.folder,
             env={**self.environment, **variables},
             stdin=subprocess.DEVNULL,
@@ -102,6 +108,11 @@ class Cluster:
         return "\n".join(f"== {log.name}\n{_tail(log)}" for log in sorted(self.folder.glob("*.log")))
 
 
+def _enter(host: Host) -> list[str]:
+    """As `Host.command`, which also puts another /sys there, where slurmd would miss the control groups."""
+    return ["nsenter", f"--net=/run/netns/{host.name}"]
+
+
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
     """A Slurm with two idle nodes; everything that it has started is gone at the end."""
@@ -110,33 +121,33 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     for node in NODES:
         (folder / f"spool-{node}").mkdir()
     configuration = folder / "slurm.conf"
-    ports = _free_ports(3)
-    configuration.write_text(
-        CONFIGURATION.format(folder=folder, name=socket.gethostname().partition(".")[0], ports=ports)
-    )
+    name = socket.gethostname().partition(".")[0]
     environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
     environment = {name: value for name, value in environment.items() if not name.startswith("SLURM")}
     environment |= {"SLURM_CONF": str(configuration), "OMP_NUM_THREADS": "1"}
-    started = Cluster(folder, environment)
     daemons: list[subprocess.Popen[bytes]] = []
-    try:
-        daemons.append(_start_munged(folder))
-        daemons.append(_start(folder, environment, "slurmctld", "-D", "-c", "-i"))
-        daemons += [_start(folder, environment, "slurmd", "-D", "-N", node) for node in NODES]
-        _wait_idle(started, daemons)
-        yield started
-    finally:
-        started.run("scancel", "--me", "--signal=KILL", timeout=20)
-        for daemon in reversed(daemons):
-            _end(daemon)
+    with hosts(1) as (host,):
+        configuration.write_text(CONFIGURATION.format(folder=folder, name=name, address=host.address))
+        started = Cluster(folder, host, environment)
+        try:
+            daemons.append(_start_munged(started))
+            daemons.append(_start(started, environment, "slurmctld", "-D", "-c", "-i"))
+            daemons += [_start(started, environment, "slurmd", "-D", "-N", node) for node in NODES]
+            _wait_idle(started, daemons)
+            yield started
+            started.run("scancel", "--me", "--signal=KILL", timeout=20)
+        finally:
+            for daemon in reversed(daemons):
+                _end(daemon)
 
 
-def _start_munged(folder: Path) -> subprocess.Popen[bytes]:
+def _start_munged(slurm: Cluster) -> subprocess.Popen[bytes]:
+    folder = slurm.folder
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     return _start(
-        folder,
+        slurm,
         dict(os.environ),
         *["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"],
         *[f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed"],
@@ -144,14 +155,19 @@ def _start_munged(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def _start(folder: Path, environment: dict[str, str], program: str, *words: str) -> subprocess.Popen[bytes]:
+def _start(slurm: Cluster, environment: dict[str, str], program: str, *words: str) -> subprocess.Popen[bytes]:
     path = _find(program)
     assert path is not None
-    with (folder / f"{program}.out").open("ab") as out:
+    with (slurm.folder / f"{program}.out").open("ab") as out:
         return subprocess.Popen(
-            [path, *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            [*_enter(slurm.host), path, *words],
+            cwd=slurm.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
 
 def _wait_idle(slurm: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
@@ -174,17 +190,6 @@ def _end(daemon: subprocess.Popen[bytes]) -> None:
 
 def _find(program: str) -> str | None:
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
-
-
-def _free_ports(count: int) -> list[int]:
-    with_ports = [socket.socket() for _ in range(count)]
-    try:
-        for sock in with_ports:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in with_ports]
-    finally:
-        for sock in with_ports:
-            sock.close()
 
 
 def _tail(log: Path) -> str:

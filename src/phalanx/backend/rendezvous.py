@@ -30,6 +30,7 @@ from phalanx.backend.start import launched
 from phalanx.backend.store_errors import explained
 from phalanx.backend.tcp_store import keeps, open_store
 from phalanx.coordination.launchers import COORDINATOR, Launch, find_agents_store, find_launch, mpi_launch
+from phalanx.coordination.slurm_address import find_address
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.observer import fetch_store
 from phalanx.engines.mpi import Launcher, start, why_not
@@ -292,7 +293,7 @@ def _around_rank_0(launch: Launch, address: FdAddress, deadline: Deadline) -> An
 
 def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
     """The store of a job of Slurm on several hosts: a port of the first host that follows from the job's number."""
-    host = os.environ.get("MASTER_ADDR", launch.first_host)
+    host = os.environ.get("MASTER_ADDR") or find_address(launch.first_host)
     port = int(os.environ.get("MASTER_PORT", launch.port))
     here = f"init_process_group under Slurm on rank {launch.rank} of {launch.world_size}"
     try:

@@ -39,6 +39,21 @@ class Launch(ModuleType):
 
         return call(fn, args, kwargs, nproc_per_node=nproc_per_node, nnodes=nnodes, **options)
 
+    @staticmethod
+    def ray(
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        nproc_per_node: int | str = "auto",
+        nnodes: int | None = None,
+        **options: object,
+    ) -> list[Any]:
+        """The same on the Ray cluster of this driver, on `nnodes` of its nodes (default: all)."""
+        from phalanx.launch.on_ray import launch_on_ray
+
+        return launch_on_ray(fn, args, kwargs, nproc_per_node=nproc_per_node, nnodes=nnodes, **options)
+
 
 launch: Launch = sys.modules[__name__]  # type: ignore[assignment]
 launch.__class__ = Launch

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent import run_job
-from phalanx.launch.devices import count_gpus, find_cpus
+from phalanx.launch.devices import count_gpus, find_cpus, share_cpus
 from phalanx.launch.environment import find_disagreements
 from phalanx.launch.options import format_help
 from phalanx.launch.output.standard import guarded, open_standard_descriptors
@@ -18,6 +18,7 @@ from phalanx.launch.output.text import show
 from phalanx.launch.placement import plan_placement
 from phalanx.launch.plan import JobPlan, is_terminal, make_run_id
 from phalanx.launch.processes import SUPPORTED
+from phalanx.launch.schedulers import SIGNS
 from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, parse
 from phalanx.launch.target import find_problem
 
@@ -28,15 +29,26 @@ def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
     `old_launcher`: they are meant as torch.distributed.launch would take them.
     """
     open_standard_descriptors()
+    environ: Mapping[str, str] = os.environ
     try:
         settings = parse(words, os.environ, old_launcher=old_launcher)
         if settings is None:
             guarded(lambda: print(format_help()))
             return 0
+        if settings.on == "ray":
+            from phalanx.launch.on_ray import run_on_ray
+
+            return run_on_ray(words)
+        if any(name in os.environ for name in SIGNS):
+            from phalanx.launch.schedulers.adopt import adopt  # here, because most commands are started by hand
+
+            settings, environ = adopt(settings, os.environ, lambda line: show(2, line))
     except LaunchError as error:
         show(2, str(error))
         return error.exit_code
-    return run_settings(settings, os.environ)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return run_settings(settings, environ)
 
 
 def run_settings(settings: Settings, environ: Mapping[str, str]) -> int:
@@ -75,7 +87,7 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         LaunchError: with all the problems that were found.
     """
     problems = []
-    cpus = find_cpus()
+    cpus = share_cpus(find_cpus(), *settings.share)
     gpus = count_gpus(environ) if settings.nproc in ("auto", "gpu") else 0
     num_ranks = 0
     try:

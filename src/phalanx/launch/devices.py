@@ -14,6 +14,24 @@ def find_cpus() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
+def share_cpus(cpus: tuple[int, ...], node: int, num_nodes: int) -> tuple[int, ...]:
+    """The part of `cpus` that is for node `node` of the `num_nodes` on this host.
+
+    All of them where whoever started this process has bound it to cores of its own, or where there are fewer.
+    """
+    if num_nodes == 1 or len(cpus) < num_nodes or _is_bound(cpus):
+        return cpus
+    return cpus[len(cpus) * node // num_nodes : len(cpus) * (node + 1) // num_nodes]
+
+
+def _is_bound(cpus: tuple[int, ...]) -> bool:
+    """Whether this process may use less than the one that started it."""
+    try:
+        return set(cpus) < os.sched_getaffinity(os.getppid())
+    except (AttributeError, OSError):
+        return False
+
+
 def count_gpus(environ: Mapping[str, str]) -> int:
     """The CUDA devices that torch would see: the driver's, limited by CUDA_VISIBLE_DEVICES."""
     return count_visible(_count_installed(), environ.get("CUDA_VISIBLE_DEVICES"))

@@ -68,6 +68,12 @@ def _read_host_timeout(text: str) -> float:
     return value
 
 
+def _read_cluster(text: str) -> str:
+    if text != "ray":
+        raise ValueError(f"must be ray, got {text!r}. Slurm, Kubernetes, MPI, LSF and PBS are found without a word")
+    return text
+
+
 def _read_nproc(text: str) -> str:
     if text in ("auto", "cpu", "gpu"):
         return text
@@ -219,6 +225,8 @@ OPTIONS = (
            "keep_alive_max_attempt.", "KEY=VALUE,…", _read_conf),
     Option("local-addr", "", "The address under which other hosts reach this one (default: the one from which it "
            "reaches the first host).", "HOST", _read_host),
+    Option("on", "on", "Run on the nodes of an existing cluster, an agent on each: ray. --nnodes: how many of them "
+           "(default: all).", "ray", _read_cluster, torchruns=False),
     Option("standalone", "standalone", "A job of its own, also where Slurm or MPI start this command several times."),
     Option("run-path", "kind:script", "As torchrun's: the target is a script."),
     Option("use-env", "not:local_rank_argument", "As torch.distributed.launch's: the ranks find LOCAL_RANK in the "

@@ -47,6 +47,8 @@ class Settings:
     key_file: str | None = None
     environment: Mapping[str, str | None] = field(default_factory=dict)
     rendezvous: Rendezvous | None = None
+    share: tuple[int, int] = (0, 1)  # which part of this host's cores is for this command, of how many such parts
+    on: str = ""  # whose cluster the job is to run on
 
 
 def parse(

@@ -137,6 +137,8 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
         host.display.say(describe_overdue(state))
         return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
     if not state.failures:
+        if plan.verdict:
+            Verdict(attempt.place.world_size).write(plan.verdict)
         return 0
     if plan.verdict:
         text = _describe_failures(attempt, flight)

@@ -1,4 +1,4 @@
-"""The agent of a call: `phalanx run`, but that it dies with the caller, who has the last word."""
+"""An agent that a program starts: `phalanx run`, but that it dies with its caller, which may have the last word."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from phalanx.launch.agent.agent import run_job
 from phalanx.launch.calls.verdict import Verdict
 from phalanx.launch.command import plan_job
 from phalanx.launch.output.standard import open_standard_descriptors
+from phalanx.launch.output.text import show
 from phalanx.launch.processes import die_with_parent
 from phalanx.launch.settings import parse
 
 
 def main() -> int:
-    """`python -m phalanx.launch.calls.agent CALLER VERDICT WORDS…`: run the job that the words describe."""
+    """With sys.argv CALLER VERDICT WORDS…: run the job that the words describe.
+
+    The last words go into the file VERDICT; without one (an empty word) they are said, as on the command line.
+    """
     caller, verdict, words = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     die_with_parent(caller, signal.SIGTERM)
     open_standard_descriptors()
@@ -25,14 +29,14 @@ def main() -> int:
         settings = parse(words)
         assert settings is not None, "the caller has refused what is no job"
         plan = dataclasses.replace(plan_job(settings, os.environ), verdict=verdict)
-        Verdict(world_size=plan.num_ranks).write(verdict)
+        if verdict:
+            Verdict(world_size=plan.num_ranks).write(verdict)  # so that the caller knows that it has begun
         return run_job(plan)
     except LaunchError as error:
-        Verdict(text=str(error)).write(verdict)
+        if verdict:
+            Verdict(text=str(error)).write(verdict)
+        else:
+            show(2, str(error))
         return error.exit_code
     except KeyboardInterrupt:  # in the first moments, before signals are caught: nothing was started
         return 128 + signal.SIGINT
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -65,20 +65,32 @@ def launch(
         ValueError: an option is none of `phalanx run`, or its value makes no sense.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button: every rank has ended, as after Ctrl-C on the command.
     """
-    if not callable(fn):
-        raise TypeError(f"phalanx.launch: needs a function, got a {type(fn).__name__}")
-    words = _words(nproc_per_node=nproc_per_node, **options)
-    try:
-        data = payload.encode(fn, args, kwargs or {})
-    except TypeError as error:
-        raise TypeError(f"phalanx.launch: {error}") from error
+    call, data, words = prepare(fn, args, kwargs or {}, nproc_per_node=nproc_per_node, **options)
     with tempfile.TemporaryDirectory(prefix="phalanx-call-", ignore_cleanup_errors=True) as folder:
         payload_path(folder).write_bytes(data)
         surroundings_path(folder).write_bytes(payload.encode_surroundings())
         verdict_path = os.path.join(folder, "verdict")
         code = _run_agent(verdict_path, [*words, "-m", "phalanx.launch.calls", folder])
         verdict = Verdict.read(verdict_path)
-        return _collect(f"phalanx.launch of {getattr(fn, '__qualname__', fn)!s}", folder, verdict, code)
+        return collect(call, folder, verdict, code)
+
+
+def prepare(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: object
+) -> tuple[str, bytes, list[str]]:
+    """The call's name for messages, the call as bytes, and the words of `phalanx run`; all refusals are here.
+
+    Raises:
+        TypeError, ValueError: as `launch`.
+    """
+    if not callable(fn):
+        raise TypeError(f"phalanx.launch: needs a function, got a {type(fn).__name__}")
+    words = _words(**options)
+    try:
+        data = payload.encode(fn, args, kwargs)
+    except TypeError as error:
+        raise TypeError(f"phalanx.launch: {error}") from error
+    return f"phalanx.launch of {getattr(fn, '__qualname__', fn)!s}", data, words
 
 
 def _words(**options: object) -> list[str]:
@@ -102,7 +114,7 @@ def _words(**options: object) -> list[str]:
 
 # The entry of the working directory would let the user's `random.py` shadow what the agent imports. Ctrl-C in the first
 # moments ends it without a traceback of ours.
-_BOOT = (
+BOOT = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); '' in sys.path and sys.path.remove(''); "
     "from phalanx.launch.calls.agent import main; sys.exit(main())"
 )
@@ -115,7 +127,7 @@ def _run_agent(verdict: str, words: Sequence[str]) -> int:
         out = stack.enter_context(_shown_on(sys.stdout, sys.__stdout__, 1))
         err = stack.enter_context(_shown_on(sys.stderr, sys.__stderr__, 2))
         agent = subprocess.Popen(
-            [sys.executable, *flags, "-c", _BOOT, str(os.getpid()), verdict, *words],
+            [sys.executable, *flags, "-c", BOOT, str(os.getpid()), verdict, *words],
             stdin=subprocess.DEVNULL,
             stdout=out.theirs,
             stderr=err.theirs,
@@ -224,8 +236,8 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
                 return
 
 
-def _collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list[Any]:
-    """What the ranks returned, or the first failure."""
+def collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list[Any]:
+    """What the ranks returned, or the first failure raised; `code` is the agent's exit code."""
     if verdict is None or not verdict.world_size:
         how = verdict.text if verdict else f"its agent ended before it began: {_describe(code)}"
         raise LaunchError(how.replace("phalanx run:", f"{call}:") if verdict else f"{call}: {how}", exit_code=code)

@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
-from phalanx.launch.calls import outcome, payload
+from phalanx.launch.calls import outcome, payload, remote
 from phalanx.launch.calls.outcome import Outcome
 
 
 def run(folder: str) -> None:
-    """Make the call that lies in `folder`; raises what it raises, for the agent to hear."""
-    rank = int(os.environ["RANK"])
+    """Make the call that lies in `folder` of the first host; raises what it raises, for the agent to hear."""
+    rank, client = int(os.environ["RANK"]), remote.connect(os.environ)
+    if client is None:
+        _run(rank, folder)
+        return
+    files = (payload_path(folder), surroundings_path(folder))
+    if os.environ["GROUP_RANK"] == "0":
+        if rank == 0:
+            for file in files:
+                remote.put(client, file.name, file.read_bytes())
+        client.close()
+        _run(rank, folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="phalanx-call-", ignore_cleanup_errors=True) as own:
+        for file in files:
+            Path(own, file.name).write_bytes(remote.take(client, file.name))
+        told = outcome_path(own, rank)
+        remote.forget(client, told.name)
+        try:
+            _run(rank, own)
+        finally:
+            if told.exists():
+                remote.put(client, told.name, told.read_bytes())
+            client.close()
+
+
+def _run(rank: int, folder: str) -> None:
     path = outcome_path(folder, rank)
     path.unlink(missing_ok=True)  # of an attempt before this one
     try:

@@ -15,6 +15,7 @@ from phalanx.coordination.service import Service
 from phalanx.errors import AuthenticationError, CoordinationError, LaunchError
 from phalanx.launch.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
 from phalanx.launch.agent.zygote_process import ZygoteProcess
+from phalanx.launch.calls.remote import fetch_outcomes
 from phalanx.launch.hosts.addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
 from phalanx.launch.hosts.follower import Forward
 from phalanx.launch.hosts.gather import Gathering
@@ -64,6 +65,9 @@ def _lead(plan: JobPlan, rendezvous: Rendezvous, zygote: ZygoteProcess, signals:
         except BaseException:
             gathering.end(1, "the first host has failed")
             raise
+        if plan.verdict:  # while the coordinator is there
+            with Client(service.local) as client:
+                fetch_outcomes(client, os.path.dirname(plan.verdict))
         gathering.end(code, "")
     return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
 

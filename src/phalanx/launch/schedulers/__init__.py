@@ -10,3 +10,9 @@
 One start of `phalanx run` is a node of the job, whatever the scheduler calls it (task, pod, MPI process): also where it
 starts several on one host.
 """
+
+# Without any of these nothing needs to be loaded to find that there is no scheduler.
+SIGNS = (
+    "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", "LSB_JOBID",
+    "PBS_JOBID",
+)  # fmt: skip

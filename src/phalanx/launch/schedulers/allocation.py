@@ -47,6 +47,7 @@ class Allocation:
     local_node: int = 0
     num_local_nodes: int = 1
     nproc: str = ""
+    asks_mpi: bool = False  # the variables leave open where node 0 is, or which job this is; MPI itself knows
     hint: str = ""  # how to start the command on every host, for whoever has started it on one
 
     @property

@@ -76,7 +76,7 @@ def find_pbs(environ: Mapping[str, str], hostname: str) -> Allocation | None:
         _unique(words),
         hostname,
         ("PBS_JOBID", "PBS_NODEFILE"),
-        "pbsdsh -u -- bash -lc 'cd $PBS_O_WORKDIR && phalanx run …', or mpiexec",
+        "pbsdsh -- bash -lc 'cd $PBS_O_WORKDIR && phalanx run …', or mpiexec",
     )
 
 

@@ -20,16 +20,25 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
     launch = mpi_launch(environ)
     if launch is None or launch.world_size == 1:
         return None
-    # Where the launcher has no name for the job, the process that has started all of this host stands for it.
-    job = launch.job or f"mpiexec-{os.getppid()}-{start_ticks(os.getppid())}"
+    address, port = environ.get("MASTER_ADDR", ""), read_port(environ, "MASTER_PORT")
+    is_on_one_host = launch.local_size in (0, launch.world_size)
+    if launch.job:
+        job, is_named = launch.job, bool(address)
+    elif is_on_one_host:
+        # The process that has started all of this host stands for the job.
+        job, is_named = f"mpiexec-{os.getppid()}-{start_ticks(os.getppid())}", True
+    else:
+        # MPICH has no name for it. Two jobs at the address and port that the user gave could not be told apart anyhow.
+        job, is_named = f"mpiexec-{address}:{port}", bool(address and port)
     return Allocation(
         launch.launcher,
         launch.rank,
         launch.world_size,
         job,
         _VARIABLES[launch.launcher],
-        first_host=environ.get("MASTER_ADDR", ""),
-        port=read_port(environ, "MASTER_PORT"),
+        first_host=address,
+        port=port,
+        asks_mpi=not is_named and not is_on_one_host,
         local_node=launch.local_rank,
         num_local_nodes=launch.local_size or launch.world_size,
     )

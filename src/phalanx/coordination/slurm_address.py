@@ -1,0 +1,30 @@
+"""Where a node of Slurm is: the name that Slurm gives it need not be one that the network knows."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+
+_PATIENCE_S = 10.0
+
+
+def find_address(node: str) -> str:
+    """The name of `node` if it leads anywhere from here; else the address that Slurm has for it, or the name again."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        return _ask_slurm(node) or node
+    return node
+
+
+def _ask_slurm(node: str) -> str:
+    if shutil.which("scontrol") is None:
+        return ""
+    command = ["scontrol", "-o", "show", "node", node]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    words = dict(word.split("=", 1) for word in told.stdout.split() if "=" in word)
+    return words.get("NodeAddr", "")

@@ -1,0 +1,93 @@
+"""The settings of `phalanx run`, with what a scheduler says of this start of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from phalanx.errors import LaunchError
+from phalanx.launch.devices import count_gpus
+from phalanx.launch.rendezvous import Rendezvous
+from phalanx.launch.schedulers.allocation import Allocation
+from phalanx.launch.schedulers.find import find_allocation
+from phalanx.launch.schedulers.meet import meet
+from phalanx.launch.schedulers.slurm import find_unused_hosts
+from phalanx.launch.settings import Settings
+
+# What says of a process, not of a job, which one it is: meant for this command, and wrong in a rank.
+_OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_", "RANK", "WORLD_SIZE")
+
+
+def adopt(
+    settings: Settings, environ: Mapping[str, str], say: Callable[[str], object]
+) -> tuple[Settings, dict[str, str]]:
+    """The settings and the environment of this node of the job; both as they are where nobody has started several.
+
+    What the user says goes first: --standalone, or where the hosts meet. Node 0 says in a line what was found.
+
+    Raises:
+        LaunchError: the scheduler's variables contradict each other or the options, or the nodes cannot meet.
+    """
+    asked = settings.rendezvous
+    if settings.standalone:
+        return settings, dict(environ)
+    found = find_allocation(environ, nnodes=asked.max_nodes if asked else 0)
+    if found is None:
+        if asked is None and (unused := find_unused_hosts(environ)):
+            say(
+                f"phalanx run: Slurm gave this job {unused} hosts, and this command, started once, uses one. "
+                "On all of them: srun --ntasks-per-node=1 phalanx run …"
+            )
+        return settings, dict(environ)
+    told = environ
+    environ = _without_process(environ, found)
+    if asked is not None and asked.endpoint and not asked.endpoint.startswith(":"):
+        return settings, environ  # the user says where
+    if asked is not None and not asked.min_nodes <= found.num_nodes <= asked.max_nodes:
+        raise LaunchError(
+            f"phalanx run: --nnodes {asked.max_nodes}, and {found.describe()} has {found.num_nodes}. "
+            "Leave --nnodes out, or start as many.",
+            exit_code=2,
+        )
+    found = replace(found, job=settings.run_id or found.job)
+    rendezvous, job = meet(found, settings.key_file, told, asked or Rendezvous())
+    if found.node == 0:
+        say(f"phalanx run: {replace(found, job=job).describe()}; they meet {_describe_place(rendezvous)}")
+    nproc = found.nproc if found.nproc and settings.nproc == "auto" else settings.nproc
+    shared = _share_gpus(environ, found)
+    return (
+        replace(
+            settings,
+            rendezvous=rendezvous,
+            nproc=nproc,
+            run_id=job,
+            share=(found.local_node, found.num_local_nodes),
+        ),
+        {**environ, **shared},
+    )
+
+
+def _describe_place(rendezvous: Rendezvous) -> str:
+    if rendezvous.is_local:
+        return "on this host, without a port"
+    if rendezvous.endpoint.startswith(":"):
+        return f"at port {rendezvous.endpoint[1:]} of this host"
+    # The first of the ports that is free, which the coordinator will find out.
+    return f"at {rendezvous.endpoint}{' or a port after it' * bool(rendezvous.more_endpoints)}"
+
+
+def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for one of several nodes on this host, where nobody has set it."""
+    if found.num_local_nodes == 1 or "CUDA_VISIBLE_DEVICES" in environ:
+        return {}
+    gpus, node, num_nodes = count_gpus(environ), found.local_node, found.num_local_nodes
+    if gpus < num_nodes:
+        return {}
+    mine = range(gpus * node // num_nodes, gpus * (node + 1) // num_nodes)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
+
+
+def _without_process(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
+    """Without what belongs to this process alone. RANK is Kubeflow's only where that is what was found."""
+    names = _OF_ONE_PROCESS if found.scheduler == "Kubeflow" else _OF_ONE_PROCESS[:-2]
+    return {name: value for name, value in environ.items() if not name.startswith(names) or name == "RANKS"}

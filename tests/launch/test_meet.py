@@ -1,0 +1,99 @@
+"""Where the nodes of a scheduler's job meet; the meeting itself is in tests/system/test_run_schedulers.py."""
+
+import os
+import threading
+from dataclasses import replace
+
+import pytest
+
+from phalanx.coordination.key_file import default_path, make_key
+from phalanx.errors import LaunchError
+from phalanx.launch.rendezvous import Rendezvous
+from phalanx.launch.schedulers import meet as place
+from phalanx.launch.schedulers.adopt import adopt
+from phalanx.launch.schedulers.allocation import Allocation
+from phalanx.launch.schedulers.meet import meet
+from phalanx.launch.settings import parse
+from phalanx.testing import run_ranks
+
+NO_MPI = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # nobody started a child of it
+ASKED = Rendezvous(join_timeout_s=30.0, host_timeout_s=7.0)
+TWO_HOSTS = Allocation("Slurm", 0, 2, "slurm-1.0", ("SLURM_PROCID",), first_host="127.0.0.1")
+
+
+@pytest.fixture
+def home(tmp_path):
+    """The environment of a user whose configuration folder is empty."""
+    return {"HOME": str(tmp_path)}
+
+
+def test_node_0_hands_its_path_to_the_others_on_its_host():
+    def node(rank, world_size):
+        found = Allocation("MPICH", rank, 3, f"job-{os.getppid()}", (), local_node=rank, num_local_nodes=3)
+        rendezvous, _ = meet(found, None, {}, ASKED)
+        assert (rendezvous.is_local, rendezvous.leads, rendezvous.key) == (True, rank == 0, None)
+        if rendezvous.announce is not None:
+            rendezvous.announce("/a/path")
+            for thread in threading.enumerate():
+                if thread.name == "phalanx-announce":
+                    thread.join()
+        return rendezvous.endpoint
+
+    assert run_ranks(node, 3, init=False) == ["", "/a/path", "/a/path"]
+
+
+def test_the_first_node_makes_the_key_and_the_others_find_it(home):
+    first, job = meet(TWO_HOSTS, None, home, ASKED)
+    key, is_new = make_key(default_path(home))
+    assert (first.key, is_new, job) == (str(key), False, "slurm-1.0")
+    other, _ = meet(replace(TWO_HOSTS, node=1), None, home, ASKED)
+    places = tuple(f"127.0.0.1:{port}" for port in TWO_HOSTS.ports)
+    for node, rendezvous in enumerate((first, other)):
+        assert (rendezvous.endpoint, *rendezvous.more_endpoints) == places
+        assert (rendezvous.leads, rendezvous.node_rank, rendezvous.key) == (node == 0, node, str(key))
+        assert (rendezvous.min_nodes, rendezvous.max_nodes, rendezvous.host_timeout_s) == (2, 2, 7.0)
+
+
+def test_what_keeps_nodes_apart_is_told(home, monkeypatch):
+    other = replace(TWO_HOSTS, node=1)
+    monkeypatch.setattr(place, "_KEY_PATIENCE_S", 0.2)
+    with pytest.raises(LaunchError, match=r"the hosts do not share that folder. Copy the file to every host"):
+        meet(other, None, home, ASKED)
+    with pytest.raises(LaunchError, match=r"(?s)MPI could not be asked: .*set MASTER_ADDR for all to an address"):
+        meet(replace(TWO_HOSTS, scheduler="MPICH", first_host="", asks_mpi=True), None, {**home, **NO_MPI}, ASKED)
+    with pytest.raises(LaunchError, match="pods share no folder, and there is no key in PHALANX_KEY"):
+        meet(replace(TWO_HOSTS, scheduler="Kubernetes"), None, {"HOME": "/nowhere"}, ASKED)
+    with pytest.raises(LaunchError, match="the key in PHALANX_KEY: "):
+        meet(TWO_HOSTS, None, {**home, "PHALANX_KEY": "short"}, ASKED)
+
+
+MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711", "MPI_LOCALNRANKS": "1"}
+JOB = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NNODES": "3"}
+
+
+def adopted(words, environ):
+    said = []
+    settings, environ = adopt(parse([*words, "train.py"]), environ, said.append)
+    return settings, environ, said
+
+
+def test_what_the_user_says_goes_first(home):
+    make_key(default_path(home))
+    settings, environ, said = adopted([], {**MPI, **home})
+    assert (settings.rendezvous.endpoint, settings.rendezvous.node_rank) == ("10.0.0.9:4711", 1)
+    assert (settings.run_id, said, "PMI_RANK" in environ) == ("mpiexec-10.0.0.9:4711", [], False)
+    assert adopted(["--rdzv-id", "mine"], {**MPI, **home})[0].run_id == "mine"
+    elsewhere = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=other:1"]
+    assert adopted(elsewhere, {**MPI, **home})[0].rendezvous.endpoint == "other:1"
+    assert adopted(["--standalone"], {**MPI, **home})[0].rendezvous is None
+    with pytest.raises(LaunchError, match=r"--nnodes 3, and MPICH: node 1 of 2 .* has 2. Leave --nnodes out"):
+        adopted(["--nnodes=3"], {**MPI, **home})
+
+
+def test_a_command_that_is_started_once_says_if_hosts_are_left_over():
+    settings, _, said = adopted([], JOB)
+    assert settings.rendezvous is None
+    assert said == [
+        "phalanx run: Slurm gave this job 3 hosts, and this command, started once, uses one. On all of them: "
+        "srun --ntasks-per-node=1 phalanx run …"
+    ]
