@@ -191,7 +191,10 @@ def test_ctrl_c_on_any_host_ends_all(tmp_path: Path, where: int) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> None:
-    """All three say who has gone, those that are left and the one that was cut off; no rank is left anywhere."""
+    """All three say who has gone, those that are left and the one that was cut off, and so does every rank.
+
+    No process is left anywhere.
+    """
     script = write_script(tmp_path, _FOR_EVER)
     with hosts(3) as machines:
         lines = numbered(machines, "--host-timeout", "2", "--grace", "2", script=(script,), nproc="1")
@@ -207,7 +210,17 @@ def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> No
     )
     assert "(2 s are allowed)" in last
     assert f"{name}#1 (10.77.0.2), with rank 1, is lost" in finished[2].out
+    lost = "phalanx.errors.PeerLostError: all_reduce #"
+    for rank, told in (
+        (0, finished[0].out),
+        (2, finished[0].out),
+        *([(1, finished[1].out)] if how == "cut off" else []),
+    ):
+        assert any(lost in line and f"in group '0' on rank {rank}: " in line for line in told.splitlines())
     if how == "cut off":
+        assert "rank 1 (pid " in finished[0].out
+        assert f"is gone: its host, {name}#1 (10.77.0.2), is lost: the coordinator did not hear" in finished[0].out
+        assert "is gone: this host and the first one do not hear each other any more" in finished[1].out
         assert finished[1].code == 1
         assert "phalanx run: the first host is lost: nothing was heard from it for 2." in finished[1].out
 
@@ -341,7 +354,7 @@ def test_stacks_of_all_hosts_are_shown_on_the_first(tmp_path: Path) -> None:
     for said in (here, there):
         assert "all_reduce #" in said
         assert 'script.py", line 8 in <module>' in said
-    assert "ask on the first one, for all" in shown[1].out
+    assert "Ranks of 1 other host are shown on the first host of the job." in shown[1].out
 
 
 def test_a_job_on_one_host_loads_nothing_for_several(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from phalanx.backend import device_backends
-from phalanx.backend.rendezvous import agent_address, own_address
+from phalanx.backend.rendezvous import agent_address, find_lost_host, own_address
 from phalanx.backend.tcp_store import is_kept_here
 from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange
 from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.failure_report import FailureReport
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.gloo import local_address
 from phalanx.engines.interfaces import interface_addresses, is_public
@@ -343,6 +344,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
         size,
         server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
+        find_lost_host=lambda: _report_lost_host(options.global_ranks_in_group or range(size), processes),
     )
     try:
         engine = build_engine(options.store, token, infos, layout, settings, name, deadline, failure_store)
@@ -358,6 +360,15 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
         transport.close()
         raise
     return _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
+
+
+def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> FailureReport | None:
+    """What the agent tells of a lost host, as a report of this group; None if none of its ranks was there."""
+    lost = find_lost_host()
+    gone = [r for r, global_rank in enumerate(global_ranks) if lost is not None and global_rank in lost.ranks]
+    if lost is None or not gone:
+        return None
+    return FailureReport("lost", ranks=tuple(gone), processes={r: processes[r] for r in gone}, reason=lost.reason)
 
 
 _exit_watched = False

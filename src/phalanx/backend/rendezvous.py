@@ -29,6 +29,7 @@ from phalanx.backend.addresses import own_addresses, reachable
 from phalanx.backend.start import launched
 from phalanx.backend.store_errors import explained
 from phalanx.backend.tcp_store import keeps, open_store
+from phalanx.coordination.agent_file import LostHost, read_lost, read_store
 from phalanx.coordination.launchers import COORDINATOR, Launch, find_agents_store, find_launch, mpi_launch
 from phalanx.coordination.slurm_address import find_address
 from phalanx.deadline import Deadline
@@ -135,6 +136,11 @@ def agent_address() -> str:
     return os.environ.get("PHALANX_AGENT", "") if find_agents_store(os.environ) else ""
 
 
+def find_lost_host() -> LostHost | None:
+    """What the agent of this host has told of a lost host, in a job on several; costs a system call."""
+    return read_lost(_agent_file) if _agent_file >= 0 else None
+
+
 def own_address() -> str:
     """This host's address in a job on several, which the agents have tried; empty where nobody has."""
     return os.environ.get("PHALANX_ADDRESS", "") if find_agents_store(os.environ) else ""
@@ -143,6 +149,7 @@ def own_address() -> str:
 # Each init_process_group of a process meets under keys of its own: the store outlives the group.
 _generation = 0
 _kept: list[int] = []
+_agent_file = -1  # in a job on several hosts: what the agent tells
 _kept_stores: list[Any] = []  # stores written in Python: torch's references to them do not keep Python's half
 
 
@@ -170,9 +177,10 @@ def _open_coordinator(path: str) -> Any:
     )  # not at the top: a job on one host needs none of it
     from phalanx.coordination.key import Key
 
-    with open(_find_file(path.removeprefix(COORDINATOR)), "rb") as file:
-        description = json.loads(file.read())
-    store = CoordinationStore(description["address"], Key.parse(description["key"]) if description["key"] else None)
+    global _agent_file
+    _agent_file = os.open(_find_file(path.removeprefix(COORDINATOR)), os.O_RDONLY | os.O_CLOEXEC)
+    address, key = read_store(_agent_file)
+    store = CoordinationStore(address, Key.parse(key) if key else None)
     _kept_stores.append(store)
     return store
 

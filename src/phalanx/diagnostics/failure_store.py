@@ -39,6 +39,7 @@ class FailureStore:
     """What one group's ranks tell each other in `store`, under keys that end in `group_key`, which only they know.
 
     `server_rank` is the rank whose process serves the store, -1 where it is none of this group; `address` is where.
+    `find_lost_host` asks whoever on this host knows of hosts that are lost; it does not wait.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FailureStore:
         *,
         server_rank: int = -1,
         address: tuple[str, int] | None = None,
+        find_lost_host: Callable[[], FailureReport | None] = lambda: None,
     ) -> None:
         self._store = store
         self._group_key = group_key
@@ -59,6 +61,7 @@ class FailureStore:
         self._gone = False
         self._server_rank = server_rank
         self._address = address
+        self.find_lost_host = find_lost_host
 
     @property
     def is_gone(self) -> bool:
@@ -99,8 +102,8 @@ class FailureStore:
     # -- the report -----------------------------------------------------------------------------------------------
 
     def report(self) -> FailureReport | None:
-        """The report, if some rank has posted one."""
-        return self._try(self._read, None)
+        """The report, if some rank has posted one, or a host is lost, which explains all that follows."""
+        return self.find_lost_host() or self._try(self._read, None)
 
     def _read(self) -> FailureReport | None:
         text = self._get(f"failure/{self._group_key}")
@@ -114,6 +117,7 @@ class FailureStore:
 
     def post(self, report: FailureReport) -> FailureReport:
         """Post `report` unless there is one; returns the one that stands."""
+        report = self.find_lost_host() or report
         key = f"failure/{self._group_key}"
         stands: bytes = self._try(lambda: self._store.compare_set(key, "", report.to_json()), b"")
         return FailureReport.from_json(stands.decode()) if stands else report
@@ -182,6 +186,6 @@ class FailureStore:
 
     def report_position(self, position: Position) -> None:
         """If somebody asks where we are and we have not yet said so, say it."""
-        if not self._answered and self._store.check([f"positions/{self._group_key}"]):
+        if not self._answered and self.wants_positions():
             self._answered = True
-            self._store.set(self._position_key(self._rank), json.dumps(asdict(position)))
+            self._try(lambda: self._store.set(self._position_key(self._rank), json.dumps(asdict(position))), None)

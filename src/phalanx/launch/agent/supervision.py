@@ -20,6 +20,7 @@ from phalanx.launch.failure import Exit, Failure, Loss, Report, decide_failures
 from phalanx.launch.processes import ENDING_SIGNALS
 
 SETTLE_S = 0.2
+LOSS_SETTLE_S = 3.0  # ranks look five times a second whether a host is lost, and then ask a store that may be gone, too
 _TELL_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
 
 
@@ -113,7 +114,7 @@ class Supervision:
     def on_host_lost(self, ranks: Iterable[int], loss: Loss, now: float) -> list[Action]:
         """Nothing more will be heard of these ranks, which are all of a host."""
         self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
-        return self._settle(now) if self.lost else []
+        return self._settle(now, LOSS_SETTLE_S) if self.lost else []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
         """The agent received a signal: one that ends the job, or one to pass on."""
@@ -158,9 +159,9 @@ class Supervision:
         self._wait_for_rest()
         return [Tell(now - self._last_end)]
 
-    def _settle(self, now: float) -> list[Action]:
+    def _settle(self, now: float, span_s: float = SETTLE_S) -> list[Action]:
         if self.phase == "running":
-            self.phase, self.next_due = "settling", now + SETTLE_S
+            self.phase, self.next_due = "settling", now + span_s
         return []
 
     def _stop(self, signum: int, now: float) -> list[Action]:

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.attempt import Attempt, Host
-from phalanx.launch.agent.supervision import Action, Kill, Signal, Supervision
+from phalanx.launch.agent.supervision import LOSS_SETTLE_S, Action, Kill, Signal, Supervision
 from phalanx.launch.environment import Place
 from phalanx.launch.failure import Exit, Report
 from phalanx.launch.hosts.flights import logs_to_json
 from phalanx.launch.hosts.mail import Letter, Mail, decode_lines, encode_lines
-from phalanx.launch.hosts.store import create_store
 from phalanx.launch.output.display import Display
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
@@ -148,7 +148,9 @@ class Obedience(Supervision):
         if self.abandoned_by:
             return []
         self.abandoned_by = why
-        return self._stop(signal.SIGTERM, now) if self.phase in ("running", "stopping") else []
+        if self.phase == "stopping":
+            return self._stop(signal.SIGTERM, now)
+        return self._settle(now, LOSS_SETTLE_S)
 
 
 def say_host_lost(letter: Letter, display: Display) -> None:
@@ -202,7 +204,7 @@ class FollowerAttempt(Attempt):
 
     def create_store(self) -> tuple[int | None, str]:
         """The coordinator, by the way that leads there from this host."""
-        return create_store(*self._meeting_place)
+        return create_agent_file(*self._meeting_place)
 
     def run(self) -> None:
         """As on one host; returns when this one is done."""
@@ -224,6 +226,7 @@ class FollowerAttempt(Attempt):
             self._lose_first(letter.body["why"])
         elif letter.member == FIRST and letter.kind == "host lost":
             say_host_lost(letter, self._host.display)
+            self._tell_ranks(letter.body["ranks"], describe_loss(letter.body["host"], letter.body["why"]))
         elif letter.member == FIRST and letter.kind == "end":
             self.ended = letter.body
             self.do(state.sweep() if state.running else [])
@@ -252,4 +255,10 @@ class FollowerAttempt(Attempt):
             "host"
         )
         self.abandon_rest()
+        others = [rank for rank in range(self.place.world_size) if rank not in self.place.ranks]
+        self._tell_ranks(others, f"this host and the first one do not hear each other any more ({why})")
         self.do(self.obedience.on_first_host_lost(why, time.monotonic()))
+
+    def _tell_ranks(self, ranks: Sequence[int], reason: str) -> None:
+        if self._store is not None:
+            tell_lost(self._store, LostHost(tuple(ranks), reason))

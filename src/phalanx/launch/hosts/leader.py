@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.agent_socket import Request
@@ -18,7 +19,6 @@ from phalanx.launch.failure import Exit, Loss, Report
 from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.mail import Letter, Mail, decode_lines
 from phalanx.launch.hosts.roster import Node, find_node
-from phalanx.launch.hosts.store import create_store
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.stacks.job_snapshot import answer_others
 
@@ -115,7 +115,7 @@ class LeaderAttempt(Attempt):
 
     def create_store(self) -> tuple[int | None, str]:
         """The coordinator, by the way that leads there from this host."""
-        return create_store(*self._meeting_place)
+        return create_agent_file(*self._meeting_place)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
         """As on one host, and to the ranks of the others."""
@@ -255,6 +255,8 @@ class LeaderAttempt(Attempt):
         )
         if self.state.interrupted is None or self.state.phase == "running":
             self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(ranks)}, is lost: {why}")
+        if self._store is not None:
+            tell_lost(self._store, LostHost(tuple(ranks), describe_loss(node.where, why)))
         for other in self._team.present:
             self._put(other, "host lost", host=node.where, ranks=ranks, why=why)
         self.do(actions)

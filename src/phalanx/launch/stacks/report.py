@@ -33,7 +33,9 @@ def report_stacks(wanted: int | None) -> str:
     told = ask_others(job.name, _OTHERS_TIMEOUT_S)
     parts = [text, *(f"On {host}:\n\n{said}" for host, said in told)]
     if not told:
-        parts.append(f"The job has {num_others} other host{'s' * (num_others > 1)}: ask on the first one, for all.")
+        parts.append(
+            f"Ranks of {num_others} other host{'s' * (num_others > 1)} are shown on the first host of the job."
+        )
     return "\n\n".join(parts)
 
 

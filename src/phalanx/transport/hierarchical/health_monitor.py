@@ -17,8 +17,8 @@ class HealthMonitor:
     """Reads the failure store five times a second: says where this rank is when asked, and when the group is over.
 
     `where` tells this rank's position. `is_over` looks at this host; `over` is called when the group is over here, and
-    (again) with the report when it is told, and wakes whoever still waits. When the store goes, listening ends: the job
-    is ending.
+    (again) with the report when it is told, and wakes whoever still waits. When the store goes, the launcher of this
+    host may still tell that another one is lost.
     """
 
     def __init__(
@@ -40,10 +40,7 @@ class HealthMonitor:
     def _listen(self) -> None:
         woken = False
         while not self._stop.wait(_EVERY_S):
-            try:
-                self._failure_store.report_position(self._where())
-            except RuntimeError:  # the store has gone
-                return
+            self._failure_store.report_position(self._where())
             report = self._failure_store.report()
             if report is not None:
                 self._over(report)

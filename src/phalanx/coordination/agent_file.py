@@ -1,0 +1,73 @@
+"""What the agent of a host tells its ranks in a job on several hosts: a file without a name, which they may read.
+
+    0       {"address": …, "key": …}          where the job's store is, and what opens it
+    4096    {"ranks": […], "reason": …}       once a host is lost: the ranks that are gone with it, and why
+
+The key is in no variable: every program that a rank starts would inherit it. That a host is lost is told here because
+a rank may be one of those who were cut off, and then nothing reaches it through the network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+from phalanx.coordination.launchers import COORDINATOR
+from phalanx.symmetric_memory.memfd import create
+
+_LOST_AT = 4096
+_MAX_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class LostHost:
+    """Ranks (numbers in the job) of which nothing will be heard any more."""
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+def create_agent_file(address: str, key: str) -> tuple[int, str]:
+    """A descriptor of such a file, and what PHALANX_STORE says; `key` is empty where `address` is a path."""
+    fd = create("phalanx-agent")
+    os.pwrite(fd, json.dumps({"address": address, "key": key}).encode(), 0)
+    return fd, f"{COORDINATOR}/proc/{os.getpid()}/fd/{fd}"
+
+
+def read_store(fd: int) -> tuple[str, str]:
+    """The coordinator's address and the key."""
+    told = json.loads(os.pread(fd, _LOST_AT, 0).rstrip(b"\0"))
+    return told["address"], told["key"]
+
+
+def tell_lost(fd: int, lost: LostHost) -> None:
+    """Tell the ranks of this host that a host is lost; the first one counts."""
+    if read_lost(fd) is None:
+        spans = [[first, last] for first, last in _spans(lost.ranks)]
+        os.pwrite(fd, json.dumps({"ranks": spans, "reason": lost.reason[:1000]}).encode()[:_MAX_BYTES], _LOST_AT)
+
+
+def read_lost(fd: int) -> LostHost | None:
+    """What was told of a lost host, if it was."""
+    data = os.pread(fd, _MAX_BYTES, _LOST_AT)
+    if not data:
+        return None
+    told = json.loads(data)
+    return LostHost(tuple(r for first, last in told["ranks"] for r in range(first, last + 1)), told["reason"])
+
+
+def describe_loss(host: str, why: str) -> str:
+    """Why ranks are gone, as a rank's error says it."""
+    return f"its host, {host}, is lost: {why}"
+
+
+def _spans(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Runs of numbers, so that a thousand ranks find room."""
+    spans: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    return spans
