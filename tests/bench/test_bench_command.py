@@ -35,7 +35,7 @@ def test_a_comparison_is_printed_as_json_and_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["dp-vs-dpp"], "nothing called 'dp-vs-dpp' to measure. Did you mean 'dp-vs-ddp'? There are: dp-vs-ddp."),
+        (["dp-vs-dpp"], "nothing called 'dp-vs-dpp' to measure. Did you mean 'dp-vs-ddp'? There are: dp-vs-ddp, link."),
         (["dp-vs-ddp", "--world-size", "1"], "1 is not in the range 2<=x<=64"),
         (["dp-vs-ddp", "--rounds", "0"], "0 is not in the range"),
         (["dp-vs-ddp", "--steps", "few"], "'few' is not a valid integer range"),

@@ -92,6 +92,32 @@ def _dp_vs_ddp(
         click.echo(f"Drawn into {svg}.", err=True)
 
 
+@command.command("link", short_help="Latency and bandwidth between the hosts of a job.")
+@click.option("--rounds", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Exchanges of each size.")
+@click.option("--json", "in_json", is_flag=True, help="Print every figure as JSON.")
+def _link(rounds: int, in_json: bool) -> None:
+    """Measure the links between hosts, and print the option that tells them to the choice of an algorithm.
+
+    A job on several hosts runs it, one rank on each is enough:
+
+    \b
+      phalanx run --nnodes 2 --nproc-per-node 1 -m phalanx bench link
+      torchrun --nnodes 2 ... -m phalanx bench link
+    """
+    if "RANK" not in os.environ:
+        raise click.UsageError(
+            "no launcher has started this as a rank of a job. On several hosts: "
+            "phalanx run --nnodes 2 --nproc-per-node 1 -m phalanx bench link"
+        )
+    from phalanx.bench.link import run
+    from phalanx.errors import PhalanxError
+
+    try:
+        run(rounds, click.echo, in_json=in_json)
+    except PhalanxError as error:
+        raise click.ClickException(str(error)) from error
+
+
 class _Progress:
     """One line on a terminal that says what is being measured, gone when it is over."""
 

@@ -157,6 +157,11 @@ class HierarchicalSession(Reports):
         return self._memory.closed
 
     @property
+    def engine(self) -> Engine:
+        """What carries bytes between the hosts."""
+        return self._engine
+
+    @property
     def seq(self) -> int:
         """How many collectives this rank has begun."""
         return self._seq
