@@ -9,7 +9,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Concatenate, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -19,10 +19,7 @@ from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.errors import CoordinationError, DeadlineError
 
-if TYPE_CHECKING:
-    from typing_extensions import ParamSpec
-
-    P = ParamSpec("P")
+P = ParamSpec("P")
 R = TypeVar("R")
 
 _DEFAULT_TIMEOUT = timedelta(seconds=300)  # as that of PyTorch's stores

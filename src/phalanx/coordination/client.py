@@ -45,7 +45,7 @@ from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
 
 _RESEND_S = 3.0
-_BUSY_PAUSE_S = 0.005
+_BUSY_PAUSE_S, _TRY_S = 0.005, 5.0
 _MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
 _EPOCH_BYTES = 8
 _EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
@@ -408,7 +408,9 @@ class Client:
             ValueError: there is no such member (any more).
         """
         deadline = self._deadline(timeout)
-        while self._call(Op.POST, pack_number(to), body) == [b"busy"]:  # each is answered at once
+        # Each try is answered at once, but for a cut of the network; and what was sent should not be left in doubt.
+        each_s = max(deadline.left_s, _TRY_S)
+        while self._call(Op.POST, pack_number(to), body, deadline=Deadline.after(each_s)) == [b"busy"]:
             if deadline.passed:
                 raise DeadlineError(
                     f"{self._where}: member {to} has not taken the messages that it got before, within "

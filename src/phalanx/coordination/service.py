@@ -264,7 +264,7 @@ class Service:
                 self._say(f"a request failed, which is a bug of Phalanx: {error!r}")
                 continue
             if not fine:
-                self._complaints.add(f"{self.coordinator.who((router, route))} sends what makes no sense", now)
+                self._complaints.add(f"what {self.coordinator.who((router, route))} sends makes no sense", now)
 
     def _send(self) -> None:
         coordinator = self.coordinator
