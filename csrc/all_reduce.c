@@ -17,7 +17,8 @@
 
 /* Up to here one sync and P-1 reads beat two syncs; measured with benchmarks/collectives. */
 static size_t direct_limit(const struct plx_group *g) {
-  if (g->world == 2 || (g->policy != NULL && g->policy->num_gone != 0)) return SIZE_MAX; /* the slice of a rank that left would be nobody's */
+  int some_gone = g->policy != NULL && g->policy->num_gone != 0; /* the slice of a rank that left would be nobody's */
+  if (g->world == 2 || some_gone) return SIZE_MAX;
   return g->oversubscribed ? 65536 : 16384;
 }
 

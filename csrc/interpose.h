@@ -19,7 +19,8 @@ struct plx_slots {
 
 /* Find the slots of `symbol` in the first loaded library whose file name is `library`. Slots may be none. */
 void plx_find_slots(const char *library, const char *symbol, struct plx_slots *slots);
-/* Write `function` into all slots; pages that are read-only are so again afterwards. Returns 0, or -1 with errno where the system does not let us. */
+/* Write `function` into all slots; pages that are read-only are so again afterwards. Returns 0, or -1 with errno where the
+ * system does not let us. */
 int plx_fill_slots(const struct plx_slots *slots, void *function);
 /* Whether all slots still hold `function`: nobody else has written them since. */
 int plx_slots_hold(const struct plx_slots *slots, const void *function);

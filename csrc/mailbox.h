@@ -30,22 +30,25 @@ struct plx_message {
 /* The reading end of a channel. */
 struct plx_recv_channel {
   struct plx_envelope head; /* of the message that is being read, if `open` */
-  uint64_t at;      /* bytes of it that were read, padding included */
+  uint64_t at;              /* bytes of it that were read, padding included */
   int open;
-  int wanted;                 /* some posted receive could take its next message; written by the driver */
-  struct plx_receive *into;   /* where the message goes: to a receive, */
-  struct plx_message *arriving; /* or to the unexpected queue */
-  struct plx_message *unexpected;  /* in the order in which they came */
+  int wanted;                     /* some posted receive could take its next message; written by who makes progress */
+  struct plx_receive *into;       /* where the message goes: to a receive, */
+  struct plx_message *arriving;   /* or to the unexpected queue */
+  struct plx_message *unexpected; /* in the order in which they came */
 };
 
 struct plx_mailbox {
-  pthread_mutex_t lock; /* of all but the send_locks */
-  pthread_cond_t changed; /* the wheel is free, or a receive is over */
-  pthread_cond_t work;    /* there is something for the progress thread */
+  pthread_mutex_t lock;       /* of all but the send_locks */
+  pthread_cond_t changed;     /* nobody makes progress any more, or a receive is over */
+  pthread_cond_t work;        /* there is something for the progress thread */
   struct plx_receive *posted; /* in the order of posting */
-  uint64_t finished; /* receives that are over */
+  uint64_t finished;          /* receives that are over */
   uint64_t looked_ns;
-  int driving, waiting, resting, stopped;
+  int progressing; /* somebody makes progress */
+  int waiting;     /* how many wait for receives */
+  int resting;     /* the progress thread has nothing to do */
+  int stopped;
   struct plx_recv_channel *recv_channels;
   pthread_mutex_t *send_locks;
 };

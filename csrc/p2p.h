@@ -5,8 +5,8 @@
  *   thread    the same by a thread of the group, while receives are posted and nobody waits
  *
  * A message goes to the first posted receive that names its tag and its sender (or anybody). One that fits none of them
- * is put into the unexpected queue, where the next receive that is posted finds it; a channel from which no posted receive wants anything
- * is left alone, and fills up until its sender waits.
+ * is put into the unexpected queue, where the next receive that is posted finds it; a channel from which no posted receive
+ * wants anything is left alone, and fills up until its sender waits.
  */
 #ifndef PLX_P2P_H
 #define PLX_P2P_H

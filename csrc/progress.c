@@ -6,7 +6,7 @@
 #include "mailbox.h"
 #include "recorder.h"
 
-/* Make the driver look again. */
+/* Make whoever makes progress look again. */
 static void nudge(struct plx_group *g) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
   atomic_fetch_add_explicit(&me->bell, 1, memory_order_seq_cst);
@@ -44,19 +44,19 @@ static int ask(struct plx_group *g, struct plx_wait *w, uint64_t since_ns) {
   return code == PLX_OK ? PLX_OK : plx_finish_all(g, code, NULL);
 }
 
-/* At the wheel, once: take in what is there, else wait for more. The lock is let go meanwhile. */
+/* Make progress, once: take in what is there, else wait for more. The lock is let go meanwhile. */
 static int progress_once(struct plx_group *g, struct plx_wait *w, uint64_t since_ns) {
   struct plx_mailbox *mailbox = g->mailbox;
   /* Before we look: a receive posted from here on moves the bell. */
   uint32_t bell = atomic_load_explicit(&plx_rank_of(g, g->rank)->bell, memory_order_seq_cst);
-  mailbox->driving = 1;
+  mailbox->progressing = 1;
   int moved = plx_take_in(g), code = PLX_OK;
   if (!moved) {
     pthread_mutex_unlock(&mailbox->lock);
     moved = await_arrival(g, w, bell);
     pthread_mutex_lock(&mailbox->lock);
   }
-  mailbox->driving = 0; /* before we ask: a signal handler may receive, too, and then drives itself */
+  mailbox->progressing = 0; /* before we ask: a signal handler may receive, too, and then makes progress itself */
   if (!moved) code = ask(g, w, since_ns);
   if (code != PLX_OK) return code;
   return moved && plx_now_ns() - mailbox->looked_ns < PLX_SLICE_NS ? PLX_OK : plx_check_receives(g, w);
@@ -68,7 +68,7 @@ static void sleep_on(pthread_cond_t *condition, pthread_mutex_t *lock, uint64_t 
   pthread_cond_timedwait(condition, lock, &t);
 }
 
-/* Another thread drives: sleep until it has something for us, or the wheel is free. */
+/* Another thread makes progress: sleep until it has something for us, or makes none any more. */
 static int stand_by(struct plx_group *g, struct plx_wait *w, uint64_t since_ns) {
   sleep_on(&g->mailbox->changed, &g->mailbox->lock, PLX_SLICE_NS);
   return plx_now_ns() - since_ns < PLX_SLICE_NS ? PLX_OK : ask(g, w, since_ns);
@@ -93,7 +93,7 @@ int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive
   if (code != PLX_OK) plx_finish_all(g, code, NULL);
   for (uint32_t p = 0; p < g->world && !r->matched && code == PLX_OK; p++)
     if (p != g->rank && (r->src < 0 || r->src == (int32_t)p)) plx_take_unexpected(g, r, p);
-  if (!mailbox->driving) {
+  if (!mailbox->progressing) {
     while (atomic_load_explicit(&r->status, memory_order_relaxed) == PLX_PENDING && plx_take_in(g)) continue;
   } else {
     nudge(g);
@@ -110,11 +110,11 @@ int plx_progress(struct plx_group *g, struct plx_wait *w, struct plx_receive *r)
   int code = PLX_OK;
   pthread_mutex_lock(&mailbox->lock);
   uint64_t finished = mailbox->finished;
-  if (mailbox->driving && mailbox->waiting == 0) nudge(g); /* the progress thread makes room */
+  if (mailbox->progressing && mailbox->waiting == 0) nudge(g); /* the progress thread makes room */
   mailbox->waiting++;
   while (atomic_load_explicit(&r->status, memory_order_relaxed) == PLX_PENDING && mailbox->finished == finished &&
          code == PLX_OK && plx_now_ns() < w->deadline_ns)
-    code = mailbox->driving ? stand_by(g, w, since) : progress_once(g, w, since);
+    code = mailbox->progressing ? stand_by(g, w, since) : progress_once(g, w, since);
   mailbox->waiting--;
   if (mailbox->waiting != 0) pthread_cond_broadcast(&mailbox->changed);
   else if (mailbox->posted != NULL && mailbox->resting) pthread_cond_signal(&mailbox->work);
@@ -124,7 +124,7 @@ int plx_progress(struct plx_group *g, struct plx_wait *w, struct plx_receive *r)
 
 void plx_poll_messages(struct plx_group *g) {
   pthread_mutex_lock(&g->mailbox->lock);
-  if (!g->mailbox->driving) plx_take_in(g);
+  if (!g->mailbox->progressing) plx_take_in(g);
   pthread_mutex_unlock(&g->mailbox->lock);
 }
 
@@ -136,7 +136,7 @@ void plx_progress_thread(struct plx_group *g) {
   int dozed = 0, ended = 0;
   pthread_mutex_lock(&mailbox->lock);
   while (!mailbox->stopped && !ended) {
-    if (mailbox->posted == NULL || mailbox->waiting != 0 || mailbox->driving) {
+    if (mailbox->posted == NULL || mailbox->waiting != 0 || mailbox->progressing) {
       mailbox->resting = 1;
       pthread_cond_wait(&mailbox->work, &mailbox->lock);
       mailbox->resting = dozed = 0;

@@ -3,23 +3,6 @@
 
 #include <stdlib.h>
 
-int py_to_u64(PyObject *o, uint64_t *v) {
-  *v = PyLong_AsUnsignedLongLong(o);
-  return *v == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
-}
-
-int py_to_int(PyObject *o, int *v) {
-  *v = (int)PyLong_AsLong(o);
-  return *v == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
-int py_to_address(PyObject *o, void **v) {
-  uint64_t u;
-  if (py_to_u64(o, &u) != 0) return -1;
-  *v = (void *)(uintptr_t)u;
-  return 0;
-}
-
 int py_want(Py_ssize_t have, Py_ssize_t need, const char *name) {
   if (have == need) return 0;
   PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, need, have);

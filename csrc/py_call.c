@@ -10,16 +10,6 @@ int py_is_main(void) {
   return answer;
 }
 
-/* A thread in the background must not take the core from the one that computes, where a rank has no core to spare. */
-uint64_t py_spin_of(const PyGroup *self) {
-  return py_is_main() || self->awaited ? self->g.spin_ns : self->background_spin_ns;
-}
-
-void py_enter(PyGroup *self) {
-  self->inside++;
-  self->main_inside += py_is_main();
-}
-
 /* After close(): let the memory go, if nobody is inside. Keeps the error that is set. */
 void py_let_go(PyGroup *self) {
   PyObject *call = self->let_go, *type, *value, *trace;
@@ -31,20 +21,6 @@ void py_let_go(PyGroup *self) {
   Py_XDECREF(result);
   Py_DECREF(call);
   PyErr_Restore(type, value, trace);
-}
-
-/* Take the GIL, on the way out or to ask something. At the end of the process never again: the interpreter would end this
- * thread in the middle of whatever C++ called it, which aborts the process, or its error would be printed to streams
- * that are going. The threads that come here are daemons; the rest was joined before. */
-void py_come_back(PyGroup *self, PyThreadState *thread) {
-  while (atomic_load_explicit(&self->parked, memory_order_acquire)) pause();
-  PyEval_RestoreThread(thread);
-}
-
-void py_leave(PyGroup *self) {
-  self->inside--;
-  self->main_inside -= py_is_main();
-  py_let_go(self);
 }
 
 int py_idle(void *context, uint64_t waited_ns) {
@@ -83,7 +59,8 @@ static int to_tail(PyGroup *self, PyObject *timeout_ns, PyObject *call_site, PyO
   if (py_to_u64(timeout_ns, &t->timeout_ns) != 0 || py_to_u64(call_site, &site) != 0) return -1;
   Py_ssize_t dims = PyTuple_Check(shape) ? PyTuple_Size(shape) : 0;
   t->retried = NULL;
-  t->origin = (struct plx_origin){.call_site = (uint32_t)site, .ndim = (uint32_t)dims, .shape = t->shape, .retried = &t->retried};
+  t->origin = (struct plx_origin){
+      .call_site = (uint32_t)site, .ndim = (uint32_t)dims, .shape = t->shape, .retried = &t->retried};
   for (Py_ssize_t i = 0; i < dims && i < (Py_ssize_t)PLX_MAX_DIMS; i++)
     if (py_to_u64(PyTuple_GetItem(shape, i), &t->shape[i]) != 0) return -1;
   return 0;

@@ -3,6 +3,8 @@
 #ifndef PY_CALL_H
 #define PY_CALL_H
 
+#include <unistd.h>
+
 #include "futex.h"
 #include "py_arguments.h"
 #include "recorder.h"
@@ -24,14 +26,35 @@ typedef struct {
   _Atomic int parked;   /* the process ends: who is inside stays there */
 } PyGroup;
 
+/* Whether this is the thread that runs signal handlers. */
 int py_is_main(void);
-/* How long this thread may spin. A thread in the background must not take the core from the one that computes, where a rank
- * has no core to spare. */
-uint64_t py_spin_of(const PyGroup *self);
-void py_enter(PyGroup *self);
-void py_leave(PyGroup *self);
-void py_come_back(PyGroup *self, PyThreadState *thread);
+/* After close(): let the memory go, if nobody is inside. Keeps the error that is set. */
 void py_let_go(PyGroup *self);
+
+/* How long this thread may spin. One in the background must not take the core from the one that computes, where a rank has
+ * no core to spare. */
+static inline uint64_t py_spin_of(const PyGroup *self, int is_main) {
+  return is_main || self->awaited ? self->g.spin_ns : self->background_spin_ns;
+}
+
+static inline void py_enter(PyGroup *self, int is_main) {
+  self->inside++;
+  self->main_inside += is_main;
+}
+
+static inline void py_leave(PyGroup *self, int is_main) {
+  self->inside--;
+  self->main_inside -= is_main;
+  if (self->closed) py_let_go(self);
+}
+
+/* Take the GIL, on the way out or to ask something. At the end of the process never again: the interpreter would end this
+ * thread in the middle of whatever C++ called it, which aborts the process, or its error would be printed to streams
+ * that are going. The threads that come here are daemons; the rest was joined before. */
+static inline void py_come_back(PyGroup *self, PyThreadState *thread) {
+  while (atomic_load_explicit(&self->parked, memory_order_acquire)) pause();
+  PyEval_RestoreThread(thread);
+}
 
 /* Waiting: every slice, take the GIL for a moment so that Ctrl-C works and the user hears about long waits. */
 struct patience {
@@ -61,43 +84,45 @@ int py_to_rank(PyGroup *self, PyObject *o, uint32_t *rank);
 #define ANSWER_IF_CLOSED(self) \
   if ((self)->closed) return PyLong_FromLong(PLX_CLOSED);
 
-#define BEGIN(self, timeout_ns, spin)                                                                   \
-  struct patience patience = {NULL, (self), 0, NULL};                                                   \
-  struct plx_wait wait = {UINT64_MAX, (spin), py_idle, &patience, -1};                                     \
-  patience.failed_rank = &wait.failed_rank;                                                                     \
-  uint64_t begun_ns = plx_now_ns();                                                                     \
-  if ((timeout_ns) < UINT64_MAX - begun_ns) wait.deadline_ns = begun_ns + (timeout_ns);                 \
-  py_enter(self);                                                                                          \
+#define BEGIN(self, timeout_ns)                                                           \
+  struct patience patience = {NULL, (self), 0, NULL};                                     \
+  int is_main = py_is_main();                                                             \
+  struct plx_wait wait = {UINT64_MAX, py_spin_of(self, is_main), py_idle, &patience, -1}; \
+  patience.failed_rank = &wait.failed_rank;                                               \
+  uint64_t begun_ns = plx_now_ns();                                                       \
+  if ((timeout_ns) < UINT64_MAX - begun_ns) wait.deadline_ns = begun_ns + (timeout_ns);   \
+  py_enter(self, is_main);                                                                \
   patience.thread = PyEval_SaveThread();
 
 /* Whoever was inside when this process left hears that, and not what woke it. */
-#define END(self, code)                                               \
+#define END(self, code)                                                  \
   py_come_back(self, patience.thread);                                   \
-  (self)->failed_rank = wait.failed_rank;                                     \
+  (self)->failed_rank = wait.failed_rank;                                \
   int answer = (self)->closed && (code) != PLX_OK ? PLX_CLOSED : (code); \
-  py_leave(self);                                                        \
-  if ((code) == PLX_INTERRUPTED && PyErr_Occurred()) return NULL;      \
+  py_leave(self, is_main);                                               \
+  if ((code) == PLX_INTERRUPTED && PyErr_Occurred()) return NULL;        \
   return PyLong_FromLong(answer);
 
 /* What asks nobody while it waits, if it waits at all. */
-#define OUTSIDE_GIL(self, call) \
-  py_enter(self);                  \
-  {                             \
+#define OUTSIDE_GIL(self, call)                  \
+  {                                              \
+    int is_main = py_is_main();                  \
+    py_enter(self, is_main);                     \
     PyThreadState *thread = PyEval_SaveThread(); \
-    call;                       \
-    py_come_back(self, thread);    \
-  }                             \
-  py_leave(self);
+    call;                                        \
+    py_come_back(self, thread);                  \
+    py_leave(self, is_main);                     \
+  }
 
 /* A collective's `code` is the call's, made again for as long as the ranks find some out of a step; that they come further
  * in between is a sign of life, so each attempt has the whole time. */
-#define COLLECTIVE(self, t, call)                                                                    \
-  int code = (call);                                                                                 \
-  while (code == PLX_RETRY_UNEVEN) {                                                                        \
+#define COLLECTIVE(self, t, call)                                                                               \
+  int code = (call);                                                                                            \
+  while (code == PLX_RETRY_UNEVEN) {                                                                            \
     wait.deadline_ns = (t).timeout_ns < UINT64_MAX - plx_now_ns() ? plx_now_ns() + (t).timeout_ns : UINT64_MAX; \
-    code = plx_shadow_step(&(self)->g, &wait);                                                          \
-    if (code == PLX_OK) code = (call);                                                               \
-    else plx_record_give_up(&(self)->g, &(t).origin, code);                                                              \
+    code = plx_shadow_step(&(self)->g, &wait);                                                                  \
+    if (code == PLX_OK) code = (call);                                                                          \
+    else plx_record_give_up(&(self)->g, &(t).origin, code);                                                     \
   }
 
 #endif

@@ -9,7 +9,7 @@ PyObject *py_group_barrier(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   ANSWER_IF_CLOSED(self)
   struct tail t;
   if (py_want(n, 4, "barrier") != 0 || py_to_collective_tail(self, a, &t) != 0) return NULL;
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
+  BEGIN(self, t.timeout_ns)
   COLLECTIVE(self, t, plx_barrier(&self->g, &wait, &t.origin))
   END(self, code)
 }
@@ -24,9 +24,14 @@ PyObject *py_group_all_reduce(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
       py_to_int(a[3], &dtype) || py_to_int(a[4], &redop) || py_to_int(a[5], &root) || py_to_collective_tail(self, a + 6, &t) ||
       !py_has_memory(in, count) || !py_has_memory(out, count))
     return NULL;
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
+  BEGIN(self, t.timeout_ns)
   COLLECTIVE(self, t, plx_all_reduce(&self->g, &wait, &t.origin, in, out, count, dtype, redop, root))
   END(self, code)
+}
+
+/* In a training step the root may be out of it. */
+static int root_of(const PyGroup *self, const struct tail *t, int root) {
+  return t->origin.flags & PLX_FLAG_STEP ? plx_present_root(&self->g, root) : root;
 }
 
 PyObject *py_group_broadcast(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
@@ -38,8 +43,8 @@ PyObject *py_group_broadcast(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   if (py_want(n, 8, "broadcast") != 0 || py_to_address(a[0], &data) || py_to_u64(a[1], &bytes) || py_to_int(a[2], &dtype) ||
       py_to_int(a[3], &root) || py_to_collective_tail(self, a + 4, &t) || !py_has_memory(data, bytes))
     return NULL;
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
-  COLLECTIVE(self, t, plx_broadcast(&self->g, &wait, &t.origin, data, bytes, dtype, t.origin.flags & PLX_FLAG_STEP ? plx_present_root(&self->g, root) : root))
+  BEGIN(self, t.timeout_ns)
+  COLLECTIVE(self, t, plx_broadcast(&self->g, &wait, &t.origin, data, bytes, dtype, root_of(self, &t, root)))
   END(self, code)
 }
 
@@ -50,13 +55,13 @@ PyObject *py_group_broadcast_buffers(PyGroup *self, PyObject *const *a, Py_ssize
   void *data, *area;
   uint64_t bytes, number;
   int dtype, root;
-  if (py_want(n, 10, "broadcast_buffers") != 0 || py_to_address(a[0], &data) || py_to_u64(a[1], &bytes) || py_to_address(a[2], &area) ||
-      py_to_int(a[3], &dtype) || py_to_int(a[4], &root) || py_to_u64(a[5], &number) || py_to_collective_tail(self, a + 6, &t) ||
-      !py_has_memory(data, bytes))
+  if (py_want(n, 10, "broadcast_buffers") != 0 || py_to_address(a[0], &data) || py_to_u64(a[1], &bytes) ||
+      py_to_address(a[2], &area) || py_to_int(a[3], &dtype) || py_to_int(a[4], &root) || py_to_u64(a[5], &number) ||
+      py_to_collective_tail(self, a + 6, &t) || !py_has_memory(data, bytes))
     return NULL;
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
-  COLLECTIVE(self, t, plx_broadcast_buffers(&self->g, &wait, &t.origin, data, bytes, area, dtype,
-                                            t.origin.flags & PLX_FLAG_STEP ? plx_present_root(&self->g, root) : root, number))
+  BEGIN(self, t.timeout_ns)
+  COLLECTIVE(self, t, plx_broadcast_buffers(&self->g, &wait, &t.origin, data, bytes, area, dtype, root_of(self, &t, root),
+                                            number))
   END(self, code)
 }
 
@@ -74,7 +79,7 @@ PyObject *py_group_reduce_scatter(PyGroup *self, PyObject *const *a, Py_ssize_t 
     free(counts);
     return NULL;
   }
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
+  BEGIN(self, t.timeout_ns)
   COLLECTIVE(self, t, plx_reduce_scatter(&self->g, &wait, &t.origin, (const void *const *)in, counts, out, dtype, redop))
   free(in);
   free(counts);
@@ -95,7 +100,7 @@ PyObject *py_group_gather(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
     free(bytes);
     return NULL;
   }
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
+  BEGIN(self, t.timeout_ns)
   COLLECTIVE(self, t, plx_gather(&self->g, &wait, &t.origin, in, (void *const *)out, bytes, dtype, root))
   free(out);
   free(bytes);
@@ -118,7 +123,7 @@ PyObject *py_group_scatter(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
       free(in);
       return NULL;
     }
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
+  BEGIN(self, t.timeout_ns)
   COLLECTIVE(self, t, plx_scatter(&self->g, &wait, &t.origin, (const void *const *)in, out, bytes, dtype, root))
   free(in);
   END(self, code)
@@ -128,7 +133,9 @@ PyObject *py_group_all_to_all(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   ANSWER_IF_CLOSED(self)
   struct tail t;
   int dtype, splits;
-  if (py_want(n, 10, "all_to_all") != 0 || py_to_int(a[4], &dtype) || py_to_int(a[5], &splits) || py_to_collective_tail(self, a + 6, &t)) return NULL;
+  if (py_want(n, 10, "all_to_all") != 0 || py_to_int(a[4], &dtype) || py_to_int(a[5], &splits) ||
+      py_to_collective_tail(self, a + 6, &t))
+    return NULL;
   uint64_t *v[4] = {NULL, NULL, NULL, NULL};
   for (int i = 0; i < 4; i++)
     if ((v[i] = py_to_array(a[i], self->g.world)) == NULL) {
@@ -139,7 +146,7 @@ PyObject *py_group_all_to_all(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
     for (int i = 0; i < 4; i++) free(v[i]);
     return NULL;
   }
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
+  BEGIN(self, t.timeout_ns)
   COLLECTIVE(self, t, plx_all_to_all(&self->g, &wait, &t.origin, (const void *const *)v[0], v[1], (void *const *)v[2], v[3], dtype,
                             splits))
   for (int i = 0; i < 4; i++) free(v[i]);

@@ -11,7 +11,7 @@ PyObject *py_group_send(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   if (py_want(n, 8, "send") != 0 || py_to_address(a[0], &data) || py_to_u64(a[1], &bytes) || py_to_int(a[2], &dst) ||
       py_to_int(a[3], &tag) || py_to_int(a[4], &dtype) || py_to_tail(self, a + 5, &t) || !py_has_memory(data, bytes))
     return NULL;
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
+  BEGIN(self, t.timeout_ns)
   int code = plx_send(&self->g, &wait, &t.origin, data, bytes, (uint32_t)dst, (uint32_t)tag, dtype);
   END(self, code)
 }
@@ -26,11 +26,11 @@ PyObject *py_group_send_now(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   if (py_want(n, 8, "send_now") != 0 || py_to_address(a[0], &data) || py_to_u64(a[1], &bytes) || py_to_int(a[2], &dst) ||
       py_to_int(a[3], &tag) || py_to_int(a[4], &dtype) || py_to_tail(self, a + 5, &t) || !py_has_memory(data, bytes))
     return NULL;
-  BEGIN(self, t.timeout_ns, py_spin_of(self))
+  BEGIN(self, t.timeout_ns)
   int code = plx_send_now(&self->g, &wait, &t.origin, data, bytes, (uint32_t)dst, (uint32_t)tag, dtype);
   if (code == PLX_WOULD_WAIT) {
     py_come_back(self, patience.thread);
-    py_leave(self);
+    py_leave(self, is_main);
     Py_RETURN_NONE;
   }
   END(self, code)
@@ -107,7 +107,7 @@ PyObject *py_group_progress(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   if (py_want(n, 2, "progress") != 0 || py_to_u64(a[1], &limit_ns) != 0) return NULL;
   Receive *receive = to_receive(a[0]);
   if (receive == NULL) return NULL;
-  BEGIN(self, limit_ns, py_spin_of(self))
+  BEGIN(self, limit_ns)
   int code = plx_progress(&self->g, &wait, &receive->r);
   END(self, code)
 }

@@ -21,7 +21,8 @@ static PyObject *reducer_begin(PyReducer *self, PyObject *const *a, Py_ssize_t n
   Py_RETURN_NONE;
 }
 
-/* Mark a bucket complete, at an offset of this rank's heap, then reduce whatever is complete everywhere. Returns how many slices this rank still owes. */
+/* Mark a bucket complete, at an offset of this rank's heap, then reduce whatever is complete everywhere. Returns how many
+ * slices this rank still owes. */
 static PyObject *reducer_ready(PyReducer *self, PyObject *const *a, Py_ssize_t n) {
   int bucket;
   uint64_t offset;
@@ -55,7 +56,7 @@ static PyObject *reducer_finish(PyReducer *self, PyObject *const *a, Py_ssize_t 
   if (py_want(n, 2, "finish") != 0 || to_tail(self, a, &t) != 0) return NULL;
   struct plx_call call = {.seq = self->b.round, .count = self->b.num_buckets, .kind = PLX_GRADIENTS, .root = -1};
   struct plx_record *record = plx_record_enter(g, &call, &t.origin, -1);
-  BEGIN(self->group, t.timeout_ns, py_spin_of(self->group))
+  BEGIN(self->group, t.timeout_ns)
   int code = plx_reducer_finish(&self->b, &wait);
   if (code == PLX_RETRY_UNEVEN)
     self->retried = record;
@@ -70,7 +71,7 @@ static PyObject *reducer_finish_uneven(PyReducer *self, PyObject *const *a, Py_s
   ANSWER_IF_CLOSED(self->group)
   struct tail t;
   if (py_want(n, 2, "finish_uneven") != 0 || to_tail(self, a, &t) != 0) return NULL;
-  BEGIN(self->group, t.timeout_ns, py_spin_of(self->group))
+  BEGIN(self->group, t.timeout_ns)
   COLLECTIVE(self->group, t, plx_reducer_finish_uneven(&self->b, &wait, &t.origin))
   END(self->group, code)
 }
@@ -148,7 +149,8 @@ static void reducer_dealloc(PyObject *object) {
 #define REDUCER_FAST(name) {#name, (PyCFunction)(void (*)(void))reducer_##name, METH_FASTCALL, NULL}
 static PyMethodDef reducer_methods[] = {
     REDUCER_FAST(begin), REDUCER_FAST(ready), REDUCER_FAST(finish), REDUCER_FAST(finish_uneven), {NULL, NULL, 0, NULL}};
-static PyGetSetDef reducer_getset[] = {{"round", reducer_get_round, reducer_set_round, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyGetSetDef reducer_getset[] = {{"round", reducer_get_round, reducer_set_round, NULL, NULL},
+                                       {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot reducer_slots[] = {{Py_tp_init, reducer_init},
                                     {Py_tp_dealloc, reducer_dealloc},

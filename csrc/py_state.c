@@ -71,7 +71,8 @@ PyObject *py_group_records(PyGroup *self, PyObject *arg) {
     struct plx_record r;
     if (!plx_record_read(owner, at, &r)) continue;
     uint32_t dims = r.ndim < PLX_MAX_DIMS ? r.ndim : PLX_MAX_DIMS;
-    PyObject *shape = PyTuple_New(dims), *site = py_text_of(owner->call_sites[r.call_site % PLX_CALL_SITES], PLX_CALL_SITE_BYTES);
+    PyObject *shape = PyTuple_New(dims);
+    PyObject *site = py_text_of(owner->call_sites[r.call_site % PLX_CALL_SITES], PLX_CALL_SITE_BYTES);
     for (uint32_t i = 0; shape != NULL && i < dims; i++) PyTuple_SetItem(shape, i, PyLong_FromUnsignedLongLong(r.shape[i]));
     PyObject *item = shape != NULL && site != NULL
                          ? Py_BuildValue("KiiiiiKNKKiN", (unsigned long long)atomic_load(&r.seq), (int)r.kind, (int)r.dtype, (int)r.redop,

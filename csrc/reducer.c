@@ -179,7 +179,8 @@ static int ends_another(const struct plx_reducer *b, uint32_t rank) {
 static int judge(struct plx_reducer *b, uint32_t rank) {
   struct plx_group *g = b->g;
   struct plx_rank *p = plx_rank_of(g, rank);
-  int gone = g->policy != NULL && plx_left_before(g, rank, UINT64_MAX), alive = plx_peer_alive(g, rank), another = ends_another(b, rank);
+  int gone = g->policy != NULL && plx_left_before(g, rank, UINT64_MAX);
+  int alive = plx_peer_alive(g, rank), another = ends_another(b, rank);
   uint64_t theirs = atomic_load_explicit(&p->step, memory_order_acquire);
   if (is_complete(b, rank)) return PLX_OK; /* read last: what was read above, it did before the end of its round */
   if (another) return plx_poison(g, PLX_MISMATCH, g->rank);

@@ -67,7 +67,8 @@ static int put(struct plx_group *g, struct plx_wait *w, uint32_t dst, const stru
   return PLX_OK;
 }
 
-static struct plx_record *record_send(struct plx_group *g, const struct plx_origin *o, const struct plx_envelope *head, uint32_t dst) {
+static struct plx_record *record_send(struct plx_group *g, const struct plx_origin *o, const struct plx_envelope *head,
+                                      uint32_t dst) {
   struct plx_call call = {.seq = plx_next_record(g), .count = head->bytes, .kind = PLX_SEND, .dtype = (uint8_t)head->dtype,
                           .root = (int32_t)head->tag};
   return plx_record_enter(g, &call, o, (int32_t)dst);

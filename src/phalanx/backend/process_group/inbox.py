@@ -70,7 +70,7 @@ class Inbox:
         self._memory = memory
         self._group = group
         self._works: dict[PostedReceive, Posted] = {}
-        self._dismissed = False
+        self._stopped = False
         self._starting = threading.RLock()  # a signal handler may post in the middle of it
         self._begun = False
         self._thread: threading.Thread | None = None
@@ -122,7 +122,7 @@ class Inbox:
             thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        self._dismissed = True
+        self._stopped = True
         with contextlib.suppress(ClosedError):
             self._memory.core.stop_progress_thread()
         thread.join(max(1.0, deadline.left_s))
@@ -132,11 +132,11 @@ class Inbox:
         with self._starting:
             if not self._begun:
                 self._begun = True
-                self._thread = start_thread(self._attend, f"phalanx-{self._group}-recv")
+                self._thread = start_thread(self._make_progress, f"phalanx-{self._group}-recv")
 
-    def _attend(self) -> None:
+    def _make_progress(self) -> None:
         with contextlib.suppress(ClosedError):
-            while not self._dismissed:
+            while not self._stopped:
                 self._memory.core.progress_thread()
                 self._reap()
 
