@@ -12,7 +12,7 @@ import phalanx
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.diagnostics.flight_recorder import read
 from phalanx.testing import why_no_hosts
-from phalanx.transport.hierarchical import HierarchicalTransport
+from phalanx.transport.hierarchical.transport import HierarchicalTransport
 from phalanx.transport.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())

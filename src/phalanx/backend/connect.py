@@ -43,24 +43,38 @@ def build_engine(
         PeerLostError: another rank was interrupted meanwhile.
     """
     rank, size = layout.rank, len(infos)
-    ctx = timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
     if settings.engine == "mpi":
         from phalanx.backend.mpi.start import start_together  # not at the top: it is for those who have mpi4py
         from phalanx.engines.mpi import MpiEngine
 
         runtime, places = start_together(PrefixStore(f"mpi/{bootstrap}", store), rank, size, name, deadline)
         try:
-            return MpiEngine(runtime, places, rank, ctx)
+            return MpiEngine(runtime, places, rank, _span_of(deadline))
         except RuntimeError as error:
             raise PhalanxError(
                 f"init_process_group of group {name!r} on rank {rank}: no communicator from {runtime.vendor}: "
                 f"{error}.\nDestroy groups that are no longer used."
             ) from None
+    return open_gloo(store, bootstrap, infos, layout, settings, name, deadline, failure_store)
+
+
+def open_gloo(
+    store: Any,
+    bootstrap: str,
+    infos: Sequence[RankInfo],
+    layout: Layout,
+    settings: Options,
+    name: str,
+    deadline: Deadline,
+    failure_store: FailureStore,
+) -> GlooEngine:
+    """Gloo between all ranks, whatever engine is asked for; as `build_engine`."""
+    rank, size = layout.rank, len(infos)
 
     def connect() -> GlooEngine:
         address, interface = infos[rank].address, settings.interface or ""
         prefixed = PrefixStore(f"gloo/{bootstrap}", store)
-        return GlooEngine(prefixed, rank, size, ctx, address=address, interface=interface)
+        return GlooEngine(prefixed, rank, size, _span_of(deadline), address=address, interface=interface)
 
     def look() -> None:
         report = failure_store.report()
@@ -123,6 +137,10 @@ def _heard(connect: Callable[[], GlooEngine], look: Callable[[], None], name: st
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
+
+
+def _span_of(deadline: Deadline) -> timedelta:
+    return timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
 
 
 def _unreachable(error: RuntimeError, infos: Sequence[RankInfo], layout: Layout, name: str) -> PhalanxError:

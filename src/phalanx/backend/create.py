@@ -15,15 +15,16 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
-
 from phalanx.backend import device_backends
+from phalanx.backend.connect import build_engine, open_gloo
+from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.rendezvous import agent_address, find_lost_host, own_address
 from phalanx.backend.tcp_store import is_kept_here
 from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange
 from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import FailureReport
+from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.gloo import local_address
 from phalanx.engines.interfaces import interface_addresses, is_public
@@ -34,6 +35,8 @@ from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.transport.base import CallContext
+from phalanx.transport.gloo.transport import GlooTransport
+from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.options import Options
 
 try:
@@ -44,6 +47,7 @@ except ImportError:  # no compiler at installation, or no futex on this platform
 _logger = get_logger(__name__)
 _LAST_BREATH_S = 0.3  # a process that is killed closes its sockets a moment before it is gone
 _PAUSE_S = 0.01
+_GLOO = "without shared memory"  # the group's keys in the store, which is the group's own
 _NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
 
 
@@ -52,7 +56,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
 
     Collective over the group's ranks. `backend_options` is what the user gave as `pg_options`: a `phalanx.Options`, or
     None. The group is a `PhalanxProcessGroup`, over the memory of one host or across several. Where memory can't be
-    shared even inside a host (no C core) it is torch's Gloo group, and the log says so once.
+    shared even inside a host (no C core) torch's Gloo carries everything, and the log says so once.
 
     Raises:
         ValueError: the timeout leaves no time at all, or the ranks were given different options.
@@ -82,21 +86,20 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         if problem := _differing_options(infos):
             bootstrap.acknowledge_failure()
             raise ValueError(f"init_process_group of group {name!r}: {problem}")
+        reason = _cannot_share(infos)
+        if reason:
+            settings = replace(settings, engine="gloo")
         if problem := _exposed(infos, settings):
             bootstrap.acknowledge_failure()
             raise PhalanxError(f"init_process_group of group {name!r} on rank {rank}: {problem}")
-        reason = _cannot_share(infos)
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
-            gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-            if rank == 0:
-                bootstrap.forget()
-            return gloo
-        assert server is not None
-        one_host = len({info.host for info in infos}) == 1
-        if one_host:
+            group = _over_gloo(bootstrap, options, settings, deadline)
+        elif len({info.host for info in infos}) == 1:
+            assert server is not None
             group = _share(server, bootstrap, options, deadline)
         else:
+            assert server is not None
             group = _connect(server, bootstrap, options, settings, deadline)
     leave_at_exit()
     return group
@@ -215,8 +218,6 @@ def _group_class() -> Any:
         from phalanx.backend.process_group.devices import RoutedProcessGroup
 
         return RoutedProcessGroup
-    from phalanx.backend.process_group import PhalanxProcessGroup
-
     return PhalanxProcessGroup
 
 
@@ -325,10 +326,7 @@ def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any
 
 def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
     """Share memory on each host, and build the engine between all ranks."""
-    from phalanx.backend.connect import build_engine
-    from phalanx.diagnostics.failure_store import FailureStore
-    from phalanx.transport.hierarchical import HierarchicalTransport
-    from phalanx.transport.hierarchical.layout import Layout
+    from phalanx.transport.hierarchical.transport import HierarchicalTransport  # as above
 
     rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
@@ -336,16 +334,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
     transport = HierarchicalTransport(name, layout, settings, processes, options.global_ranks_in_group)
     symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
-    store = base_of(options.store)
-    failure_store = FailureStore(
-        options.store.clone(),
-        token,
-        rank,
-        size,
-        server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
-        address=(store.host, store.port) if getattr(store, "host", "") else None,
-        find_lost_host=lambda: _report_lost_host(options.global_ranks_in_group or range(size), processes),
-    )
+    failure_store = _open_failure_store(options, token, infos, processes)
     try:
         engine = build_engine(options.store, token, infos, layout, settings, name, deadline, failure_store)
     except BaseException:
@@ -369,6 +358,44 @@ def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> 
     if lost is None or not gone:
         return None
     return FailureReport("lost", ranks=tuple(gone), processes={r: processes[r] for r in gone}, reason=lost.reason)
+
+
+def _open_failure_store(
+    options: Any, group_key: str, infos: Sequence[RankInfo], processes: Sequence[str]
+) -> FailureStore:
+    store, size = base_of(options.store), len(infos)
+    return FailureStore(
+        options.store.clone(),
+        group_key,
+        options.group_rank,
+        size,
+        server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
+        address=(store.host, store.port) if getattr(store, "host", "") else None,
+        find_lost_host=lambda: _report_lost_host(options.global_ranks_in_group or range(size), processes),
+    )
+
+
+def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
+    """Where memory can't be shared: Gloo between all ranks, also those of one host."""
+    rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
+    layout = Layout.of([info.host for info in infos], rank)
+    processes = [f"{info} {info.address}".rstrip() for info in infos]
+    failure_store = _open_failure_store(options, _GLOO, infos, processes)
+    transport = GlooTransport(
+        name,
+        open_gloo(options.store, _GLOO, infos, layout, settings, name, deadline, failure_store),
+        failure_store,
+        processes,
+        lambda r: infos[r].has_ended(infos[rank]),
+    )
+    try:
+        if rank == 0:
+            bootstrap.forget()
+        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.call_site(("", 0))))
+    except BaseException:
+        transport.close()
+        raise
+    return _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
 
 
 _exit_watched = False

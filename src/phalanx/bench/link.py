@@ -21,8 +21,8 @@ from phalanx.collectives.network import Link
 from phalanx.deadline import Deadline
 from phalanx.engines.interfaces import interface_addresses
 from phalanx.errors import PhalanxError
-from phalanx.transport.hierarchical import HierarchicalTransport
 from phalanx.transport.hierarchical.rails import Message
+from phalanx.transport.hierarchical.transport import HierarchicalTransport
 
 SIZES = (8, 4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20)
 _WARM = 2

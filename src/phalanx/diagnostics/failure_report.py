@@ -140,7 +140,8 @@ class FailureReport:
         ]
 
     def _message_mismatch(self) -> list[str]:
-        return ["the message does not fit; the tensor was not changed.", self._called(), MESSAGE_ADVICE]
+        changed = next(iter(self.remarks), "the tensor was not changed")
+        return [f"the message does not fit; {changed}.", self._called(), MESSAGE_ADVICE]
 
     def _lost(self) -> list[str]:
         position = self.positions.get(self.ranks[0])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from phalanx.engines.engine import DATA, Pending
@@ -18,6 +20,18 @@ NOBODYS_TAG = 0x7FFFFFFF
 # torch's stub knows only some of what the class has.
 _ProcessGroupGloo: Any = ProcessGroupGloo
 _PORT_OF_NOTHING = 9  # "discard": a route is looked up, nothing is sent
+
+
+# What each collective is told in.
+_OPTIONS: dict[str, Any] = {
+    "allreduce": c10d.AllreduceOptions,
+    "reduce": c10d.ReduceOptions,
+    "broadcast": c10d.BroadcastOptions,
+    "gather": c10d.GatherOptions,
+    "scatter": c10d.ScatterOptions,
+    "_allgather_base": c10d.AllgatherOptions,
+    "alltoall_base": c10d.AllToAllOptions,
+}
 
 
 class GlooEngine:
@@ -58,6 +72,18 @@ class GlooEngine:
     def recv_any(self, tensor: Tensor, tag: int) -> Any:
         """Start to receive from whoever sends first; after the wait, `_source_rank()` says who it was."""
         return self._group.recv_anysource([tensor], tag)
+
+    def begin(
+        self, method: str, arguments: Sequence[Any], timeout: timedelta, *, op: Any = None, root: int | None = None
+    ) -> Any:
+        """Start one of Gloo's own collectives, by c10d's name for it; what to wait for."""
+        options = _OPTIONS[method]()
+        options.timeout = timeout
+        if op is not None:
+            options.reduceOp = op
+        if root is not None:
+            options.rootRank = root
+        return getattr(self._group, method)(*arguments, options)
 
     def close(self) -> None:
         """Close the connections at once: whoever waits in them, here or at a peer, gets an error.

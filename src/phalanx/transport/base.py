@@ -44,16 +44,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.core_numbers import SUM
 from phalanx.deadline import timeout_ns
-from phalanx.dtypes import REDUCTIONS
 
 if TYPE_CHECKING:
     from phalanx.transport.shared_memory import SharedMemoryTransport
-
-SUM, AVG = REDUCTIONS[dist.ReduceOp.SUM], REDUCTIONS[dist.ReduceOp.AVG]
 
 
 class CallContext:

@@ -62,6 +62,20 @@ class Call:
         return (self.head(seq) + payload).ljust(BLOCK_BYTES, b"\0")
 
 
+def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCall]:
+    """The ranks' words of an all_to_all in which some pairs do not fit; else nothing.
+
+    sizes[r] is what rank r sends to each rank, and what it awaits from each, in bytes.
+    """
+    calls: dict[int, str] = {}
+    for r, (sent, _) in enumerate(sizes):
+        for peer, (_, awaited) in enumerate(sizes):
+            if sent[peer] != awaited[r]:
+                calls.setdefault(r, f"all_to_all that sends {sent[peer]} bytes to rank {peer}")
+                calls.setdefault(peer, f"all_to_all that awaits {awaited[r]} bytes from rank {r}")
+    return {rank: RankCall(text) for rank, text in calls.items()}
+
+
 class Disagreement(Exception):
     """The ranks called different things. `complete`: all ranks' calls are known, not only some."""
 

@@ -13,7 +13,7 @@ from phalanx.core_numbers import SUM
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.direct import DirectCollectives
-from phalanx.transport.hierarchical.numerics import HALF, sum_type
+from phalanx.transport.numerics import HALF, sum_type
 from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 
 

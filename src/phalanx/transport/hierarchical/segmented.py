@@ -24,9 +24,9 @@ from phalanx.dtypes import dtype_of
 from phalanx.engines.engine import Pending
 from phalanx.transport.base import CallContext
 from phalanx.transport.hierarchical.agreement import Agreement
-from phalanx.transport.hierarchical.numerics import divide, sum_of
 from phalanx.transport.hierarchical.rails import Held, Message, plan, talking_to
 from phalanx.transport.hierarchical.segments import Turns
+from phalanx.transport.numerics import divide, sum_of
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 

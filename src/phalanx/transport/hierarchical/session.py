@@ -36,13 +36,13 @@ from phalanx.engines.engine import Engine
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import SymmetricMemory
+from phalanx.transport.background import BackgroundThread
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
-from phalanx.transport.hierarchical.background import BackgroundThread
+from phalanx.transport.health_monitor import HealthMonitor
 from phalanx.transport.hierarchical.compression import Wire
 from phalanx.transport.hierarchical.exchange import LeaderExchange
 from phalanx.transport.hierarchical.failure_reports import LocalFailure, Reports
-from phalanx.transport.hierarchical.health_monitor import HealthMonitor
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Rail
 from phalanx.transport.options import Options

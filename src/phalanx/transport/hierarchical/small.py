@@ -23,7 +23,7 @@ from phalanx.transport.base import CallContext
 from phalanx.transport.call import PAYLOAD_BYTES, Call
 from phalanx.transport.hierarchical.agreement import Agreement, Piece
 from phalanx.transport.hierarchical.exchange import SMALL_BYTES
-from phalanx.transport.hierarchical.numerics import HALF, divide, sum_of, sum_type
+from phalanx.transport.numerics import HALF, divide, sum_of, sum_type
 from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 
 

@@ -13,10 +13,11 @@ from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import Operation, RankCall
 from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.engines.mpi import Underway
-from phalanx.transport.base import AVG, CallContext
-from phalanx.transport.call import Call, Disagreement
+from phalanx.transport.base import CallContext
+from phalanx.transport.call import Call, Disagreement, compare_splits
 from phalanx.transport.mpi.datatypes import datatype_of, element_of, operation_of, summand
 from phalanx.transport.mpi.session import MpiSession
+from phalanx.transport.numerics import divide
 from phalanx.transport.tensors import dense, nbytes, scaled, write_back
 
 
@@ -95,9 +96,7 @@ class MpiTransport(MpiSession):
 
     def _give(self, tensor: Tensor, work: Tensor, redop: int) -> None:
         """Write what MPI has reduced into `work`, which may be the memory of `tensor`, to `tensor`."""
-        if redop == AVG:
-            exact = work.is_floating_point() or work.is_complex()
-            work.div_(self.world_size, rounding_mode=None if exact else "trunc")
+        divide(work, redop, self.world_size)
         if work.data_ptr() != tensor.data_ptr():
             write_back(tensor, work if tensor.dtype != torch.bool else work.view(torch.bool))
 
@@ -190,15 +189,8 @@ class MpiTransport(MpiSession):
         ours = self._elements(mine)
         theirs = [self._engine.memory(tables), mine.numel(), element_of(self._mpi, mine.dtype)]
         self._run(lambda comm: comm.Iallgather(ours, theirs), (mine, tables), deadline)
-        sizes = (tables * size).tolist()
-        calls: dict[int, str] = {}
-        for r in range(self.world_size):
-            for peer in range(self.world_size):
-                if sizes[r][0][peer] != sizes[peer][1][r]:
-                    calls.setdefault(r, f"all_to_all that sends {sizes[r][0][peer]} bytes to rank {peer}")
-                    calls.setdefault(peer, f"all_to_all that awaits {sizes[peer][1][r]} bytes from rank {r}")
-        if calls:
-            raise Disagreement({rank: RankCall(text) for rank, text in calls.items()})
+        if calls := compare_splits((tables * size).tolist()):
+            raise Disagreement(calls)
 
     def _elements(self, tensor: Tensor) -> list[Any]:
         return [self._engine.memory(tensor), tensor.numel(), element_of(self._mpi, tensor.dtype)]

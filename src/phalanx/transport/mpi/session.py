@@ -133,7 +133,12 @@ class MpiSession(Transport):
         try:
             yield
         except Disagreement as error:
-            self._report = FailureReport("mismatch", calls=error.calls, is_collective=error.is_collective)
+            remarks = (
+                () if error.is_collective else ("the tensor may hold the beginning of it",)
+            )  # MPI has begun to write
+            self._report = FailureReport(
+                "mismatch", calls=error.calls, is_collective=error.is_collective, remarks=remarks
+            )
         except TimedOut:
             self._report = self._report or self._late(deadline.timeout_s, peer)
         except PeerLeft as error:

@@ -1,0 +1,364 @@
+"""Around every operation over Gloo: agree before data moves, and end with one report when something goes wrong.
+
+Gloo compares nothing, and says of a peer that is gone or late no more than that its connection broke. So the ranks
+first gather each other's fingerprints; and whoever sees a failure first finds out whose doing it is, posts the report
+in the job's store and closes its connections, which wakes all others: they tell the same report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.deadline import Deadline
+from phalanx.diagnostics.call_sites import short
+from phalanx.diagnostics.divergence import describe_left_alone
+from phalanx.diagnostics.failure_report import (
+    KILLED,
+    LEFT,
+    LEFT_IN_FLIGHT,
+    FailureReport,
+    Operation,
+    closed,
+    describe_interruption,
+    ended_well,
+    nested,
+)
+from phalanx.diagnostics.failure_store import FailureStore
+from phalanx.diagnostics.flight_recorder import Position
+from phalanx.engines.gloo import GlooEngine
+from phalanx.errors import DeadlineError
+from phalanx.transport.background import BackgroundThread
+from phalanx.transport.base import CallContext, Transport
+from phalanx.transport.call import BLOCK_BYTES, Call, Disagreement, disagreement, split_blocks
+from phalanx.transport.health_monitor import HealthMonitor
+
+_PATIENCE_S = 0.5  # in which a process that was killed is gone, or a rank that saw more has posted its report
+_PAUSE_S = 0.02
+_SOON_S = 0.01  # Gloo counts milliseconds, and may give up one early
+_LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
+
+
+class ConnectionBroken(Exception):
+    """Gloo could not finish: a peer is gone or late, or the connections were closed here."""
+
+
+class GlooSession(Transport):
+    """One rank's side of a group over Gloo.
+
+    `names` is how people call each rank's process, 'pid 17 on node3'; `has_ended` says of a rank whether its process is
+    known to be gone.
+    """
+
+    hears_signals = False
+
+    def __init__(
+        self,
+        group: str,
+        engine: GlooEngine,
+        failure_store: FailureStore,
+        names: Sequence[str],
+        has_ended: Callable[[int], bool],
+    ) -> None:
+        self.group = group
+        self.rank = engine.rank
+        self.world_size = engine.world_size
+        self.lock = threading.Lock()
+        self._engine = engine
+        self._failure_store = failure_store
+        self._names = tuple(names)
+        self._has_ended = has_ended
+        self._seq = 0
+        self._sites: dict[str, int] = {"": 0}
+        self._places = [""]
+        self._position = Position()
+        self._entered_s = 0.0
+        self._report: FailureReport | None = None
+        self._has_said = False  # how this rank ends
+        self._holder = 0  # the thread that has `lock`; a signal handler runs in that very thread
+        self._background = BackgroundThread(f"phalanx-{group}-background")
+        self._process = os.getpid()
+        self._is_closed = False
+        self._monitor: HealthMonitor | None = None
+        if self.world_size > 1:
+            self._monitor = HealthMonitor(group, failure_store, self._where, lambda: False, self._take_report)
+
+    # -- what the process group asks -----------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has left, or is a fork of the one that came."""
+        return self._is_closed or os.getpid() != self._process
+
+    @property
+    def seq(self) -> int:
+        """How many collectives this rank has begun."""
+        return self._seq
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        """A number for a (file, line)."""
+        text = f"{short(place[0])}:{place[1]}" if place[0] else ""
+        number = self._sites.get(text)
+        if number is None:
+            number = self._sites[text] = len(self._places)
+            self._places.append(text)
+        return number
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
+        return self._holder == threading.get_ident()
+
+    def leave_note(self, note: str) -> None:
+        """How this process ends, for those who will miss it."""
+        self._say_exit_reason(note)
+        self._linger()
+
+    def leave_in_flight(self) -> None:
+        """Operations are still running here: wake them."""
+        self._say_exit_reason(LEFT_IN_FLIGHT)
+        self._engine.close()
+
+    def close(self) -> None:
+        """Leave. Whoever waits for this rank hears it at once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._monitor is not None:
+            self._monitor.close()
+        self._say_exit_reason(LEFT)
+        self._linger()
+        self._engine.close()
+        self._background.close()
+
+    def _say_exit_reason(self, reason: str) -> None:
+        """Before the connections close: whoever loses one asks the store why. What is said first stands."""
+        if self._report is None and not self._has_said and self.world_size > 1:
+            self._has_said = True
+            self._failure_store.leave_exit_reason(reason, self._where())
+
+    def _linger(self) -> None:
+        if self._report is not None:
+            self._failure_store.linger(self._report)
+
+    def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
+        """Whoever waits was interrupted (Ctrl-C, a signal handler that raised): end the operation, tell the peers."""
+        if self.closed or self._report is not None:
+            return
+        position = self._where()
+        label = what or position.operation or "operation"
+        answers = None if what else self._failure_store.collect_positions()
+        missing = [r for r in (peer,) if r >= 0] if answers is None else self._missing(answers)
+        self._give_up(type(error).__name__, position)
+        if not error.args:
+            operation = Operation(label, self.group, self.rank)
+            error.args = (describe_interruption(operation, error, self._processes(*missing), answers),)
+
+    def _give_up(self, reason: str, position: Position) -> None:
+        """Something that is no failure of the group ended the operation: the peers should hear what."""
+        me = self.rank
+        report = FailureReport("interrupted", (me,), self._processes(me), {me: position}, reason=reason)
+        self._report = self._failure_store.post(report)
+        self._engine.close()
+
+    def _take_report(self, report: FailureReport | None) -> None:
+        """Another rank has told why the group is over: wake up whoever waits here."""
+        self._report = self._report or report
+        if report is not None:
+            self._failure_store.acknowledge()
+        self._engine.close()
+
+    # -- around a collective -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _collective(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
+        """Agree on `call` with all ranks; what fails inside becomes the error that all ranks raise.
+
+        Raises:
+            MismatchError: some rank called something else; no tensor was changed.
+            PeerLostError, DeadlineError: a rank is gone or late.
+        """
+        self._take_turn(ctx.timeout_s)
+        self._holder = threading.get_ident()
+        try:
+            with torch.no_grad():
+                self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
+                self._seq += 1
+                operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
+                self._entered_s = time.monotonic()
+                self._position = Position(self._seq, operation.place, inside=True)
+                deadline = Deadline.after(ctx.timeout_s)
+                with self._told(operation, deadline):
+                    self._agree(call, deadline)
+                    yield deadline
+                self._position = Position(self._seq, operation.place)
+        finally:
+            self._holder = 0
+            self.lock.release()
+
+    def _take_turn(self, timeout_s: float) -> None:
+        """Take `lock`, for one collective.
+
+        Raises:
+            PhalanxError: this is a signal handler, and the collective that it interrupted waits for its end.
+            DeadlineError: the other thread's collective was not over in time.
+        """
+        if self.lock.acquire(blocking=False):
+            return
+        if self.in_turn:
+            raise nested("a collective", self.group, self.rank)
+        if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise DeadlineError(
+                f"group {self.group!r} on rank {self.rank}: another thread's collective was still under way after "
+                f"{timeout_s:.1f} s, so this one could not begin.\n"
+                "Let one thread call the collectives of a group, or give each thread a group of its own."
+            )
+
+    def _check_open(self, operation: Operation) -> None:
+        if self.closed:
+            raise closed(self.group)
+        if self._report is not None:
+            raise self._report.error(operation)
+
+    def _where(self) -> Position:
+        """Where this rank is now."""
+        position = self._position
+        return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
+
+    def _agree(self, call: Call, deadline: Deadline) -> None:
+        if self.world_size == 1:
+            return
+        blocks = bytearray(BLOCK_BYTES * self.world_size)
+        mine = torch.frombuffer(bytearray(call.block(self._seq)), dtype=torch.uint8)
+        self._run("_allgather_base", [torch.frombuffer(blocks, dtype=torch.uint8), mine], deadline)
+        if calls := disagreement(split_blocks(bytes(blocks), range(self.world_size)), self._seq):
+            raise Disagreement(calls)
+
+    def _run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
+        """Carry out one of Gloo's collectives, which hears no signal: the main thread leaves the wait to another."""
+
+        def carry_out() -> None:
+            with talking():
+                self._engine.begin(method, arguments, span_of(deadline), **options).wait()
+
+        if threading.current_thread() is threading.main_thread():
+            self._background.run(carry_out, self.interrupted)
+        else:
+            carry_out()
+
+    def _place(self, ctx: CallContext) -> str:
+        return self._places[ctx.call_site]
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _told(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+        """Turn what fails inside into the error that all ranks raise. `peer`: only it is waited for, below zero any."""
+        try:
+            yield
+        except (Disagreement, ConnectionBroken) as cause:
+            if self._report is None:
+                report = self._failure_store.report() or self._explain(cause, deadline, peer)
+                self._report = self._failure_store.post(report)
+            self._failure_store.acknowledge()
+            self._engine.close()
+            raise self._report.error(operation) from None
+        except BaseException as error:
+            if not self.closed and self._report is None:
+                self._give_up(type(error).__name__, self._where())
+            raise
+
+    def _explain(self, cause: Exception, deadline: Deadline, peer: int | None) -> FailureReport:
+        """What this rank makes of `cause`, unless a rank that knows more posts its report first."""
+        if isinstance(cause, Disagreement):
+            return FailureReport("mismatch", calls=cause.calls, is_collective=cause.is_collective)
+        if deadline.left_s < _SOON_S:
+            return self._late(deadline.timeout_s, peer)
+        patience = Deadline.after(_PATIENCE_S)
+        while True:
+            if report := self._failure_store.report() or self._find_lost(peer):
+                return report
+            if patience.passed:
+                break
+            time.sleep(_PAUSE_S)
+        answers = self._failure_store.collect_positions()
+        if fate := self._failure_store.server_fate():
+            return self._lost(fate[0], "the job's store, which it served, does not answer", peer)
+        silent = next((r for r in self._others if r not in answers), None)
+        if silent is None:
+            return self._failure_store.report() or FailureReport("broken", reason=f"Gloo failed: {cause}")
+        return self._lost(silent, "its connection closed without a word (killed, crashed, or cut off)", peer)
+
+    @property
+    def _others(self) -> list[int]:
+        return [r for r in range(self.world_size) if r != self.rank]
+
+    def _processes(self, *ranks: int) -> dict[int, str]:
+        return {rank: self._names[rank] for rank in ranks}
+
+    def _find_lost(self, peer: int | None) -> FailureReport | None:
+        """A rank that has said that it leaves, or whose process has ended."""
+        for r in self._others:
+            reason, position = self._failure_store.exit_reason(r)
+            if reason:
+                return self._lost(r, reason, peer, position)
+        ended = next((r for r in self._others if self._has_ended(r)), None)
+        return None if ended is None else self._lost(ended, KILLED, peer)
+
+    def _lost(self, who: int, reason: str, peer: int | None, position: Position | None = None) -> FailureReport:
+        """`peer`: a message was waited for, not a collective."""
+        positions = {} if position is None else {who: position}
+        remarks: tuple[str, ...] = ()
+        if peer is None and position is not None and position.seq < self._seq and ended_well(reason):
+            remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)
+        return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
+
+    def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
+        answers = self._failure_store.collect_positions()
+        if report := self._failure_store.report():  # another rank was faster
+            return report
+        if peer is None:
+            missing = self._missing(answers)
+        else:
+            missing = [peer] if peer >= 0 else self._others
+        return FailureReport(
+            "late",
+            tuple(missing),
+            self._processes(*missing),
+            {r: answers[r] for r in missing if r in answers},
+            timeout_s=timeout_s,
+            waiter=self.rank,
+            is_collective=peer is None,
+        )
+
+    def _missing(self, answers: dict[int, Position]) -> list[int]:
+        """Who has not come as far as this rank, or does not answer."""
+        return [r for r in self._others if r not in answers or answers[r].seq < self._seq]
+
+
+@contextlib.contextmanager
+def talking() -> Iterator[None]:
+    """What Gloo raises inside is about its connections."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionBroken(str(error)) from error
+
+
+def span_of(deadline: Deadline) -> timedelta:
+    """What is left, for Gloo's own wait."""
+    return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_S))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a plain tensor."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,13 @@
+"""Groups whose ranks are on several hosts, as the process group sees them."""
+
+from __future__ import annotations
+
+from phalanx.transport.base import Transport
+from phalanx.transport.hierarchical.collectives import HierarchicalCollectives
+from phalanx.transport.hierarchical.messages import HierarchicalMessages
+
+
+class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Transport):
+    """Ranks on several hosts: shared memory in each, an engine between."""
+
+    hears_signals = False  # an engine's wait hears none

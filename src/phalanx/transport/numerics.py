@@ -1,0 +1,39 @@
+"""In which type sums are added up, and how a mean comes of one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.core_numbers import AVG, SUM
+
+HALF = (torch.float16, torch.bfloat16)
+_UNSIGNED = (torch.uint16, torch.uint32)
+
+
+def sum_of(redop: int) -> int:
+    """The mean is a sum until it is divided, once, at the end."""
+    return SUM if redop == AVG else redop
+
+
+def sum_type(tensor: Tensor) -> Tensor:
+    """`tensor` in the type in which it is added up."""
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def divide(total: Tensor, redop: int, world_size: int) -> None:
+    """The mean of a sum over so many ranks, in place, if that was asked for; of whole numbers without the rest."""
+    if redop != AVG:
+        return
+    if total.is_floating_point() or total.is_complex():
+        total.div_(world_size)
+    elif total.dtype in _UNSIGNED:  # which torch cannot divide
+        total.copy_(torch.div(total.to(torch.int64), world_size, rounding_mode="trunc"))
+    elif total.dtype == torch.uint64:
+        signed = total.view(torch.int64)
+        half = (signed >> 1) & ~(-1 << 63)  # of the number, so that it has a sign of its own
+        quotient = torch.div(half, world_size, rounding_mode="trunc") << 1
+        rest = signed - quotient * world_size
+        signed.copy_(quotient + (rest >= world_size).to(torch.int64))
+    else:
+        total.div_(world_size, rounding_mode="trunc")

@@ -1,0 +1,68 @@
+"""One contract for all transports: the checks of `contract`, with real processes over each."""
+
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+from tests.mpi_jobs import mpi_job
+from tests.system.hosts_jobs import on_hosts
+from tests.transport import contract
+
+from phalanx.backend import create
+from phalanx.testing import run_ranks, why_no_hosts
+
+WORLD = 3
+
+
+def _transport():
+    return type(dist.group.WORLD.transport).__name__
+
+
+def _all(rank, world_size, *_):
+    return _transport() if contract.whole_contract(rank, world_size) else ""
+
+
+def _killed(rank, world_size, *_):
+    contract.killed(rank, world_size, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_shared_memory_keeps_the_contract():
+    assert run_ranks(_all, WORLD, timeout=100) == ["SharedMemoryTransport"] * WORLD
+
+
+def test_gloo_keeps_the_contract(monkeypatch):
+    """Without the C core a group was torch's own, which compares nothing and names nobody."""
+    monkeypatch.setattr(create, "_core", None)
+    assert run_ranks(_all, WORLD, timeout=100) == ["GlooTransport"] * WORLD
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 1, 1)], ids=str)
+def test_several_hosts_keep_the_contract(sizes):
+    assert on_hosts(sizes, _all, run_s=100) == ["HierarchicalTransport"] * WORLD
+
+
+def over_mpi():
+    dist.init_process_group("mpi")
+    return _all(dist.get_rank(), dist.get_world_size())
+
+
+def test_mpi_keeps_the_contract():
+    outcome = mpi_job(over_mpi, WORLD)
+    # It ends with MPI_Abort: some operations never ended, as they were to fail.
+    assert outcome.returned == dict.fromkeys(range(WORLD), "MpiTransport"), outcome.output
+
+
+def test_shared_memory_names_a_rank_that_was_killed():
+    run_ranks(_killed, WORLD, lost=(WORLD - 1,))
+
+
+def test_gloo_names_a_rank_that_was_killed(monkeypatch):
+    monkeypatch.setattr(create, "_core", None)
+    run_ranks(_killed, WORLD, lost=(WORLD - 1,))
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+def test_several_hosts_name_a_rank_that_was_killed():
+    on_hosts((1, 2), _killed, lost=(WORLD - 1,))
