@@ -162,6 +162,22 @@ class Work:
         self._client.close()
 
 
+def test_a_member_that_takes_no_events_is_lost_before_they_fill_the_memory():
+    coordinator = Coordinator()
+    coordinator.handle("idle", pack(Op.JOIN, 1, b'{"host": "idle"}', b"1"), 0.0)
+    facts = b'{"host": "' + b"x" * 60000 + b'"}'
+    said = []
+    for n in range(3000):
+        coordinator.handle("busy", pack(Op.JOIN, 2 * n, facts, b"0"), 0.0)
+        coordinator.handle("busy", pack(Op.LEAVE, 2 * n + 1, b"-1", b"bye"), 0.0)
+        said += coordinator.tick(0.0)
+        for session, _ in coordinator.take_outgoing():
+            coordinator.delivered(session)
+    assert len(said) == 1
+    assert said[0].startswith("member 0 (idle) is lost: 64 MiB of events wait, and it does not take them")
+    assert len(coordinator.members) == 0
+
+
 def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(num_frames):
     rng = random.Random(7)
     said = []
@@ -185,6 +201,8 @@ def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(num_f
 def rubbish(rng):
     """What a stranger says, from nothing to something that begins like one of us."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+    stranger = pack(Op.SET, 1, b"stranger", b"was here")
+    old = b"\x00" + bytes([len(stranger)]) + stranger
     curve, null = b"CURVE".ljust(20, b"\0") + bytes(32), b"NULL".ljust(20, b"\0") + bytes(32)
     return rng.choice(
         [
@@ -198,6 +216,9 @@ def rubbish(rng):
             greeting + curve + b"\x06" + struct.pack(">Q", 1 << 62) + rng.randbytes(50),
             greeting + curve + b"\x02" + struct.pack(">Q", MAX_FRAME_BYTES * 4) + rng.randbytes(500),
             greeting + curve,
+            greeting[:10] + b"\x01\x05\x00\x00" + old,  # ZMTP 2.0, which knew no keys
+            greeting[:10] + b"\x00\x05\x00\x00" + old,
+            b"\x01\x00" + bytes([len(stranger) + 1]) + b"\x00" + stranger,  # ZMTP 1.0
             b"",
         ]
     )

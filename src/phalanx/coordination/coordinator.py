@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
-from phalanx.coordination.membership import MAX_FACTS_BYTES, MAX_MEMBERS, Member, Membership
+from phalanx.coordination.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
 from phalanx.coordination.reports import Reports
 from phalanx.coordination.wire import (
     MAX_FIELDS,
@@ -37,6 +37,7 @@ from phalanx.coordination.wire import (
 MAX_ANSWERS = 1024  # kept per session; a client never has half as many requests under way that change something
 MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
 MAX_POPS = 16  # that are undone if their taker had just given up
+MAX_WAITING_BYTES = 8 * OUTBOX_BYTES  # for one member, of events that nobody was asked about: who joined, who went
 MAX_PARKED = 1024  # requests of one session that wait
 MAX_PARKED_KEYS = 1 << 16  # for which they wait, all together
 MAX_SESSIONS = 1 << 16
@@ -180,6 +181,11 @@ class Coordinator:
                     member, f"the coordinator did not hear from it for {silence_s:.1f} s ({self._limit} are allowed)"
                 )
             )
+        for member in self.members:
+            if member.num_bytes > MAX_WAITING_BYTES:
+                said.append(
+                    self.lose(member, f"{member.num_bytes >> 20} MiB of events wait, and it does not take them")
+                )
         for session in list(self.sessions.values()):
             silent_s = now - session.heard_at
             if silent_s > UNPARKED_AFTER_S and session.parked:
