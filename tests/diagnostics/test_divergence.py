@@ -177,7 +177,7 @@ def test_a_rank_that_crashed_is_no_rank_that_cannot_come():
     def check(rank, world_size):
         dist.barrier()
         if rank == 1:
-            dist.group.WORLD.transport.leave_note("it ended with ValueError: bad luck")
+            dist.group.WORLD.transport.set_exit_reason("it ended with ValueError: bad luck")
             dist.destroy_process_group()
             return None
         with pytest.raises(PeerLostError, match="bad luck") as caught:

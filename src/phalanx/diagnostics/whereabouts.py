@@ -67,9 +67,9 @@ def name_process(symm_mem: SymmetricMemory, rank: int) -> str:
 
 def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
     """How a rank's process ended, from the best witness that there is."""
-    life, _, _, _, _, note = symm_mem.core.state(rank)
-    if note:
-        return note
+    life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
+    if exit_reason:
+        return exit_reason
     if life == core_numbers.LEFT:
         return LEFT
     status = wait_status(symm_mem.process_of(rank))
@@ -84,7 +84,7 @@ def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
 
 def has_finished(symm_mem: SymmetricMemory, rank: int) -> bool:
     """Whether a rank has left, or its process has ended, because its program was over."""
-    life, _, _, _, _, note = symm_mem.core.state(rank)
-    if note or life == core_numbers.LEFT:
-        return not note or ended_well(note)
+    life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
+    if exit_reason or life == core_numbers.LEFT:
+        return not exit_reason or ended_well(exit_reason)
     return not symm_mem.core.alive(rank) and wait_status(symm_mem.process_of(rank)) == 0

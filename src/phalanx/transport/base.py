@@ -123,7 +123,7 @@ class Transport(ABC):
     # -- the end -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def leave_note(self, note: str) -> None:
+    def set_exit_reason(self, exit_reason: str) -> None:
         """How this process ends, for those who will miss it."""
 
     @abstractmethod

@@ -330,9 +330,9 @@ class _Options:
 _groups: weakref.WeakSet[ProcessGroupBase] = weakref.WeakSet()
 
 
-def leave_all(note: str) -> None:
+def leave_all(exit_reason: str) -> None:
     """At the end of the process: leave every group that is still open, saying why."""
     for group in list(_groups):
         if not group._closed and not group.transport.closed:
-            group.transport.leave_note(note)
+            group.transport.set_exit_reason(exit_reason)
             group._leave(0.1, for_good=True)

@@ -184,16 +184,16 @@ class HierarchicalSession(Reports):
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def leave_note(self, note: str) -> None:
+    def set_exit_reason(self, exit_reason: str) -> None:
         """How this process ends, for those who will miss it."""
-        self._memory.leave_note(note)
-        self._say_exit_reason(note)
+        self._memory.set_exit_reason(exit_reason)
+        self._publish_exit_reason(exit_reason)
         self._linger()
 
     def leave_in_flight(self) -> None:
         """Operations are still running here: wake them, for their memory is about to go."""
-        self._memory.leave_note(LEFT_IN_FLIGHT)
-        self._say_exit_reason(LEFT_IN_FLIGHT)
+        self._memory.set_exit_reason(LEFT_IN_FLIGHT)
+        self._publish_exit_reason(LEFT_IN_FLIGHT)
         self._end()
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class HierarchicalSession(Reports):
         if self._monitor is not None:
             self._monitor.close()
         if not self._memory.closed:
-            self._say_exit_reason(LEFT)
+            self._publish_exit_reason(LEFT)
             self._linger()
             self._memory.close()
             self._engine.close()
@@ -210,7 +210,7 @@ class HierarchicalSession(Reports):
         if self._background is not None:
             self._background.close()
 
-    def _say_exit_reason(self, reason: str) -> None:
+    def _publish_exit_reason(self, reason: str) -> None:
         """Before the connections close: whoever loses one asks the store why. What is said first stands."""
         if self._report is None and not self._has_said:
             self._has_said = True

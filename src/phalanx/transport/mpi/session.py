@@ -59,7 +59,7 @@ class MpiSession(Transport):
         self._entered_s = 0.0
         self._answers: dict[int, Position] = {}
         self._report: FailureReport | None = None
-        self._note = LEFT
+        self._exit_reason = LEFT
         engine.on_word = self._hear
 
     # -- what the process group asks -----------------------------------------------------------------------------
@@ -81,18 +81,18 @@ class MpiSession(Transport):
             self._sites.append(text)
         return self._sites.index(text)
 
-    def leave_note(self, note: str) -> None:
+    def set_exit_reason(self, exit_reason: str) -> None:
         """How this process ends, for those who will miss it."""
-        self._note = note
+        self._exit_reason = exit_reason
 
     def leave_in_flight(self) -> None:
         """Operations are still running here: wake them."""
-        self._note = LEFT_IN_FLIGHT
+        self._exit_reason = LEFT_IN_FLIGHT
         self.close()
 
     def close(self) -> None:
         """Leave. Whoever waits for this rank hears it at once."""
-        self._engine.close(seq=self.seq, note=self._note, position=asdict(self._where()))
+        self._engine.close(seq=self.seq, exit_reason=self._exit_reason, position=asdict(self._where()))
 
     # -- around a collective -------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class MpiSession(Transport):
         """`who` has left and said `words`. `peer`: a message was waited for, not a collective."""
         if "report" in words:
             return FailureReport.from_json(words["report"])
-        position, reason = Position(**words["position"]), words["note"]
+        position, reason = Position(**words["position"]), words["exit_reason"]
         remarks: tuple[str, ...] = ()
         if peer is None and position.seq < self.seq and ended_well(reason):
             remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)

@@ -64,9 +64,9 @@ class SharedMemorySession:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def leave_note(self, note: str) -> None:
+    def set_exit_reason(self, exit_reason: str) -> None:
         """How this process ends, for those who will miss it."""
-        self.core.set_exit_reason(note)
+        self.core.set_exit_reason(exit_reason)
 
     def leave_in_flight(self) -> None:
         """Operations are still running here: end the group, so that they wake up before its memory goes."""
