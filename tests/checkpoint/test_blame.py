@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
-from phalanx.checkpoint.blame import describe_culprit
+from phalanx.checkpoint.blame import describe_unsafe_value
 from phalanx.errors import CheckpointError
 
 
@@ -38,7 +38,7 @@ def circle():
 
 
 @pytest.mark.parametrize(
-    ("state", "culprit", "advice"),
+    ("state", "value", "advice"),
     [
         ({"best": np.float64(1)}, "state['best'] is a numpy.float64", "Save state['best'].item() in its place."),
         ({"a": [1, (2, {"b": np.ones(2)})]}, "state['a'][1][1]['b'] is a numpy.ndarray", "Save torch.from_numpy(state"),
@@ -55,11 +55,11 @@ def circle():
         ({"t": torch.ones(2), "o": collections.OrderedDict(a=1), "n": [None, True, 1j, "x", b"y"]}, "", ""),
     ],
 )
-def test_the_value_is_named_with_its_path_and_what_to_save(state, culprit, advice):
-    said = describe_culprit(state)
-    assert culprit in said[0]
+def test_the_value_is_named_with_its_path_and_what_to_save(state, value, advice):
+    said = describe_unsafe_value(state)
+    assert value in said[0]
     assert advice in said[1]
-    assert bool(culprit) == bool(said[0])
+    assert bool(value) == bool(said[0])
 
 
 def test_a_state_that_is_nested_too_deeply_is_refused_on_every_rank(tmp_path):

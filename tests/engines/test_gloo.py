@@ -76,7 +76,7 @@ def test_close_wakes_everybody_also_where_a_peer_has_closed_before():
         if rank == 1:
             engine.close()
             return True
-        with pytest.raises(RuntimeError, match="Connection closed by peer"):  # and not that time ran out
+        with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):  # and not that time ran out
             engine.recv(1 if rank == 0 else 0, torch.empty(1), 1).wait(WAIT)
         engine.close()
         if rank == 2:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-def describe_culprit(state: object) -> tuple[str, str]:
+def describe_unsafe_value(state: object) -> tuple[str, str]:
     """Which value is to blame, and what to save in its place where that is known; empty where it is no single one.
 
     Looks at every value of the state by itself, so it is for the way to an error only.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.atomic import NotDurableError, replace_file
-from phalanx.checkpoint.blame import describe_culprit
+from phalanx.checkpoint.blame import describe_unsafe_value
 from phalanx.errors import CheckpointError, PhalanxError
 
 
@@ -79,8 +79,8 @@ def _explain(path: Path, state: Mapping[str, Any], error: Exception) -> str:
     advice = ""
     if isinstance(error, _UnreadableError):
         fact = f"the state holds objects of {error}, which load_checkpoint would refuse to open"
-        culprit, advice = describe_culprit(state)
-        fact += culprit and f": {culprit}"
+        value, advice = describe_unsafe_value(state)
+        fact += value and f": {value}"
         advice = advice or "Save the numbers, strings and tensors in them instead."
     elif isinstance(error, NotDurableError):
         fact = error.strerror or str(error)
@@ -90,8 +90,8 @@ def _explain(path: Path, state: Mapping[str, Any], error: Exception) -> str:
         advice = _ADVICE.get(disk.errno or 0, "Mend that, or save to another folder.")
     else:
         fact = f"{type(error).__name__}: {error}"
-        culprit, advice = describe_culprit(state)
-        fact += culprit and f" ({culprit})"
+        value, advice = describe_unsafe_value(state)
+        fact += value and f" ({value})"
         advice = (
             advice or "Save only what torch.save can: tensors, numbers, strings, and dicts, lists and tuples of them."
         )

@@ -73,14 +73,14 @@ def create(name: str) -> int:
 def obstacle() -> str:
     """Why there can be no nameless memory in this process, in words, or nothing."""
     try:
-        with _first_that_works("phalanx-probe", 0, reserved=False, aloud=False):
+        with _first_that_works("phalanx-probe", 0, reserved=False, warns=False):
             return ""
     except PhalanxError as error:
         return str(error)
 
 
 @contextlib.contextmanager
-def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = True) -> Iterator[Sparse]:
+def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = True) -> Iterator[Sparse]:
     problems = []
     sealable = os.MFD_ALLOW_SEALING if nbytes else 0  # one that grows is read and written, not mapped
     for folder in _folders():
@@ -101,7 +101,7 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, aloud: bool = T
             except PhalanxError as error:
                 problems.append(str(error))
                 continue
-            if folder and aloud:
+            if folder and warns:
                 _say_where(folder, problems)
             elif sealable and not folder:
                 _seal(fd)

@@ -64,8 +64,8 @@ def run_ranks(
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
     if deadline.timeout_s in (0.0, math.inf):
         raise ValueError(f"timeout must be a finite span above zero, got {timeout!r}")
-    if strangers := sorted(set(lost) - set(range(world_size))):
-        raise ValueError(f"lost names ranks {strangers}, but the ranks are 0 to {world_size - 1}")
+    if unknown := sorted(set(lost) - set(range(world_size))):
+        raise ValueError(f"lost names ranks {unknown}, but the ranks are 0 to {world_size - 1}")
 
     context, call = _prepare(start, fn, args)
     if init:

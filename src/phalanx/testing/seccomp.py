@@ -64,8 +64,8 @@ def forbid(*calls: str, error: int = errno.EPERM) -> None:
     if reason := why_no_seccomp():
         raise OSError(errno.ENOSYS, f"forbid: {reason}")
     arch, numbers = _MACHINES[platform.machine()]
-    if strangers := [call for call in calls if call != UNIX_SOCKETS and call not in numbers]:
-        raise ValueError(f"forbid: {strangers} are unknown; there are {[*numbers, UNIX_SOCKETS]}")
+    if unknown := [call for call in calls if call != UNIX_SOCKETS and call not in numbers]:
+        raise ValueError(f"forbid: {unknown} are unknown; there are {[*numbers, UNIX_SOCKETS]}")
     code = b"".join(_INSTRUCTION.pack(*step) for step in _filter(calls, arch, numbers, error))
     program = _Program(len(code) // _INSTRUCTION.size, code)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -32,12 +32,12 @@ class TimedOut(RuntimeError):
 
 
 class PeerLeft(RuntimeError):
-    """`peer`, which is waited for, has said that it leaves; `words` is all that it said."""
+    """`peer`, which is waited for, has said goodbye with `message`."""
 
-    def __init__(self, peer: int, words: dict[str, Any]) -> None:
+    def __init__(self, peer: int, message: dict[str, Any]) -> None:
         super().__init__(f"rank {peer} has left the group")
         self.peer = peer
-        self.words = words
+        self.message = message
 
 
 class Underway:
@@ -179,7 +179,7 @@ class MpiEngine:
         self.world_size = len(world_ranks)
         self.departed: dict[int, dict[str, Any]] = {}
         self.is_closed = False
-        self.on_word: Callable[[int, dict[str, Any]], None] = lambda src, words: None
+        self.on_control_message: Callable[[int, dict[str, Any]], None] = lambda src, message: None
         self._underway: set[Underway] = set()
         self._guard = threading.RLock()
         everybody = mpi.COMM_WORLD.Get_group()
@@ -190,8 +190,8 @@ class MpiEngine:
         everybody.Free()
         # An MPI's tags may have as few as 15 bits, often 20 or 29: half for messages, half for what collectives send.
         self._half = 1 << ((int(self.comm.Get_attr(mpi.TAG_UB)) + 1).bit_length() - 2)
-        self._word_tag = 2 * self._half - 1  # no collective's, whose last twelve bits are never all set
-        runtime.attend(self.listen)
+        self._control_tag = 2 * self._half - 1  # no collective's, whose last twelve bits are never all set
+        runtime.add_listener(self.listen)
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
         """What `call` returns, from a thread of its own: there is no way to ask MPI for this and come back later."""
@@ -271,44 +271,44 @@ class MpiEngine:
     def _forget(self, operation: Underway) -> None:
         self._underway.discard(operation)  # no lock: `close` holds it while it tests
 
-    # -- words ---------------------------------------------------------------------------------------------------
+    # -- control messages --------------------------------------------------------------------------------
 
-    def tell(self, words: dict[str, Any], peers: Sequence[int] | None = None) -> list[Underway]:
-        """Say something to `peers` (all others by default), who hear it while they wait for MPI."""
-        data = bytearray(json.dumps(words).encode())
+    def send_control(self, message: dict[str, Any], peers: Sequence[int] | None = None) -> list[Underway]:
+        """Send a control message to `peers` (all others by default), who receive it while they wait for MPI."""
+        data = bytearray(json.dumps(message).encode())
         others = [r for r in range(self.world_size) if r != self.rank] if peers is None else peers
         return [
-            self.begin(lambda r=r: self.comm.Isend([data, self._byte], r, self._word_tag), data, r)  # type: ignore[misc]
+            self.begin(lambda r=r: self.comm.Isend([data, self._byte], r, self._control_tag), data, r)  # type: ignore[misc]
             for r in others
         ]
 
     def listen(self) -> bool:
-        """Hear what others have said: who has left is noted, anything else goes to `on_word`. Whether there is more."""
+        """Receive control messages: a goodbye is kept, any other goes to `on_control_message`. False once closed."""
         with self._guard:
             if self.is_closed:
                 return False
-            heard = self._hear()
-        for src, words in heard:
-            self.on_word(src, words)
+            received = self._receive_control()
+        for src, message in received:
+            self.on_control_message(src, message)
         return True
 
-    def _hear(self) -> list[tuple[int, dict[str, Any]]]:
+    def _receive_control(self) -> list[tuple[int, dict[str, Any]]]:
         mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
-        heard = []
-        while (message := self.comm.Improbe(mpi.ANY_SOURCE, self._word_tag, status)) is not None:
+        received = []
+        while (probed := self.comm.Improbe(mpi.ANY_SOURCE, self._control_tag, status)) is not None:
             data = bytearray(status.Get_count(self._byte))
-            message.Recv([data, self._byte])
-            src, words = int(status.Get_source()), json.loads(data)
-            if words["kind"] == "goodbye":
-                self.departed[src] = words
+            probed.Recv([data, self._byte])
+            src, message = int(status.Get_source()), json.loads(data)
+            if message["kind"] == "goodbye":
+                self.departed[src] = message
             else:
-                heard.append((src, words))
-        return heard
+                received.append((src, message))
+        return received
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def close(self, **words: Any) -> None:
-        """Leave at once: tell all others (and `words`), and wake whoever waits here."""
+    def close(self, **message: Any) -> None:
+        """Leave at once: say goodbye to all others, with `message`, and wake whoever waits here."""
         with self._guard:
             if self.is_closed:
                 return
@@ -316,20 +316,20 @@ class MpiEngine:
                 self.is_closed = True
                 return
             with contextlib.suppress(RuntimeError):
-                told = self.tell({"kind": "goodbye", **words})
+                told = self.send_control({"kind": "goodbye", **message})
                 wait_until(lambda: all([one.test() for one in told]), lambda: None, _GOODBYE_S)
             self.is_closed = True
             unfinished = [one for one in list(self._underway) if not one.give_up()]
             if unfinished:
                 self.runtime.abandoned.extend(unfinished)
             else:
-                self.runtime.farewells.append(self._is_free)
+                self.runtime.pending_frees.append(self._is_free)
                 self.runtime.sweep()
 
     def _is_free(self) -> bool:
         """Let the communicator go when all others have left as well: MPI wants every message received."""
         with self._guard:
-            self._hear()
+            self._receive_control()
             if len(self.departed) < self.world_size - 1:
                 return False
             self.comm.Free()

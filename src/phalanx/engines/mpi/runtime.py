@@ -48,21 +48,21 @@ class Runtime:
     # Operations that will never end, with their memory: MPI may still write there.
     abandoned: list[Any] = field(default_factory=list)
     # What is left to do for groups that this process has left; each says whether it is done.
-    farewells: list[Callable[[], bool]] = field(default_factory=list)
+    pending_frees: list[Callable[[], bool]] = field(default_factory=list)
     _listeners: list[Callable[[], bool]] = field(default_factory=list)
     _guard: Any = field(default_factory=threading.Lock)
 
     def sweep(self) -> bool:
         """Do what can be done for groups that this process has left; whether nothing remains."""
-        self.farewells[:] = [farewell for farewell in self.farewells if not farewell()]
-        return not self.farewells
+        self.pending_frees[:] = [pending_free for pending_free in self.pending_frees if not pending_free()]
+        return not self.pending_frees
 
     @property
     def is_over(self) -> bool:
         """Whether MPI was finalized, or this process is a fork of the one that started it: no call is allowed."""
         return self.pid != os.getpid() or bool(self.mpi.Is_finalized())
 
-    def attend(self, listen: Callable[[], bool]) -> None:
+    def add_listener(self, listen: Callable[[], bool]) -> None:
         """Call `listen` many times a second, from a thread of its own, as long as it returns True.
 
         MPI moves bytes only while it is called. A rank that computes, or waits in memory, has perhaps sent something
@@ -86,13 +86,13 @@ class Runtime:
                         if not self._listeners:
                             return
 
-    def broadcast(self, words: bytes, here: str, deadline: Deadline) -> bytes:
-        """Rank 0's `words`, at most 4 KiB, on all ranks of MPI_COMM_WORLD; for messages, `here` says who asks for them.
+    def broadcast(self, message: bytes, here: str, deadline: Deadline) -> bytes:
+        """Rank 0's `message`, at most 4 KiB, on all ranks of MPI_COMM_WORLD; errors begin with `here`.
 
         Raises:
             DeadlineError: rank 0 did not come.
         """
-        data = bytearray(words.ljust(_BROADCAST_BYTES, b"\0"))
+        data = bytearray(message.ljust(_BROADCAST_BYTES, b"\0"))
         request = self.mpi.COMM_WORLD.Ibcast([data, self.mpi.BYTE], 0)
         if not wait_until(request.Test, lambda: None, deadline.left_s):
             self.abandoned.append((request, data))

@@ -60,7 +60,7 @@ class MpiSession(Transport):
         self._answers: dict[int, Position] = {}
         self._report: FailureReport | None = None
         self._exit_reason = LEFT
-        engine.on_word = self._hear
+        engine.on_control_message = self._receive_control
 
     # -- what the process group asks -----------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class MpiSession(Transport):
         except TimedOut:
             self._report = self._report or self._late(deadline.timeout_s, peer)
         except PeerLeft as error:
-            self._report = self._lost(error.peer, error.words, peer)
+            self._report = self._lost(error.peer, error.message, peer)
         except EngineClosed:
             if self._report is None:
                 raise closed(self.group) from None
@@ -181,29 +181,29 @@ class MpiSession(Transport):
 
     def _look(self) -> None:
         """Raise if a rank has left that did not come this far."""
-        for peer, words in list(self._engine.departed.items()):
-            if words["seq"] < self.seq or "report" in words:
-                raise PeerLeft(peer, words)
+        for peer, message in list(self._engine.departed.items()):
+            if message["seq"] < self.seq or "report" in message:
+                raise PeerLeft(peer, message)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
-    def _hear(self, src: int, words: dict[str, Any]) -> None:
+    def _receive_control(self, src: int, message: dict[str, Any]) -> None:
         """Called by the thread that listens."""
-        if words["kind"] == "positions":
+        if message["kind"] == "positions":
             with contextlib.suppress(RuntimeError):
-                self._engine.tell({"kind": "position", **asdict(self._where())}, [src])
-        elif words["kind"] == "position":
-            del words["kind"]
-            self._answers[src] = Position(**words)
+                self._engine.send_control({"kind": "position", **asdict(self._where())}, [src])
+        elif message["kind"] == "position":
+            del message["kind"]
+            self._answers[src] = Position(**message)
 
     def _processes(self, *ranks: int) -> dict[int, str]:
         return {rank: self._names[rank] for rank in ranks}
 
-    def _lost(self, who: int, words: dict[str, Any], peer: int | None) -> FailureReport:
-        """`who` has left and said `words`. `peer`: a message was waited for, not a collective."""
-        if "report" in words:
-            return FailureReport.from_json(words["report"])
-        position, reason = Position(**words["position"]), words["exit_reason"]
+    def _lost(self, who: int, message: dict[str, Any], peer: int | None) -> FailureReport:
+        """`who` has left, with `message` as its goodbye. `peer`: a message was waited for, not a collective."""
+        if "report" in message:
+            return FailureReport.from_json(message["report"])
+        position, reason = Position(**message["position"]), message["exit_reason"]
         remarks: tuple[str, ...] = ()
         if peer is None and position.seq < self.seq and ended_well(reason):
             remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)
@@ -212,11 +212,11 @@ class MpiSession(Transport):
     def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
         others = [r for r in range(self.world_size) if r != self.rank]
         with contextlib.suppress(RuntimeError):
-            self._engine.tell({"kind": "positions"})
+            self._engine.send_control({"kind": "positions"})
             wait_until(lambda: len(self._answers) == len(others), lambda: None, _COLLECT_S)
-        for r, words in list(self._engine.departed.items()):  # somebody was faster
-            if "report" in words:
-                return self._lost(r, words, peer)
+        for r, message in list(self._engine.departed.items()):  # somebody was faster
+            if "report" in message:
+                return self._lost(r, message, peer)
         if peer is None:
             missing = [r for r in others if r not in self._answers or self._answers[r].seq < self.seq]
         else:
