@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.collectives.network import Link
 from phalanx.deadline import Deadline
 from phalanx.engines.interfaces import interface_addresses
@@ -120,8 +121,9 @@ def run(rounds: int, say: Callable[[str], None], *, in_json: bool) -> None:
     """
     dist.init_process_group("phalanx")
     try:
-        transport = getattr(dist.group.WORLD, "transport", None)
-        if not isinstance(transport, HierarchicalTransport):
+        group = dist.group.WORLD
+        transport = group.transport.hierarchical if isinstance(group, PhalanxProcessGroup) else None
+        if transport is None:
             raise PhalanxError("bench link: all ranks of this job are on one host, so there is no link between hosts.")
         names: list[str] = [""] * transport.world_size
         dist.all_gather_object(names, _own_name())

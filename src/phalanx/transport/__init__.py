@@ -1,6 +1,8 @@
-"""Who carries a group's operations: the memory of one host, several hosts, MPI.
+"""Who carries a group's operations: one interface, four ways to keep it.
 
+base           the interface and its contract
 shared_memory  the ranks of one host
 hierarchical   several hosts: memory inside each, an engine between
+gloo           where memory can't be shared
 mpi            whatever MPI started the job
 """

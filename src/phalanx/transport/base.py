@@ -50,6 +50,7 @@ from phalanx.core_numbers import SUM
 from phalanx.deadline import timeout_ns
 
 if TYPE_CHECKING:
+    from phalanx.transport.hierarchical.transport import HierarchicalTransport
     from phalanx.transport.shared_memory import SharedMemoryTransport
 
 
@@ -97,6 +98,11 @@ class Transport(ABC):
 
         Symmetric tensors, reductions of them in place, steps that go on without some ranks, posted receives.
         """
+        return None
+
+    @property
+    def hierarchical(self) -> HierarchicalTransport | None:
+        """Where the ranks of each of several hosts share memory: what there is between the hosts."""
         return None
 
     # -- where it is ---------------------------------------------------------------------------------------------

@@ -11,3 +11,8 @@ class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Trans
     """Ranks on several hosts: shared memory in each, an engine between."""
 
     hears_signals = False  # an engine's wait hears none
+
+    @property
+    def hierarchical(self) -> HierarchicalTransport:
+        """This, with its hosts and its engine."""
+        return self
