@@ -1,14 +1,19 @@
-"""How long from Enter to the end of the first all_reduce? `phalanx run` and torchrun, in turns."""
+"""How long from Enter to the end of the first all_reduce? `phalanx run` and torchrun, in turns.
+
+With --hosts the command is typed on each of so many network namespaces at once, and torchrun's hosts meet by its c10d
+rendezvous.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,11 +30,16 @@ from harness import (  # noqa: E402
     write_results,
 )
 
+from phalanx.coordination.key import Key  # noqa: E402
+from phalanx.testing.namespaces import Host, hosts  # noqa: E402
+
 SCRIPT = str(HERE / "first_all_reduce.py")
 PHALANX = [sys.executable, "-m", "phalanx.cli", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 PEER = "torchrun, gloo"
 TARGET = 1 / 3
+TARGET_WITH_HOSTS = 0.4
+RENDEZVOUS_PORT = 29400
 
 # The agent as it is, noting when it is about to start the zygote: all that lies between Enter and the import of torch.
 AGENT = """
@@ -53,33 +63,72 @@ def plan_contestants(ranks: int) -> dict[str, Callable[[], float]]:
         PEER: ([*TORCHRUN, *count, SCRIPT, "gloo"], ranks),
         "agent until the zygote starts": ([sys.executable, "-c", AGENT, "--no-python", *count, "true"], 1),
     }
-    return {name: lambda command=command, n=n: seconds_to_done(command, n) for name, (command, n) in commands.items()}
+    return {name: lambda command=command, n=n: seconds_to_done([command], n) for name, (command, n) in commands.items()}
 
 
-def seconds_to_done(command: list[str], times: int) -> float:
-    """Seconds from the start of `command` to the last of the `times` moments that it prints."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torchrun's default: the same for both
+def plan_contestants_on(machines: Sequence[Host], ranks: int) -> dict[str, Callable[[], float]]:
+    """The same, with `ranks` on each of several hosts: one line for all, as it is typed."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{RENDEZVOUS_PORT}"]
+    options = ["--nnodes", str(len(machines)), "--nproc-per-node", str(ranks), *where]
+    total = ranks * len(machines)
+
+    def contest(program: list[str], backend: str, *, is_peer: bool = False) -> Callable[[], float]:
+        # Namespaces have one name in common: torchrun must be told each host's address, and which one is the first.
+        told = [
+            ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(host is machines[0])}"] if is_peer else []
+            for host in machines
+        ]
+        commands = [
+            [*host.command, *program, *options, *words, SCRIPT, backend]
+            for host, words in zip(machines, told, strict=True)
+        ]
+        return lambda: seconds_to_done(commands, total)
+
+    return {
+        "phalanx run, phalanx": contest(PHALANX, "phalanx"),
+        "phalanx run, gloo": contest(PHALANX, "gloo"),
+        PEER: contest([sys.executable, "-m", "torch.distributed.run"], "gloo", is_peer=True),
+    }
+
+
+def seconds_to_done(commands: Sequence[list[str]], times: int) -> float:
+    """Seconds from the start of `commands` to the last of the `times` moments that they print."""
+    # One thread is torchrun's default: the same for both. Gloo cannot tell the interface from a name that all share.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PHALANX_KEY": str(Key(bytes(32)))}
+    if len(commands) > 1:
+        environment["GLOO_SOCKET_IFNAME"] = "eth0"
     start = time.monotonic()
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    output = finished.stdout + finished.stderr
+    started = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    output = "".join(process.communicate()[0] for process in started)
     found = [float(at) for at in re.findall(r"done at ([0-9.]+)", output)]
-    if finished.returncode != 0 or len(found) != times:
-        raise SystemExit(f"{' '.join(command)} ended with {finished.returncode}:\n{output}")
+    codes = [process.returncode for process in started]
+    if any(codes) or len(found) != times:
+        raise SystemExit(f"{' '.join(commands[0])} ended with {codes}:\n{output}")
     return max(found) - start
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--hosts", type=int, default=1, help="network namespaces, each with --ranks of its own")
+    parser.add_argument("--ranks", type=int, help="default: 4; with --hosts 2 on each")
     parser.add_argument("--rounds", type=int, default=5)
     add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
     machine = describe_machine()
-    contestants = plan_contestants(arguments.ranks)
-    for contestant in contestants.values():
-        contestant()  # once unmeasured: the files come into the page cache
-    samples = interleave(contestants, arguments.rounds)
+    ranks = arguments.ranks or (4 if arguments.hosts == 1 else 2)
+    target = TARGET if arguments.hosts == 1 else TARGET_WITH_HOSTS
+    with contextlib.ExitStack() as stack:
+        if arguments.hosts == 1:
+            contestants = plan_contestants(ranks)
+        else:
+            contestants = plan_contestants_on(stack.enter_context(hosts(arguments.hosts)), ranks)
+        for contestant in contestants.values():
+            contestant()  # once unmeasured: the files come into the page cache
+        samples = interleave(contestants, arguments.rounds)
     summaries = {name: summarise(values) for name, values in samples.items()}
     peer = summaries[PEER].median
     rows = [
@@ -91,11 +140,12 @@ def main() -> None:
         ]
         for name, one in summaries.items()
     ]
-    title = f"{arguments.ranks} ranks, median of {arguments.rounds} rounds"
+    of_hosts = f"{arguments.hosts} hosts x " if arguments.hosts > 1 else ""
+    title = f"{of_hosts}{ranks} ranks, median of {arguments.rounds} rounds"
     print_table(["command, backend", "first all_reduce done", "range", "of torchrun"], rows, title=title)
     ratio = summaries["phalanx run, phalanx"].median / peer
-    print(f"\nTarget, at most {format_ratio(TARGET)} of torchrun: {'reached' if ratio <= TARGET else 'missed'}.")
-    results = {"ranks": arguments.ranks, "target": TARGET, "ratio": ratio, "seconds": samples}
+    print(f"\nTarget, at most {format_ratio(target)} of torchrun: {'reached' if ratio <= target else 'missed'}.")
+    results = {"hosts": arguments.hosts, "ranks": ranks, "target": target, "ratio": ratio, "seconds": samples}
     write_results(arguments.output, results, machine=machine)
 
 
