@@ -368,3 +368,57 @@ def test_a_job_on_one_host_loads_nothing_for_several(tmp_path: Path) -> None:
     assert "phalanx.launch.agent.job" in loaded
     assert not [name for name in loaded if name.partition(".")[0] == "zmq" or name.startswith("phalanx.launch.hosts")]
     assert {name for name in loaded if name.startswith("phalanx.coordination.")} == {"phalanx.coordination.launchers"}
+
+
+def test_a_host_too_many_is_told_so_and_one_that_is_lost_is_replaced(tmp_path: Path) -> None:
+    """Two of three hosts begin; the third waits, and comes in when the second is lost and all start again."""
+    over = tmp_path / "over"
+    script = write_script(
+        tmp_path,
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "dist.barrier()\n"
+        "print('running attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "again = os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'\n"
+        "while True:\n"
+        f"    over = torch.tensor([float(again and os.path.exists({str(over)!r}))])\n"
+        "    dist.all_reduce(over, op=dist.ReduceOp.MIN)\n"
+        "    if over.item():\n"
+        "        break\n",
+    )
+    with hosts(3) as machines, contextlib.ExitStack() as stack:
+        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
+        line = ("run", "--nnodes", "2", *where, "--nproc-per-node", "1", "--max-restarts", "1", "--host-timeout", "2")
+        environ = {"PHALANX_KEY": str(Key(bytes(32)))}
+
+        def begin(number: int) -> Running:
+            at = machines[number].command
+            return stack.enter_context(start(*line, script, env=environ, before=at, stderr=subprocess.STDOUT))
+
+        first, second = begin(0), begin(1)
+        first.read_until_all("running attempt 0", 2)
+        third = begin(2)
+        third.read_until("the job has begun without this host, which waits for its next start")
+        second.process.kill()
+        first.read_until_all("running attempt 1", 2)
+        over.touch()
+        ended = finish([first, second, third])
+    assert [end.code for end in ended] == [0, -signal.SIGKILL, 0], [end.out for end in ended]
+
+
+def test_what_all_print_arrives_in_order_however_much_it_is(tmp_path: Path) -> None:
+    """5 MB from each rank, more than may wait on the way: each rank's own order is kept, and no line is lost."""
+    script = write_script(
+        tmp_path, "import os\nrank = os.environ['RANK']\nfor i in range(20000):\n    print(rank, i, 'x' * 240)\n"
+    )
+    with (
+        hosts(2) as machines,
+        commands(machines, *numbered(machines, "--no-preload", script=(script,), nproc="1")) as jobs,
+    ):
+        first, second = finish(jobs)
+    assert (first.code, second.code) == (0, 0)
+    for rank in ("0", "1"):
+        said = [line.partition("] ")[2].split()[:2] for line in first.lines if line.startswith(f"[{rank} ")]
+        assert [int(number) for who, number in (pair for pair in said if len(pair) == 2 and pair[0] == rank)] == list(
+            range(20000)
+        )

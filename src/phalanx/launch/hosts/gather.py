@@ -105,6 +105,8 @@ class Gathering:
 
     def end(self, code: int, why: str) -> None:
         """Tell all that the job is over, and wait a moment until they have heard it."""
+        for letter in self._team.late if self._team is not None else ():
+            self._refuse(letter.member, "the job is over, and had begun without this host")
         self._mail.put(-1, "end", code=code, why=why)
         waiting = set(self._guests) - set(self._team.lost if self._team is not None else ())
         end = time.monotonic() + _FAREWELL_S

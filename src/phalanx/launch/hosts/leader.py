@@ -186,6 +186,7 @@ class LeaderAttempt(Attempt):
             self._lose(letter.member, letter.body["why"])
         elif letter.kind == "joined":
             self._team.late.append(letter)
+            self._team.mail.put(letter.member, "late")
         elif letter.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended
             for member in list(self._team.others):
                 self._lose(member, f"the coordinator on this host has failed: {letter.body['why']}")

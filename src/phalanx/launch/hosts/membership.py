@@ -280,6 +280,12 @@ class _Followed:
             self._raise_lost(letter.body["why"])
         if letter.member != FIRST:
             return None
+        if letter.kind == "late":
+            self._host.display.say(
+                "phalanx run: the job has begun without this host, which waits for its next start: with "
+                "--max-restarts, "
+                "after a failure"
+            )
         if letter.kind == "host lost":
             say_host_lost(letter, self._host.display)
         if letter.kind == "reach" and self._joined.key is not None:

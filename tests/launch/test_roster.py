@@ -1,0 +1,85 @@
+"""Who gets which ranks, and what hosts are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.launch.hosts.addresses import is_own, own_addresses
+from phalanx.launch.hosts.mail import decode_lines, encode_lines
+from phalanx.launch.hosts.roster import HostFacts, find_conflict, find_node, name_apart, plan_nodes
+
+
+def host(member: int, num_ranks: int = 1, role: str = "default", node_rank: int | None = None) -> HostFacts:
+    return HostFacts(member, f"n{member}", 1, num_ranks, role, f"10.0.0.{member}", node_rank)
+
+
+def test_ranks_are_numbered_host_by_host_in_the_order_of_coming() -> None:
+    nodes = plan_nodes([host(0, 2), host(5, 1), host(3, 3)])
+    assert [node.facts.member for node in nodes] == [0, 5, 3]
+    assert [list(node.place.ranks) for node in nodes] == [[0, 1], [2], [3, 4, 5]]
+    assert {(node.place.world_size, node.place.num_nodes) for node in nodes} == {(6, 3)}
+    assert [node.place.node for node in nodes] == [0, 1, 2]
+
+
+def test_hosts_with_a_number_stand_there_and_the_others_fill_the_gaps() -> None:
+    nodes = plan_nodes([host(0), host(1, node_rank=3), host(2), host(3, node_rank=1)])
+    assert [node.facts.member for node in nodes] == [0, 3, 2, 1]
+
+
+def test_numbers_with_gaps_are_closed_up() -> None:
+    """--nnodes 1:4 may begin without some of the numbers."""
+    nodes = plan_nodes([host(0, node_rank=0), host(1, node_rank=3)])
+    assert [(node.facts.member, node.place.node, list(node.place.ranks)) for node in nodes] == [
+        (0, 0, [0]),
+        (1, 1, [1]),
+    ]
+
+
+def test_ranks_of_a_role_have_numbers_of_their_own() -> None:
+    nodes = plan_nodes([host(0, 2, "train"), host(1, 1, "check"), host(2, 2, "train")])
+    assert [(node.place.first_role_rank, node.place.role_world_size) for node in nodes] == [(0, 4), (0, 1), (2, 4)]
+
+
+def test_two_hosts_with_one_number_are_named() -> None:
+    conflict = find_conflict([host(0, node_rank=0), host(1, node_rank=1), host(2, node_rank=1)], 3)
+    assert conflict == "n1 (10.0.0.1) and n2 (10.0.0.2) both came as --node-rank 1. Give each host a number of its own"
+    assert find_conflict([host(0), host(1, node_rank=2)], 2) == "n1 (10.0.0.1) came as --node-rank 2 of --nnodes 2"
+    assert find_conflict([host(0), host(1, node_rank=1)], 2) == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["a.x.org", "b.x.org"], ["a", "b"]),
+        (["a.x.org", "a.y.org"], ["a.x.org", "a.y.org"]),
+        (["box", "box", "other"], ["box#0", "box#1", "other"]),
+    ],
+)
+def test_hosts_are_told_apart(names: list[str], labels: list[str]) -> None:
+    assert name_apart(names) == labels
+
+
+def test_ranks_lead_to_their_host_if_they_have_one_in_common() -> None:
+    nodes = plan_nodes([host(0, 2), host(1, 2)])
+    assert find_node(nodes, [2, 3]) is nodes[1]
+    assert find_node(nodes, [1, 2]) is None
+
+
+def test_facts_come_back_from_json_and_others_are_no_agents() -> None:
+    facts = host(4, 2, "r", 1)
+    assert HostFacts.from_json(4, facts.to_json()) == facts
+    assert HostFacts.from_json(4, {**facts.to_json(), "num_ranks": "many"}) is None
+    assert HostFacts.from_json(4, {"kind": "first"}) is None
+
+
+def test_lines_travel_whatever_bytes_they_have() -> None:
+    lines = [b"plain", "caf\u00e9".encode(), bytes(range(256)), b""]
+    assert decode_lines(encode_lines(lines)) == lines
+
+
+def test_the_loopback_is_this_hosts_and_a_documentation_address_is_not() -> None:
+    assert is_own("127.0.0.1")
+    assert is_own("localhost")
+    assert not is_own("192.0.2.1")  # RFC 5737
+    assert own_addresses()[-1].is_loopback
