@@ -118,14 +118,14 @@ class GlooSession(Transport):
         """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         return self._holder == threading.get_ident()
 
-    def leave_note(self, note: str) -> None:
+    def set_exit_reason(self, exit_reason: str) -> None:
         """How this process ends, for those who will miss it."""
-        self._say_exit_reason(note)
+        self._publish_exit_reason(exit_reason)
         self._linger()
 
     def leave_in_flight(self) -> None:
         """Operations are still running here: wake them."""
-        self._say_exit_reason(LEFT_IN_FLIGHT)
+        self._publish_exit_reason(LEFT_IN_FLIGHT)
         self._engine.close()
 
     def close(self) -> None:
@@ -135,12 +135,12 @@ class GlooSession(Transport):
         self._is_closed = True
         if self._monitor is not None:
             self._monitor.close()
-        self._say_exit_reason(LEFT)
+        self._publish_exit_reason(LEFT)
         self._linger()
         self._engine.close()
         self._background.close()
 
-    def _say_exit_reason(self, reason: str) -> None:
+    def _publish_exit_reason(self, reason: str) -> None:
         """Before the connections close: whoever loses one asks the store why. What is said first stands."""
         if self._report is None and not self._has_said and self.world_size > 1:
             self._has_said = True
