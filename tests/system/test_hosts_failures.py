@@ -254,6 +254,59 @@ def test_a_host_that_is_cut_off_is_late_as_a_whole_and_hears_that_it_is_cut_off(
     assert "The job's store does not answer either: this host may be cut off." in results[2][1]
 
 
+def test_a_host_whose_link_is_cut_in_the_middle_of_a_large_transfer_is_named_within_the_timeout():
+    def check(rank, world_size, machines):
+        dist.barrier()
+        tensor = torch.ones(4 * 2**20)
+        if rank == 0:
+            threading.Timer(0.3, machines[1].cut_off).start()
+        begun = time.monotonic()
+        with pytest.raises(DeadlineError) as caught:
+            _move_until_it_fails(tensor)
+        return caught.value.missing, str(caught.value), time.monotonic() - begun
+
+    results = on_hosts((2, 2), check, timeout_s=3.0)
+    assert [missing for missing, _, _ in results] == [(2, 3), (2, 3), (0, 1), (0, 1)], results
+    assert all("within 3.0 s" in text for _, text, _ in results)
+    assert all(took < 30.0 for _, _, took in results), "it hung"
+
+
+@pytest.mark.parametrize("timeout_s", [2.0, 30.0])
+def test_a_cut_of_three_seconds_ends_in_an_error_or_is_waited_out_as_the_timeout_says(timeout_s):
+    def check(rank, world_size, machines):
+        dist.barrier()
+        small, large = torch.full((100,), rank + 1.0), torch.full((2**20,), rank + 1.0)
+        if rank == 0:
+            machines[1].cut_off()
+            plugging = threading.Timer(3.0, machines[1].plug_in)
+            plugging.start()
+        try:
+            for _ in range(3):
+                for tensor in (small, large):
+                    tensor.fill_(rank + 1.0)
+                    dist.all_reduce(tensor)
+                    assert bool((tensor == 3.0).all())
+        except (DeadlineError, PeerLostError) as error:
+            return str(error)
+        finally:
+            if rank == 0:
+                plugging.join()
+        return "it went on"
+
+    said = on_hosts((1, 1), check, timeout_s=timeout_s, run_s=90.0)
+    if timeout_s > 3.0:
+        assert said == ["it went on"] * 2
+    else:
+        assert "no answer from rank 1 within 2.0 s" in said[0], said
+        assert "rank 0" in said[1], said  # which may have ended by then, and the store with it
+
+
+def _move_until_it_fails(tensor):
+    while True:
+        dist.broadcast(tensor, src=1)
+        dist.all_reduce(tensor)
+
+
 def _all_reduce_until_it_fails():
     while True:  # what the other host had sent before it was cut off may be enough for one
         dist.all_reduce(torch.ones(3))
