@@ -1,9 +1,12 @@
 """`phalanx manifest`: the files to submit. Slurm's is submitted to a real one in tests/system/test_slurm.py."""
 
 import importlib.util
+import os
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -110,3 +113,14 @@ def test_what_no_scheduler_would_take_is_refused(words, said):
     code, out = manifest(*words)
     assert code == 2
     assert said in out
+
+
+def test_the_examples_of_the_documentation_write_files(tmp_path):
+    """All but `kubectl`, which is not here."""
+    text = (Path(__file__).parents[2] / "docs" / "schedulers.md").read_text()
+    (block,) = re.findall(r"## Kubernetes\n\n```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for line in block.splitlines() if line.startswith("phalanx")]
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert [one["kind"] for one in yaml.safe_load_all((tmp_path / "job.yaml").read_text())] == ["Service", "Job"]
+    assert (tmp_path / ".config" / "phalanx" / "key").exists()

@@ -160,7 +160,7 @@ def _start(slurm: Cluster, environment: dict[str, str], program: str, *words: st
     assert path is not None
     with (slurm.folder / f"{program}.out").open("ab") as out:
         return subprocess.Popen(
-            [*_enter(slurm.host), path, *words],
+            ["setpriv", "--pdeathsig=TERM", *_enter(slurm.host), path, *words],
             cwd=slurm.folder,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -151,6 +152,47 @@ def test_a_driver_calls_a_function_on_the_ranks(address, tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "raised as asked for from rank 3 of 4" in ended.stdout
     assert "trained" in ended.stdout
+
+
+def test_the_ranks_end_with_a_driver_that_is_killed(address, tmp_path):
+    (tmp_path / "hold.py").write_text(HOLD + f"  # {tmp_path}")
+    command = [sys.executable, "-m", "phalanx", "run", "--on", "ray", "--nproc-per-node=1", "hold.py", str(tmp_path)]
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as driver:
+        said = driver.stdout.readline()
+        while said.count("holding") < 2 and "[0-1]" not in said:
+            said += driver.stdout.readline()
+        assert living(str(tmp_path))
+        driver.kill()
+    while pids := living(str(tmp_path)):  # the test's own timeout ends the wait
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                handle = os.pidfd_open(pid)
+                select.select([handle], [], [])
+                os.close(handle)
+
+
+def living(word):
+    """The processes that have this word on their command line."""
+    found = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.isdigit() and word.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
+                found.append(int(entry))
+    return found
+
+
+def test_the_examples_of_the_documentation_run_as_they_stand(address, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    text = (ROOT / "docs" / "schedulers.md").read_text()
+    (block,) = re.findall(r"## Ray\n\n```bash\n(.*?)```", text, re.DOTALL)
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "RAY_ADDRESS": address, "PATH": search}
+    code = block.replace("phalanx run", f"{sys.executable} -m phalanx run")
+    ended = subprocess.run(["bash", "-ec", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"rank 3 of 4 on node 1", ended.stdout)
+    assert re.search(r"rank 7 of 8 on node 1", ended.stdout)
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):

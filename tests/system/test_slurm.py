@@ -116,3 +116,32 @@ def test_doctor_tells_what_started_it(slurm: Cluster):
     ended = slurm.run("srun", "-N2", "-n2", "-l", *PHALANX, "doctor")
     for node in (0, 1):
         assert re.search(rf"{node}: ok +scheduler +Slurm: node {node} of 2 of job slurm-\d+\.0 \(", ended.stdout)
+
+
+def test_scancel_ends_every_rank(slurm: Cluster, home):
+    (slurm.folder / "hold.py").write_text("import threading\nprint('holding', flush=True)\nthreading.Event().wait()\n")
+    command = shlex.join(["srun", "--ntasks-per-node=1", *PHALANX, "run", "--nproc-per-node=1", "hold.py"])
+    head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --output=hold.log"
+    (slurm.folder / "hold.sh").write_text(f"{head}\nexec {command}\n")
+    job = slurm.run("sbatch", "hold.sh", **home).stdout.split()[-1]
+    log = slurm.folder / "hold.log"
+    while not log.exists() or not re.search(r"\[0-1\S* ?\S*\] holding|(?s:holding.*holding)", log.read_text()):
+        assert slurm.run("squeue", "-h", "-j", job).stdout.strip(), log.read_text()
+    slurm.run("scancel", job)
+    slurm.wait_end(job)
+    while any("hold.py" in line for line in slurm.run("ps", "-eo", "args").stdout.splitlines()):
+        pass  # the test's own timeout ends the wait
+
+
+def test_the_examples_of_the_documentation_run_as_they_stand(slurm: Cluster, home):
+    text = (Path(__file__).parents[2] / "docs" / "schedulers.md").read_text()
+    (block,) = re.findall(r"## Slurm\n\n```bash\n(.*?)```", text, re.DOTALL)
+    search = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
+    ended = slurm.run("bash", "-ec", block, PATH=search, **home)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ranks = said(ended.stdout.partition("Submitted")[0])
+    assert sorted(ranks) == list(range(ranks[0][1]))
+    job = re.search(r"Submitted batch job (\d+)", ended.stdout)[1]
+    slurm.wait_end(job)
+    log = (slurm.folder / f"train-{job}.log").read_text()
+    assert sorted(said(log)) == list(range(ranks[0][1])), log

@@ -30,6 +30,7 @@ from phalanx.launch.settings import USAGE_EXIT_CODE, parse
 _READ_BYTES = 1 << 16
 _PLACED_S = 60.0
 _CONNECT_S = 10.0
+_KEY = "key"
 _MODULE = ("-m", "phalanx.launch.calls")
 
 
@@ -56,13 +57,18 @@ class NodeAgent:
         `files` are put into a folder, whose name FOLDER in the words stands for. `told`: the driver has the last word.
         """
         own = self._folder.name
+        if told:
+            words = [own if word == "FOLDER" else word for word in words]
         for name, data in files.items():
             Path(own, name).write_bytes(data)
+        # A file, and no variable: what ranks start would inherit that.
+        key_file = os.open(os.path.join(own, _KEY), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(key_file, "w") as file:
+            file.write(key)
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        environment["PHALANX_KEY"] = key
         self._agent = agent = subprocess.Popen(
             [sys.executable, "-c", call.BOOT, str(os.getpid()), os.path.join(own, "verdict") if told else "",
-             *(word.replace("FOLDER", own) if word == "FOLDER" else word for word in words)],
+             f"--key-file={own}/{_KEY}", *words],
             cwd=folder if os.path.isdir(folder) else None,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -80,7 +86,8 @@ class NodeAgent:
 
     def read_files(self) -> dict[str, bytes]:
         """What lies in the agent's folder at the end: outcomes and the verdict."""
-        return {path.name: path.read_bytes() for path in Path(self._folder.name).iterdir() if path.suffix != ".draft"}
+        left = [path for path in Path(self._folder.name).iterdir() if path.suffix != ".draft" and path.name != _KEY]
+        return {path.name: path.read_bytes() for path in left}
 
 
 def _read(agent: subprocess.Popen[bytes]) -> Iterator[tuple[int, bytes]]:
