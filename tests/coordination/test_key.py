@@ -96,7 +96,14 @@ def test_a_key_file_of_another_user_is_refused(tmp_path):
         read_key(tmp_path / "key")
 
 
-def test_a_key_is_made_once_and_by_many_at_a_time_the_same(tmp_path):
+@pytest.mark.parametrize("links", [True, False])
+def test_a_key_is_made_once_and_by_many_at_a_time_the_same(tmp_path, monkeypatch, links):
+    if not links:  # as on a file system that has none
+
+        def refuse(*args):
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
     path = tmp_path / "home" / "phalanx" / "key"
     with multiprocessing.get_context("fork").Pool(8) as pool:
         made = pool.map(make_key, [path] * 32)

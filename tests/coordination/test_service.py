@@ -65,6 +65,24 @@ def test_keys_values_queues_and_waits_over_the_network_and_on_the_host(local):
             one.add("late", 1)
 
 
+def test_calls_of_many_keys_and_of_large_values_are_as_those_of_few():
+    with service(None, None) as (running, _, _), Client(running.local) as client:
+        keys = [f"key{n}" for n in range(70000)]
+        client.multi_set(keys, [b"%d" % n for n in range(70000)])
+        assert client.num_keys() == 70000
+        assert client.check(keys)
+        assert not client.check([*keys, "nothing"])
+        client.wait(keys)
+        assert client.multi_get(keys[::-1])[:2] == [b"69999", b"69998"]
+        assert len(client.list_keys("key1")) == 11111
+        large = [bytes([n]) * (7 << 20) for n in range(3)]
+        client.multi_set(["x", "y", "z"], large)
+        assert client.multi_get(["x", "y", "z", "key5"]) == [*large, b"5"]
+        with pytest.raises(ValueError, match="70003 keys start so: too many for one answer"):
+            client.list_keys()
+        assert client.delete_prefix("key") == 70000
+
+
 def test_members_hear_of_each_other_in_order_and_send_messages():
     with service(None, None) as (running, _, _), contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(Client(running.local)) for _ in range(2))

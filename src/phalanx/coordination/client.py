@@ -49,6 +49,7 @@ _BUSY_PAUSE_S, _TRY_S = 0.005, 5.0
 _MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
 _EPOCH_BYTES = 8
 _EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
+_MAX_PART = 4096  # fields of one request
 _HANDSHAKES = 2  # that must fail before we believe it is not by accident
 _EVENTS = (
     zmq.EVENT_CONNECTED
@@ -299,11 +300,13 @@ class Client:
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of `keys` are there."""
-        return self._call(Op.CHECK, *[_name(key) for key in keys])[0] == b"1"
+        return all(self._call(Op.CHECK, *part)[0] == b"1" for part in _parts([_name(key) for key in keys], 1))
 
     def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
         """Wait until all of `keys` are there."""
-        self._call(Op.WAIT, *[_name(key) for key in keys], deadline=self._deadline(timeout), waits_for=keys)
+        deadline = self._deadline(timeout)
+        for part in _parts([_name(key) for key in keys], 1):
+            self._call(Op.WAIT, *part, deadline=deadline, waits_for=keys)
 
     def delete_key(self, key: str) -> bool:
         """Whether it was there."""
@@ -316,14 +319,20 @@ class Client:
     def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
         """The values of `keys`; waits until all are there."""
         deadline = self._deadline(timeout)
-        return self._call(Op.MULTI_GET, *[_name(key) for key in keys], deadline=deadline, waits_for=keys)
+        values: list[bytes] = []
+        for part in _parts([_name(key) for key in keys], 1):
+            while part:
+                found = self._call(Op.MULTI_GET, *part, deadline=deadline, waits_for=keys)
+                values += found
+                part = part[len(found) :]
+        return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Let each key have its value."""
         if len(keys) != len(values):
             raise ValueError(f"multi_set: {len(keys)} keys, and {len(values)} values")
         fields = [part for key, value in zip(keys, values, strict=True) for part in (_name(key), _bytes(value))]
-        for part in _parts(fields):
+        for part in _parts(fields, 2):
             self._call(Op.MULTI_SET, *part)
 
     def barrier(self, key: str, size: int, timeout: Timeout = None) -> None:
@@ -755,18 +764,19 @@ def _bytes(value: str | bytes) -> bytes:
     return bytes(value)
 
 
-def _parts(fields: list[bytes]) -> Iterator[list[bytes]]:
-    """Pairs of fields, as many as one request may have."""
+def _parts(fields: list[bytes], step: int) -> Iterator[list[bytes]]:
+    """Fields in groups of `step`, as many as one request may have; none at all is one part, too."""
     part: list[bytes] = []
     size = 0
-    for at in range(0, len(fields), 2):
-        pair = fields[at : at + 2]
-        if part and (size + len(pair[0]) + len(pair[1]) > MAX_VALUE_BYTES or len(part) >= 4096):
+    for at in range(0, len(fields), step):
+        group = fields[at : at + step]
+        grows = sum(map(len, group))
+        if part and (size + grows > MAX_VALUE_BYTES or len(part) >= _MAX_PART):
             yield part
             part, size = [], 0
-        part += pair
-        size += len(pair[0]) + len(pair[1])
-    if part:
+        part += group
+        size += grows
+    if part or not fields:
         yield part
 
 

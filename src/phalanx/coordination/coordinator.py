@@ -314,11 +314,12 @@ class Coordinator:
         if len(found) < len(values):
             self._park(session, message, Waiter(session, message.fields))
             return None
-        if sum(map(len, found)) > MAX_VALUE_BYTES:
-            raise RefusedError(
-                f"multi_get of {len(found)} keys: the values have more than {MAX_VALUE_BYTES} bytes together; get them "
-                "one by one"
-            )
+        size = 0
+        for at, value in enumerate(found):  # the first ones, as many as fit: the client asks for the rest
+            size += len(value)
+            if at and size > MAX_VALUE_BYTES:
+                del found[at:]
+                break
         return pack(Status.OK, message.number, *found)
 
     def _multi_set(self, session: Session, message: Message) -> Answer:

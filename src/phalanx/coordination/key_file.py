@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.coordination.key import Key
+from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError
 
 FILE_VARIABLE = "PHALANX_KEY_FILE"
 VARIABLE = "PHALANX_KEY"
 _MAX_BYTES = 4096
+_WRITING_S, _WHOLE_BYTES = 2.0, 52
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
@@ -43,7 +46,7 @@ def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[st
         except ValueError as error:
             raise AuthenticationError(f"the key in {VARIABLE}: {error}.") from None
     own = default_path(environment)
-    return read_key(own) if own.exists() else None
+    return read_key(own) if os.path.exists(own) else None
 
 
 def ask_for_key(prompt: str = "The job's key (as `phalanx key --print` shows it): ") -> Key | None:
@@ -107,8 +110,8 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
         AuthenticationError: a file is there, and holds no key that may be used; or none can be written.
     """
     path = Path(path)
-    if path.exists():
-        return read_key(path), False
+    if os.path.exists(path):
+        return _read_when_whole(path), False
     key = Key.generate()
     draft = path.with_name(f".{path.name}-{os.urandom(8).hex()}")
     try:
@@ -123,7 +126,8 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
             except FileExistsError:
                 return read_key(path), False
             except OSError:  # a file system without links
-                _copy_exclusively(draft, path)
+                if not _copy_exclusively(draft, path):
+                    return _read_when_whole(path), False
         finally:
             os.unlink(draft)
     except OSError as error:
@@ -131,12 +135,25 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
     return read_key(path), True
 
 
-def _copy_exclusively(draft: Path, path: Path) -> None:
+def _read_when_whole(path: Path) -> Key:
+    """The key in `path`, which another process may just be writing."""
+    deadline = Deadline.after(_WRITING_S)
+    while True:
+        try:
+            return read_key(path)
+        except AuthenticationError:
+            if deadline.passed or path.stat().st_size >= _WHOLE_BYTES:
+                raise
+            time.sleep(0.01)
+
+
+def _copy_exclusively(draft: Path, path: Path) -> bool:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        return
+        return False
     with open(fd, "wb") as file:
         file.write(draft.read_bytes())
         file.flush()
         os.fsync(fd)
+    return True
