@@ -25,7 +25,7 @@
 #include <stdint.h>
 
 #define PLX_MAGIC 0x31584e414c414850ull /* "PHALANX1", little endian */
-#define PLX_VERSION 3u
+#define PLX_VERSION 4u
 #define PLX_LINE 128u /* two cache lines: the adjacent-line prefetcher couples them */
 #define PLX_PAGE 4096u
 #ifndef PLX_MAX_WORLD /* a checker needs few */

@@ -36,7 +36,9 @@
  * Nobody waits for ever: of ranks that wait for each other, take the one that has issued the fewest calls. If it waits at
  * a sync, those that it waits for are at ends of rounds with the same number of calls, so they are not behind, and find it
  * at a sync beyond theirs; if it waits at the end of a round, it finds one that is beyond, by 3, or all are at ends of
- * rounds, and two of them at those of different reducers, by 4. tests/csrc/interleavings tries it.
+ * rounds, and two of them at those of different reducers, by 4. A rank that has gone on from a phase which it left open
+ * (early.h) has reached that phase's sync, and is found there by those who have not; it waits for them, if at all, at that
+ * same sync. tests/csrc/interleavings tries it.
  */
 #ifndef PLX_REDUCER_H
 #define PLX_REDUCER_H

@@ -6,7 +6,6 @@
  * `run.py` links it twice: as it is, and with `plx_record_enter` and `plx_record_leave` replaced by the `__wrap_`
  * functions below, which do nothing. The core itself is compiled once, without a switch for this.
  */
-#define _GNU_SOURCE
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,6 +14,7 @@
 #include <unistd.h>
 
 #include "collectives.h"
+#include "futex.h"
 #include "recorder.h"
 
 #define STAGE 8192u
@@ -22,9 +22,9 @@
 
 static struct plx_record nowhere;
 
-struct plx_record *__wrap_plx_record_enter(struct plx_group *g, const struct plx_call *call, uint32_t site, int32_t peer,
-                                           uint32_t ndim, const uint64_t *shape) {
-  (void)g, (void)call, (void)site, (void)peer, (void)ndim, (void)shape;
+struct plx_record *__wrap_plx_record_enter(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
+                                           int32_t peer) {
+  (void)g, (void)call, (void)o, (void)peer;
   return &nowhere;
 }
 
@@ -47,10 +47,10 @@ static struct plx_group join(void *base, uint32_t rank, int core) {
 
 static void work(struct plx_group *g, long rounds, long calls) {
   const uint64_t shape[1] = {1};
-  const struct plx_origin here = {0, 1, shape};
+  const struct plx_origin here = {.ndim = 1, .shape = shape};
   float value = 1.0f;
   for (long round = 0; round < rounds; round++) {
-    struct plx_wait wait = {.deadline_ns = UINT64_MAX, .spin_ns = g->spin_ns, .culprit = -1};
+    struct plx_wait wait = {.deadline_ns = UINT64_MAX, .spin_ns = g->spin_ns, .failed_rank = -1};
     if (plx_barrier(g, &wait, &here) != PLX_OK) exit(1);
     uint64_t begin = plx_now_ns();
     for (long i = 0; i < calls; i++)
@@ -61,11 +61,12 @@ static void work(struct plx_group *g, long rounds, long calls) {
 
 static void alone(struct plx_group *g, long rounds, long calls) {
   const uint64_t shape[1] = {1};
+  const struct plx_origin here = {.ndim = 1, .shape = shape};
   const struct plx_call call = {.seq = 1, .count = 1, .kind = PLX_ALL_REDUCE, .dtype = PLX_F32, .root = -1};
   puts("alone");
   for (long round = 0; round < rounds; round++) {
     uint64_t begin = plx_now_ns();
-    for (long i = 0; i < calls; i++) plx_record_leave(g, plx_record_enter(g, &call, 0, -1, 1, shape), PLX_OK);
+    for (long i = 0; i < calls; i++) plx_record_leave(g, plx_record_enter(g, &call, &here, -1), PLX_OK);
     printf("%.1f\n", (double)(plx_now_ns() - begin) / (double)calls);
   }
 }

@@ -20,7 +20,7 @@ from harness import add_output_arguments, describe_machine, write_results
 
 HERE = Path(__file__).resolve().parent
 CORE = HERE.parents[1] / "csrc"
-FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-pthread", f"-I{CORE}"]  # setup.py's
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-pthread", f"-I{CORE}"]  # setup.py's
 WRAPPED = ["-Wl,--wrap=plx_record_enter", "-Wl,--wrap=plx_record_leave"]
 
 THROUGH_TORCH = """
@@ -44,7 +44,7 @@ dist.destroy_process_group()
 def build(folder: Path) -> dict[str, Path]:
     """Both programs; the core's objects are the same."""
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    sources = [str(path) for path in sorted(CORE.glob("*.c")) if not path.name.startswith("module")]
+    sources = [str(path) for path in sorted(CORE.glob("*.c")) if not path.name.startswith("py_")]
     programs = {}
     for name, options in (("with", []), ("without", WRAPPED)):
         programs[name] = folder / name
