@@ -89,13 +89,14 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         reason = _cannot_share(infos)
         if reason:
             settings = replace(settings, engine="gloo")
-        if problem := _exposed(infos, settings):
+        one_host = len({info.host for info in infos}) == 1
+        if problem := "" if one_host and not reason else _exposed(infos, settings):
             bootstrap.acknowledge_failure()
             raise PhalanxError(f"init_process_group of group {name!r} on rank {rank}: {problem}")
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
             group = _over_gloo(bootstrap, options, settings, deadline)
-        elif len({info.host for info in infos}) == 1:
+        elif one_host:
             assert server is not None
             group = _share(server, bootstrap, options, deadline)
         else:
@@ -113,8 +114,8 @@ def _with_variables(settings: Options) -> Options:
 
 
 def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
-    """Why tensors must not travel between these hosts, or nothing. The same answer on every rank."""
-    if settings.allow_public_address or settings.engine != "gloo" or len({info.host for info in infos}) == 1:
+    """Why tensors must not travel between these ranks by an engine, or nothing. The same answer on every rank."""
+    if settings.allow_public_address or settings.engine != "gloo":
         return ""
     public = {info.address: info.hostname for info in infos if is_public(info.address)}
     if not public:
