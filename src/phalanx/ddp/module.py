@@ -23,6 +23,7 @@ from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
 from phalanx.ddp.first_steps import FirstSteps, warn_of
 from phalanx.ddp.graph import tensors_in
 from phalanx.ddp.join import JoinInterface
+from phalanx.ddp.malloc import keep_freed_memory
 from phalanx.ddp.membership import Membership, explain_newcomers
 from phalanx.ddp.plan import BucketPlan
 from phalanx.ddp.reducer import Reducer
@@ -132,6 +133,8 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         refuse_uninitialized(named)
         refuse_in_backward(named)
         device = named[0][1].device if named else torch.device("cpu")
+        if device.type == "cpu":
+            keep_freed_memory()
         if init_sync:
             settings = {
                 "bucket caps in MiB": caps_mb,
