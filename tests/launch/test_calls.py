@@ -129,6 +129,10 @@ def test_what_makes_no_sense_is_refused_before_anything_is_started():
         phalanx.launch("train.py")
     with pytest.raises(ValueError, match=r"phalanx.launch: nproc_per_node=: must be at least 1, got 0"):
         phalanx.launch(print, nproc_per_node=0)
+    with pytest.raises(ValueError, match=r"phalanx.launch: help=: this is for a script"):
+        phalanx.launch(print, help=True)
+    with pytest.raises(ValueError, match=r"phalanx.launch: on='ray': call phalanx.launch.ray"):
+        phalanx.launch(print, on="ray")
     with pytest.raises(ValueError, match=r"phalanx.launch: nprocs=: no such option"):
         phalanx.launch(print, nprocs=2)
 

@@ -1,6 +1,7 @@
 """Where the nodes of a scheduler's job meet; the meeting itself is in tests/system/test_run_schedulers.py."""
 
 import os
+import socket
 import threading
 from dataclasses import replace
 
@@ -88,6 +89,13 @@ def test_what_the_user_says_goes_first(home):
     assert adopted(["--standalone"], {**MPI, **home})[0].rendezvous is None
     with pytest.raises(LaunchError, match=r"--nnodes 3, and MPICH: node 1 of 2 .* has 2. Leave --nnodes out"):
         adopted(["--nnodes=3"], {**MPI, **home})
+
+
+def test_where_nobody_says_that_it_was_started_on_every_host_the_line_says_how(home):
+    make_key(default_path(home))
+    lsf = {"LSB_JOBID": "5", "LSB_HOSTS": f"{socket.gethostname()} other other"}
+    (line,) = adopted([], {**lsf, **home})[2]
+    assert line.endswith(f'on every host: blaunch -z "{socket.gethostname()} other" phalanx run …')
 
 
 def test_a_command_that_is_started_once_says_if_hosts_are_left_over():

@@ -93,8 +93,15 @@ def prepare(
     return f"phalanx.launch of {getattr(fn, '__qualname__', fn)!s}", data, words
 
 
+_OF_A_SCRIPT = ("module", "no_python", "run_path", "use_env", "help")
+
+
 def _words(**options: object) -> list[str]:
     """The options as `phalanx run` takes them; refused here, in the caller's own words."""
+    if scripts := [name for name in options if name in _OF_A_SCRIPT]:
+        raise ValueError(f"phalanx.launch: {scripts[0]}=: this is for a script, and here a function is called")
+    if "on" in options:
+        raise ValueError(f"phalanx.launch: on={options['on']!r}: call phalanx.launch.ray, from a driver of Ray")
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")

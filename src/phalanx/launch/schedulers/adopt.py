@@ -52,7 +52,8 @@ def adopt(
     found = replace(found, job=settings.run_id or found.job)
     rendezvous, job = meet(found, settings.key_file, told, asked or Rendezvous())
     if found.node == 0:
-        say(f"phalanx run: {replace(found, job=job).describe()}; they meet {_describe_place(rendezvous)}")
+        hint = f". It is to be started on every host: {found.hint}" if found.hint else ""
+        say(f"phalanx run: {replace(found, job=job).describe()}; they meet {_describe_place(rendezvous)}{hint}")
     nproc = found.nproc if found.nproc and settings.nproc == "auto" else settings.nproc
     shared = _share_gpus(environ, found)
     return (
