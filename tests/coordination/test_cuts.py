@@ -1,6 +1,7 @@
 """Connections that break, processes that stop, coordinators that end: nothing is lost, done twice, or silent."""
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -177,7 +178,7 @@ def test_a_coordinator_that_has_gone_is_told_to_who_waits_and_to_members():
 
 def test_a_member_that_stops_is_lost_the_others_hear_why_and_so_does_it_when_it_goes_on():
     said = []
-    with Service("127.0.0.1:0", KEY, lost_after_s=0.6, say=said.append) as service, Client(service.local) as near:
+    with Service("127.0.0.1:0", KEY, lost_after_s=2.0, say=said.append) as service, Client(service.local) as near:
         near.join({"host": "near"})
         ready, tell = os.pipe()
         child = os.fork()
@@ -200,7 +201,7 @@ def test_a_member_that_stops_is_lost_the_others_hear_why_and_so_does_it_when_it_
             events += near.wait_event()
         assert [(event.kind, event.member) for event in events] == [("joined", 1), ("lost", 1)]
         assert "did not hear from it for" in events[1].why
-        assert "(0.6 s are allowed)" in events[1].why
+        assert "(2 s are allowed)" in events[1].why
         assert near.members() == {0: {"host": "near"}}
         os.kill(child, signal.SIGCONT)
         assert "did not hear from it" in os.read(ready, 1000).decode()
@@ -253,9 +254,11 @@ def test_items_are_neither_lost_nor_doubled_by_takers_whose_time_is_up():
         taken = [[] for _ in clients]
 
         def take(number):
-            while b"end" not in taken[number]:
+            for tries in itertools.count(number):
                 with contextlib.suppress(DeadlineError):
-                    taken[number].append(clients[number].queue_pop("q", timeout=0.0002 * (number + 1)))
+                    taken[number].append(clients[number].queue_pop("q", timeout=0.0001 * 2 ** (tries % 12)))
+                if b"end" in taken[number]:
+                    return
 
         threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]
         for thread in threads:

@@ -18,6 +18,16 @@ from phalanx.errors import CoordinationError
 from phalanx.testing.namespaces import hosts, why_no_hosts
 
 KEY = Key.generate()
+
+
+def has_ipv6():
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 needs_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
 
@@ -50,6 +60,7 @@ def test_a_port_that_is_not_said_may_have_a_default():
     assert Address.parse("[::1]", default_port=5) == Address("::1", 5)
 
 
+@needs_ipv6
 @pytest.mark.parametrize(
     ("bind", "place"), [("[::1]:0", "[::1]"), (":0", "[::1]"), (":0", "127.0.0.1"), ("*:0", "::1")]
 )
@@ -61,6 +72,7 @@ def test_it_listens_where_it_is_told_to_ipv6_and_both(bind, place):
             assert client.own_host.removeprefix("::ffff:") == place.host
 
 
+@needs_ipv6
 def test_of_several_addresses_the_one_that_answers_is_taken(monkeypatch):
     """A name that has a dead IPv6 address and a live IPv4 one made people wait for minutes."""
     with Service("127.0.0.1:0", KEY) as service:
@@ -102,7 +114,7 @@ def test_hosts_meet_over_ipv4_and_ipv6_and_a_pulled_cable_is_named():
             words = ["ip", "-n", host.name, "address", "add", f"fd77::{number}/64", "dev", "eth0", "nodad"]
             subprocess.run(words, check=True)
         said = []
-        service = on(anna, lambda: Service(":0", KEY, lost_after_s=1.5, say=said.append))
+        service = on(anna, lambda: Service(":0", KEY, lost_after_s=3.0, say=said.append))
         stack.callback(service.close)
         port = service.address.port
         far = on(bert, lambda: Client(f"{anna.address}:{port}", KEY))
