@@ -34,7 +34,7 @@ COMBINED = MIB
 
 
 @dataclass(frozen=True)
-class CallContext:
+class Interval:
     """When a rank began and ended something that it did so many times; all processes of a machine share the clock."""
 
     begin: float
@@ -49,10 +49,10 @@ class Samples:
     `empty` is the backend's all_reduce of nothing: the ranks agree, and nothing moves.
     """
 
-    swaps: dict[int, list[CallContext]]
-    combined: list[CallContext]
-    empty: list[CallContext]
-    reductions: dict[tuple[str, str, int], list[CallContext]]
+    swaps: dict[int, list[Interval]]
+    combined: list[Interval]
+    empty: list[Interval]
+    reductions: dict[tuple[str, str, int], list[Interval]]
 
 
 def rank_main(
@@ -88,7 +88,7 @@ def rank_main(
     combined = [_timed(lambda: mine.add_(theirs), 1) for _ in range(rounds + 1)][1:]
     nothing = partial(_repeat, partial(dist.all_reduce, torch.empty(0)), _times(0))
     empty = [_timed(nothing, _times(0)) for _ in range(rounds + 1)][1:]
-    reductions: dict[tuple[str, str, int], list[CallContext]] = {}
+    reductions: dict[tuple[str, str, int], list[Interval]] = {}
     for size in sizes:
         for (how, name), action in actions.items():
             _check(action, f"{name} by the {how}", size)  # and warm up
@@ -120,15 +120,15 @@ def _repeat(action: Callable[[], object], times: int) -> None:
         action()
 
 
-def _timed(action: Callable[[], object], times: int) -> CallContext:
+def _timed(action: Callable[[], object], times: int) -> Interval:
     """Do `action` on all ranks at once, `times` times; or once, if it is so many things itself."""
     dist.barrier()
     begin = time.perf_counter()
     action()
-    return CallContext(begin, time.perf_counter(), times)
+    return Interval(begin, time.perf_counter(), times)
 
 
-def _swap(engine: GlooEngine, nbytes: int, per_host: int) -> CallContext:
+def _swap(engine: GlooEngine, nbytes: int, per_host: int) -> Interval:
     """The first ranks of hosts 0 and 1 send each other `nbytes`; the rest idle.
 
     Played as the schedule that it is, an all_gather of two ranks, in as many segments as it is done times.

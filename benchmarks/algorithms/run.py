@@ -14,7 +14,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from harness import add_output_arguments, describe_machine, format_time, print_table, write_results  # noqa: E402 - the line above finds it
 from predictions import of_backend, of_schedule  # noqa: E402
-from rank import COMBINED, CallContext, Samples, rank_main  # noqa: E402
+from rank import COMBINED, Interval, Samples, rank_main  # noqa: E402
 
 from phalanx.collectives import ALGORITHMS as KNOWN  # noqa: E402
 from phalanx.collectives import Link, Links, Topology  # noqa: E402
@@ -61,7 +61,7 @@ class Row:
         return self.formula_s / self.measured_s - 1
 
 
-def whole(by_rank: Sequence[Sequence[CallContext]]) -> list[float]:
+def whole(by_rank: Sequence[Sequence[Interval]]) -> list[float]:
     """From when the last rank had begun to when the last one was done, round by round."""
     return [
         (max(s.end for s in spans) - max(s.begin for s in spans)) / spans[0].times

@@ -95,7 +95,7 @@ def test_a_rank_in_a_collective_that_the_others_do_not_make_is_told_at_once_besi
 
 
 def test_two_backwards_in_another_order_on_one_rank_are_told_at_once():
-    """Rounds of gradients pass no gate where ranks would compare their calls: both sides waited out the timeout."""
+    """Rounds of gradients pass no sync where ranks would compare their calls: both sides waited out the timeout."""
 
     def fn(rank, world_size):
         first, second = (DistributedDataParallel(nn.Linear(4, 4), check=False) for _ in range(2))

@@ -313,7 +313,7 @@ def test_more_ranks_than_cores_work(world_size):
 
 
 def test_eight_ranks_carry_a_mixed_load_in_step():
-    """All kinds at once, more ranks than cores: sizes of one gate and of many, queued and waited for, and messages."""
+    """All kinds at once, more ranks than cores: sizes of one sync and of many, queued and waited for, and messages."""
 
     def check(rank, world_size):
         after, before = (rank + 1) % world_size, (rank - 1) % world_size

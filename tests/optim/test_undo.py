@@ -70,13 +70,13 @@ class HalfWay(optim.SGD):
 
 WINDOWS = {
     "before it arrives": (lambda: _die_before_saying(undo._ARRIVED), "old"),
-    "before the first gate": (lambda: _die_after_saying(undo._ARRIVED), "old"),
+    "before the first sync": (lambda: _die_after_saying(undo._ARRIVED), "old"),
     "while it saves": (_die_while_saving, "old"),
     "before it says that it has saved": (lambda: _die_before_saying(undo._SAVED), "old"),
     "after it has saved": (lambda: _die_after_saying(undo._SAVED), "old"),
     "half way": (lambda: None, "old"),
     "after the update": (lambda: _die_before_saying(undo._DONE), "old"),
-    "before the second gate": (lambda: _die_after_saying(undo._DONE), "new"),
+    "before the second sync": (lambda: _die_after_saying(undo._DONE), "new"),
 }
 
 

@@ -459,7 +459,7 @@ def test_a_rank_whose_optimizer_fails_ends_the_step_for_all():
                 optimizer.step()
             with pytest.raises(RuntimeError, match="step 1 failed here, so the ranks are out of step"):
                 optimizer.step()
-            with contextlib.suppress(phalanx.PeerLostError):  # rank 0 may have seen it at the first gate, and be gone
+            with contextlib.suppress(phalanx.PeerLostError):  # rank 0 may have seen it at the first sync, and be gone
                 dist.barrier()  # the script goes on, into a call that rank 0 takes for the end of the step
             return None  # what it sees of rank 0's slices depends on how far that one is with putting them back
         else:

@@ -65,40 +65,40 @@ def init(
         ValueError: something says that this process is one of several, and not which, or where they meet.
         DeadlineError: some rank never came; the message names it.
     """
-    ctx = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if (rank is None) != (world_size is None):
         raise ValueError(f"phalanx.init: rank and world_size go together, got rank={rank}, world_size={world_size}")
     launch = None
     if not dist.is_initialized():
         name = backend or "phalanx"
         if rank is not None and world_size is not None:
-            _join_as(name, rank, world_size, init_method, ctx)
+            _join_as(name, rank, world_size, init_method, limit)
         elif "RANK" in os.environ or init_method is not None or name == "mpi":  # MPI knows who we are, also alone
-            _join_told(name, init_method, ctx)
+            _join_environment(name, init_method, limit)
         elif (launch := find_launch(os.environ)) is not None:
-            _join_launch(name, launch, ctx)
+            _join_launch(name, launch, limit)
         elif variables := find_incomplete_environment(
             os.environ, is_spawned=multiprocessing.parent_process() is not None
         ):
             raise ValueError(_explain_incomplete_environment(variables))
         else:
-            dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=ctx)
+            dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=limit)
     local_rank = _local_rank()
     return Job(dist.get_rank(), dist.get_world_size(), local_rank, _device(local_rank))
 
 
-def _join_as(name: str, rank: int, world_size: int, init_method: str | None, ctx: timedelta) -> None:
+def _join_as(name: str, rank: int, world_size: int, init_method: str | None, limit: timedelta) -> None:
     """As `rank`, which the program itself gave us."""
     if not 0 <= rank < world_size:
         raise ValueError(f"phalanx.init: rank {rank} of {world_size}: ranks are 0 to world_size - 1")
     if init_method is not None or all(variable in os.environ for variable in ("MASTER_ADDR", "MASTER_PORT")):
-        dist.init_process_group(name, init_method, rank=rank, world_size=world_size, timeout=ctx)
+        dist.init_process_group(name, init_method, rank=rank, world_size=world_size, timeout=limit)
     elif world_size == 1:
-        dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=ctx)
+        dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=limit)
     elif multiprocessing.parent_process() is not None:
         secret = bytes(multiprocessing.current_process().authkey)
-        store, _, _ = join_siblings(rank, world_size, secret, Deadline.after(ctx))
-        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=ctx)
+        store, _, _ = join_siblings(rank, world_size, secret, Deadline.after(limit))
+        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=limit)
     else:
         raise ValueError(
             f"phalanx.init: rank {rank} of {world_size}, and nothing says where the ranks meet.\n"
@@ -106,7 +106,7 @@ def _join_as(name: str, rank: int, world_size: int, init_method: str | None, ctx
         )
 
 
-def _join_told(name: str, init_method: str | None, ctx: timedelta) -> None:
+def _join_environment(name: str, init_method: str | None, limit: timedelta) -> None:
     """As the rank that the environment tells, at `init_method` if given."""
     rank, world_size = -1, -1
     if init_method is not None and not init_method.startswith("env://"):
@@ -120,16 +120,16 @@ def _join_told(name: str, init_method: str | None, ctx: timedelta) -> None:
                 f"phalanx.init: init_method={init_method!r} says where the ranks meet, and nothing which rank this is."
                 "\nGive rank= and world_size= as well."
             )
-    dist.init_process_group(name, init_method, timeout=ctx, rank=rank, world_size=world_size)
+    dist.init_process_group(name, init_method, timeout=limit, rank=rank, world_size=world_size)
 
 
-def _join_launch(name: str, launch: Launch, ctx: timedelta) -> None:
+def _join_launch(name: str, launch: Launch, limit: timedelta) -> None:
     """As the rank that mpiexec or Slurm has started; also with a backend of torch's, which knows neither."""
     if name == "phalanx":
-        dist.init_process_group(name, timeout=ctx)
+        dist.init_process_group(name, timeout=limit)
     else:
-        store, rank, world_size = join(launch, Deadline.after(ctx))
-        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=ctx)
+        store, rank, world_size = join(launch, Deadline.after(limit))
+        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def _explain_incomplete_environment(variables: str) -> str:

@@ -51,14 +51,14 @@ def is_default(environ: Mapping[str, str], device_id: object, accelerator: str, 
     return bool(find_agents_store(environ)) and device_id is None and accelerator in carried
 
 
-def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], said: str) -> str:
+def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], torch_error: str) -> str:
     """The message where the environment says nothing of a job."""
     script = os.path.basename(argv[0]) if argv and argv[0].endswith(".py") else "train.py"
     are = "is" if len(missing) == 1 else "are"
     return (
         f"init_process_group with backend 'phalanx': no launcher has started this process: {', '.join(missing)} "
         f"{are} not set.\n"
-        f"torch said: {said}\n"
+        f"torch said: {torch_error}\n"
         f"Start it with `phalanx run --nproc-per-node 2 {script}` (torchrun and mpiexec work, too). To run it alone as "
         "well, call phalanx.init() in place of init_process_group: without a launcher that is a job of one rank."
     )

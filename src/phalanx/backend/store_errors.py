@@ -56,34 +56,34 @@ def look(host: str, port: int) -> str:
         return f"it cannot be reached ({error.strerror or error})"
 
 
-def explain(address: StoreAddress, seen: str, said: str) -> str:
-    """The message. `seen` is what `look` says, `said` what torch says."""
+def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
+    """The message. `seen` is what `look` says, `torch_error` what torch says."""
     who = f" on rank {address.rank} of {address.world_size}" if address.rank >= 0 else ""
     place = f"{address.host} port {address.port}"
-    ctx = f"within {address.timeout.total_seconds():.1f} s"
-    said = said.splitlines()[0] if said else "nothing"
+    span = f"within {address.timeout.total_seconds():.1f} s"
+    torch_error = torch_error.splitlines()[0] if torch_error else "nothing"
     if address.rank == 0:
         return (
             f"init_process_group{who}: the job's store cannot be opened at {place}"
             f"{f': {seen}' if seen else ''}.\n"
-            f"torch said: {said}\n"
+            f"torch said: {torch_error}\n"
             "Check that MASTER_ADDR names this host, on which rank 0 runs, and that MASTER_PORT may be used."
         )
     fact = seen or "something answers there, but it is no store: another program has the port"
     return (
-        f"init_process_group{who}: rank 0 did not answer at {place} {ctx}: {fact}.\n"
-        f"torch said: {said}\n"
+        f"init_process_group{who}: rank 0 did not answer at {place} {span}: {fact}.\n"
+        f"torch said: {torch_error}\n"
         "Check that rank 0 was started and still runs (its log comes first), that MASTER_ADDR names its host as seen "
         "from here, that MASTER_PORT is the same on every rank, and that no firewall closes it."
     )
 
 
-def explain_taken(address: StoreAddress, contested: str, said: str) -> str:
+def explain_taken(address: StoreAddress, contested: str, torch_error: str) -> str:
     """The message of a rank 0 whose port another process has; `contested` is what ranks that wait there are told."""
     fact = f"\n{contested}" if contested else " It is no start of a group: another program's, or a job that goes on."
     return (
         f"init_process_group on rank 0 of {address.world_size}: port {address.port} is in use by another process of "
         f"this host, where rank 0 would keep the job's store.{fact}\n"
-        f"torch said: {said.splitlines()[0] if said else 'nothing'}\n"
+        f"torch said: {torch_error.splitlines()[0] if torch_error else 'nothing'}\n"
         "Choose another MASTER_PORT (the same on every rank), or end that process: `ss -ltnp` shows which it is."
     )

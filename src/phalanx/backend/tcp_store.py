@@ -53,9 +53,9 @@ def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str
 
     def connect() -> None:
         try:
-            ctx = timedelta(seconds=slice_s)
+            limit = timedelta(seconds=slice_s)
             store = TCPStore(
-                place.host, place.port, None, False, ctx, wait_for_workers=False, multi_tenant=True, use_libuv=libuv
+                place.host, place.port, None, False, limit, wait_for_workers=False, multi_tenant=True, use_libuv=libuv
             )
             answers.append(store)
         except RuntimeError as error:

@@ -1,6 +1,7 @@
 """What each rank did last, and how a failure is told: who, where, why, and what to do.
 
-flight_recorder, call_sites, observer          what is known
-failures, divergence, whereabouts              how it is told: mismatch, lost peer, late peer, who stands where
-failure_store                                  how it reaches ranks on other hosts
+flight_recorder, call_sites, observer   what each rank called, and where it is
+failure_report, divergence, rank_list   how a failure is worded, the same for every transport: mismatch, lost, late
+failures, whereabouts                   a report made from shared memory, for a status of the C core
+failure_store                           how a report reaches ranks on other hosts
 """

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from phalanx.diagnostics.rank_list import name_ranks
+
 _ProcessGroup: Any = dist.ProcessGroup  # torch's stub knows only some of what the class has
 
 
@@ -53,7 +55,7 @@ def find_shared_gpu(gpus: Sequence[str]) -> str:
     users: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         users.setdefault(gpu, []).append(rank)
-    shared = [f"ranks {', '.join(map(str, ranks))} use {gpu}" for gpu, ranks in users.items() if len(ranks) > 1]
+    shared = [f"{name_ranks(ranks)} use {gpu}" for gpu, ranks in users.items() if len(ranks) > 1]
     if not shared:
         return ""
     return (

@@ -1,9 +1,9 @@
 """Parameters that a dead rank leaves half updated are put back: survivors hold the old step or the new one, whole.
 
-    rank r      arrived   gate A   copy its slices aside   saved   update them   done   gate B
+    rank r      arrived   sync A   copy its slices aside   saved   update them   done   sync B
     word[r]     4s                                         4s+1                  4s+2              s: the step's number
 
-A rank that fails anywhere writes 4s+3, given up, with its slices as they were. When a gate fails, each survivor waits
+A rank that fails anywhere writes 4s+3, given up, with its slices as they were. When a sync fails, each survivor waits
 until every rank has got to `done`, has given up, is dead or has had its time, and looks at the words:
 
     all are done, or further      the new step is whole: nothing to do
@@ -12,12 +12,12 @@ until every rank has got to `done`, has given up, is dead or has had its time, a
 
 Ranks that look at different times can see different words: one that was stopped between `saved` and `done` may go on
 when the others have put everything back. So there is one verdict for each step, a word in which the first to judge
-writes old or new, with a compare-and-exchange; who comes later, through the gate or not, does as it says. Parameters
+writes old or new, with a compare-and-exchange; who comes later, through the sync or not, does as it says. Parameters
 are of one step when the last rank has done so: one that wakes in its update still writes, and then puts back.
 
-Nobody overwrites what lies aside before gate A of the next step, which a survivor in trouble never reaches.
+Nobody overwrites what lies aside before sync A of the next step, which a survivor in trouble never reaches.
 
-A survivor reads words without having passed a gate since, so a word itself must say that what was written before it can
+A survivor reads words without having passed a sync since, so a word itself must say that what was written before it can
 be seen: `saved` the bytes aside, `done` the new parameters; and that nothing written after `saved` was seen before it.
 Stores of a tensor's elements keep that order on x86 and need not on ARM: words go through the C core (csrc/word.h).
 """
@@ -142,7 +142,7 @@ class Undo:
         try:
             dist.barrier(group=self._group)
             self._refuse_if_one_gave_up()
-            self._judge(_NEW)  # unless a rank did not wait for the gate
+            self._judge(_NEW)  # unless a rank did not wait for the sync
             self._refuse_if_undone()
         except BaseException as error:
             self._settle(error)
@@ -176,7 +176,7 @@ class Undo:
                 region.restore(rank)
 
     def _refuse_if_one_gave_up(self) -> None:
-        """A rank that failed may have come to a later gate, where we took it for one that had done its part."""
+        """A rank that failed may have come to a later sync, where we took it for one that had done its part."""
         gone = [rank for rank in range(self._world_size) if self._word(rank) == 4 * self._number + _GAVE_UP]
         if gone:
             raise PeerLostError(
@@ -215,10 +215,10 @@ class Undo:
         return judged[0]
 
     def _settle(self, error: BaseException) -> None:
-        """Make all parameters those of one step, together with the other survivors, after `error` at a gate."""
+        """Make all parameters those of one step, together with the other survivors, after `error` at a sync."""
         words = [self._word(rank) for rank in range(self._world_size)]
         if min(words) < 4 * self._number:
-            return  # somebody never arrived, so nobody passed gate A
+            return  # somebody never arrived, so nobody passed sync A
         self._await_others(error.missing if isinstance(error, DeadlineError) else ())
         completed = all(_completed(self._word(rank), self._number) for rank in range(self._world_size))
         if self._judge(_NEW if completed else _OLD) == _NEW:

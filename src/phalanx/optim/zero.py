@@ -2,9 +2,9 @@
 
               rank 0                        rank 1
 backward      mean of all gradients         mean of all gradients        DDP
-------------- gate: nobody reads the parameters any more ---------------
+------------- sync: nobody reads the parameters any more ---------------
 step          its slices, its state         its slices, its state        the user's optimizer, on views
-------------- gate: everybody has written ------------------------------
+------------- sync: everybody has written ------------------------------
 forward       reads all parameters          reads all parameters         the same memory
 """
 

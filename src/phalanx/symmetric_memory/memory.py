@@ -213,7 +213,7 @@ class SymmetricMemory:
                 f"or {_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
             )
         if leaders != [nbytes, piece]:
-            self.core.set_poison(MISMATCH, self.rank)  # the next gate tells everybody
+            self.core.set_poison(MISMATCH, self.rank)  # the next sync tells everybody
         self.core.claim(index)
         # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
         check(self.core.barrier(span_ns, call_site, 0, (nbytes,)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import PhalanxError
 from phalanx.launch.calls.outcome import Outcome
 
@@ -34,15 +35,11 @@ class RankFailed(PhalanxError):
         """The exception that tells of every failed outcome, in the order of the ranks."""
         failed = [outcome for outcome in outcomes if outcome.failed]
         running = tuple(outcome.rank for outcome in failed if outcome.running)
-        late = f", {_ranks(running)} still running after {timeout_s:.1f} s" if running else ""
-        title = f"{call} on {len(outcomes)} ranks: {_ranks([o.rank for o in failed])} did not return{late}."
+        late = f", {name_ranks(running)} still running after {timeout_s:.1f} s" if running else ""
+        title = f"{call} on {len(outcomes)} ranks: {name_ranks([o.rank for o in failed])} did not return{late}."
         return cls(
             "\n\n".join([title, *(f"--- rank {o.rank}: {o.text.rstrip()}" for o in failed)]),
             errors={o.rank: o.error for o in failed if o.error is not None},
             results={o.rank: o.result for o in outcomes if not o.failed},
             running=running,
         )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

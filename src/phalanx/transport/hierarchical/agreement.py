@@ -1,6 +1,6 @@
 """How the ranks of all hosts learn that they called the same, before a tensor of the user changes.
 
-    1  the ranks of a host give their leader the heads of their calls, and little tensors with them: one gate
+    1  the ranks of a host give their leader the heads of their calls, and little tensors with them: one sync
     2  the leaders send each other these: one message each way
     3  whatever writes into a tensor of the user on this host waits for its leader, which comes there when all agree
 

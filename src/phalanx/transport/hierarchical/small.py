@@ -1,9 +1,9 @@
 """Collectives of little tensors: what the ranks bring travels with the heads of their calls.
 
-ranks 0 1 ──> 0, the leader of A      2, the leader of B <── ranks 2 3      one gate in memory on each host
+ranks 0 1 ──> 0, the leader of A      2, the leader of B <── ranks 2 3      one sync in memory on each host
               0 ────────────────────> 2
               0 <──────────────────── 2                                     one message each way
-ranks 0 1 <── 0                       2 ──> ranks 2 3                       one gate in memory on each host
+ranks 0 1 <── 0                       2 ──> ranks 2 3                       one sync in memory on each host
 """
 
 from __future__ import annotations
