@@ -91,10 +91,17 @@ def test_what_the_user_says_goes_first(home):
         adopted(["--nnodes=3"], {**MPI, **home})
 
 
+def test_the_key_goes_to_the_agent_and_not_on_to_what_ranks_start(home):
+    key, _ = make_key(default_path(home))
+    settings, environ, _ = adopted([], {**MPI, "PHALANX_KEY": str(key), "OTHER": "kept"})
+    assert (settings.rendezvous.key, environ.get("PHALANX_KEY"), environ["OTHER"]) == (str(key), None, "kept")
+
+
 def test_where_nobody_says_that_it_was_started_on_every_host_the_line_says_how(home):
     make_key(default_path(home))
     lsf = {"LSB_JOBID": "5", "LSB_HOSTS": f"{socket.gethostname()} other other"}
     (line,) = adopted([], {**lsf, **home})[2]
+    assert ", if that port is free. It is to be started" in line
     assert line.endswith(f'on every host: blaunch -z "{socket.gethostname()} other" phalanx run …')
 
 

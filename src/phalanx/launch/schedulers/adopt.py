@@ -64,7 +64,8 @@ def adopt(
             run_id=job,
             share=(found.local_node, found.num_local_nodes),
         ),
-        {**environ, **shared},
+        # The key is known now; what ranks start need not inherit it.
+        {**{name: value for name, value in environ.items() if name != "PHALANX_KEY"}, **shared},
     )
 
 
@@ -73,8 +74,8 @@ def _describe_place(rendezvous: Rendezvous) -> str:
         return "on this host, without a port"
     if rendezvous.endpoint.startswith(":"):
         return f"at port {rendezvous.endpoint[1:]} of this host"
-    # The first of the ports that is free, which the coordinator will find out.
-    return f"at {rendezvous.endpoint}{' or a port after it' * bool(rendezvous.more_endpoints)}"
+    # Which of the job's ports is free, the coordinator will find out.
+    return f"at {rendezvous.endpoint}{', if that port is free' * bool(rendezvous.more_endpoints)}"
 
 
 def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
