@@ -68,7 +68,7 @@ class CoordinationStore(Store):
         client: Client | None = None,
     ) -> None:
         super().__init__()
-        torch_patches.serve_prefixes()
+        torch_patches.serve_prefixes(CoordinationStore)
         self.set_timeout(timeout)  # the base has it: a PrefixStore around us sets that one
         self._client = Client(address, key) if client is None else client
         self._asked = threading.local()

@@ -184,13 +184,12 @@ def _serve_queues() -> None:
 
 
 @_once
-def serve_prefixes() -> None:
-    """Let a PrefixStore around a CoordinationStore have queues and a list of keys.
+def serve_prefixes(coordination_store: type) -> None:
+    """Let a PrefixStore around a `CoordinationStore`, which is this class, have queues and a list of keys.
 
     torch's C++ passes neither on to a store that is written in Python; ends when it does.
     """
     prefixed: Any = _c10d().PrefixStore
-    coordination_store = importlib.import_module("phalanx.backend.coordination_store").CoordinationStore
 
     def extend(name: str, ours: Callable[..., Any]) -> None:
         theirs = getattr(prefixed, name, None)

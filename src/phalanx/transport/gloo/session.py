@@ -48,7 +48,7 @@ _SOON_S = 0.01  # Gloo counts milliseconds, and may give up one early
 _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
 
 
-class ConnectionBroken(Exception):
+class GlooFailed(Exception):
     """Gloo could not finish: a peer is gone or late, or the connections were closed here."""
 
 
@@ -265,7 +265,7 @@ class GlooSession(Transport):
         """Turn what fails inside into the error that all ranks raise. `peer`: only it is waited for, below zero any."""
         try:
             yield
-        except (Disagreement, ConnectionBroken) as cause:
+        except (Disagreement, GlooFailed) as cause:
             if self._report is None:
                 report = self._failure_store.report() or self._explain(cause, deadline, peer)
                 self._report = self._failure_store.post(report)
@@ -351,7 +351,7 @@ def talking() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionBroken(str(error)) from error
+        raise GlooFailed(str(error)) from error
 
 
 def span_of(deadline: Deadline) -> timedelta:
