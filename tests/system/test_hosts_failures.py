@@ -327,7 +327,7 @@ def test_a_rank_that_ends_with_an_error_says_so_to_the_other_hosts():
     assert "is gone: it ended with ValueError: bad luck." in on_hosts((1, 1), check, lost=(1,))[0]
 
 
-@pytest.mark.parametrize("waits_for", ["collective", "message"])
+@pytest.mark.parametrize("waits_for", ["collective", "large collective", "message"])
 def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
     # Gloo waits in C++, where no signal is heard: it was heard at the timeout.
     def check(rank, world_size, machines):
@@ -342,7 +342,7 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
         sent = []
 
         def interrupt():
-            while not (group.transport._position.inside if waits_for == "collective" else group._channels):
+            while not (group._channels if waits_for == "message" else group.transport._position.inside):
                 time.sleep(0.01)
             time.sleep(0.2)  # into the wait itself
             sent.append(time.monotonic())
@@ -350,7 +350,12 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
 
         thread = threading.Thread(target=interrupt)
         thread.start()
-        call = (dist.all_reduce, (torch.ones(3),)) if waits_for == "collective" else (dist.recv, (torch.empty(3), 1))
+        calls = {
+            "collective": (dist.all_reduce, (torch.ones(3),)),
+            "large collective": (dist.all_reduce, (torch.ones(2**19),)),
+            "message": (dist.recv, (torch.empty(3), 1)),
+        }
+        call = calls[waits_for]
         with pytest.raises(KeyboardInterrupt) as caught:
             call[0](*call[1])
         heard = time.monotonic() - sent[0]
@@ -366,7 +371,7 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
 
     (said, heard), (text, _) = on_hosts((1, 1), whole, timeout_s=30.0)
     assert heard < 5.0, "it waited for the timeout"
-    if waits_for == "collective":
+    if waits_for != "message":
         assert "all_reduce #3 (" in said
         assert (
             "in group '0' on rank 0: interrupted (KeyboardInterrupt); it was waiting for rank 1.\nRank 1 (pid " in said
@@ -381,6 +386,38 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
     assert "was interrupted (KeyboardInterrupt) while the group waited; it is in " in text
 
 
+@pytest.mark.parametrize("count", [3, 2**18 + 1])
+def test_a_signal_handler_runs_during_a_wait_for_another_host_and_cannot_wait_for_itself(count):
+    """A little tensor is waited for in the main thread, a large one in another: a handler runs in either wait."""
+
+    def check(rank, world_size, machines):
+        dist.barrier()
+        store, told = dist.group.WORLD.get_group_store(), []
+        if rank == 1:
+            store.wait(["the handler has run"], timedelta(seconds=20))
+        else:
+
+            def handler(number, frame):
+                with pytest.raises(PhalanxError) as caught:
+                    dist.barrier()
+                told.append(str(caught.value))
+                threading.Thread(target=store.set, args=("the handler has run", "yes")).start()
+
+            signal.signal(signal.SIGUSR1, handler)
+            inside = dist.group.WORLD.transport
+            threading.Thread(target=_signal_when, args=(lambda: inside._position.inside, signal.SIGUSR1)).start()
+        tensor = torch.full((count,), rank + 1.0)
+        dist.all_reduce(tensor)  # it goes on behind the handler
+        dist.barrier()
+        return told, bool((tensor == 3.0).all())
+
+    (told, whole), other = on_hosts((1, 1), check)
+    assert whole
+    assert other == ([], True)
+    assert len(told) == 1
+    assert "it was called in a signal handler that interrupted an operation of the same group" in told[0]
+
+
 def test_ctrl_c_is_heard_while_the_hosts_connect():
     """Gloo connects in C++: Ctrl-C was heard when its time was up, and the other hosts never learned why."""
 
@@ -389,7 +426,7 @@ def test_ctrl_c_is_heard_while_the_hosts_connect():
         if rank == 1:  # it does not come to connect
             connect.GlooEngine = lambda *args, **kwargs: threading.Event().wait()
         else:
-            threading.Thread(target=_interrupt_when, args=(lambda: _is_running("phalanx-1-connect"),)).start()
+            threading.Thread(target=_signal_when, args=(lambda: _is_running("phalanx-1-connect"),)).start()
         with pytest.raises(KeyboardInterrupt if rank == 0 else PeerLostError) as caught:
             dist.new_group([0, 1], backend="phalanx", timeout=timedelta(seconds=25))
         return str(caught.value)
@@ -407,10 +444,11 @@ def _is_running(name):
     return any(thread.name == name for thread in threading.enumerate())
 
 
-def _interrupt_when(is_time):
+def _signal_when(is_time, number=signal.SIGINT):
     while not is_time():
         time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)  # into the wait itself
+    os.kill(os.getpid(), number)
 
 
 def test_ranks_with_different_options_are_told_before_anything_is_built():
