@@ -15,8 +15,8 @@
  *
  *   all wait                         compared as ever; if some were out since the last time: PLX_REJOIN at one line of
  *                                    the program, PLX_MISMATCH at several: who waited there had not run out of data
- *   some step, some wait             PLX_RETRY_UNEVEN: those who step call again; those who wait stand in first, with zeros
- *   all step or stand in             compared as ever
+ *   some step, some wait             PLX_RETRY_UNEVEN: those who step call again; those who wait shadow them first, with zeros
+ *   all step or shadow               compared as ever
  *   some step, a call in background  PLX_MISMATCH: its rank may be anywhere, also in the same step
  *
  * Whoever waits at a sync goes nowhere until all have come, so "rank 2 is out" holds for as long as it matters. That is

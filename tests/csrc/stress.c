@@ -4,7 +4,7 @@
  *   for each world size 2..5, oversubscribed and not: a few hundred operations that all threads draw from one seed
  *   then, for each way in which a group can end: all threads learn the same cause, in time, and nothing was written
  *
- * Build it with csrc/{all but module}.c under -fsanitize=address,undefined or =thread; `make sanitize` does.
+ * Build it with csrc/{all but py_*}.c under -fsanitize=address,undefined or =thread; `make sanitize` does.
  * Usage: stress [operations per group [seed]]. Exit code 0: nothing found.
  */
 #include <pthread.h>
@@ -54,7 +54,7 @@ struct thread {
   uint64_t random; /* the same in all threads */
   uint32_t operation, operations;
   enum ending ending;
-  pthread_t id, attendant;
+  pthread_t id, progress;
   _Atomic int over; /* the progress thread may go */
   int32_t *in, *out;
   struct plx_reducer reducer;
@@ -449,7 +449,7 @@ static void *run(void *argument) {
   return NULL;
 }
 
-static void *attend(void *argument) {
+static void *make_progress(void *argument) {
   struct thread *t = argument;
   while (!atomic_load(&t->over)) plx_progress_thread(&t->g);
   return NULL;
@@ -520,7 +520,7 @@ static void stress(uint32_t world, int oversubscribed, enum ending ending, uint3
   pthread_t reading;
   int failed = pthread_create(&reading, NULL, read_records, &reader);
   for (uint32_t r = 0; r < world; r++) {
-    failed |= pthread_create(&threads[r].attendant, NULL, attend, &threads[r]);
+    failed |= pthread_create(&threads[r].progress, NULL, make_progress, &threads[r]);
     failed |= pthread_create(&threads[r].id, NULL, run, &threads[r]);
   }
   if (failed != 0) {
@@ -537,7 +537,7 @@ static void stress(uint32_t world, int oversubscribed, enum ending ending, uint3
   for (uint32_t r = 0; r < world; r++) {
     atomic_store(&threads[r].over, 1);
     plx_stop_progress_thread(&threads[r].g);
-    pthread_join(threads[r].attendant, NULL);
+    pthread_join(threads[r].progress, NULL);
   }
   atomic_store(&reader.over, 1);
   pthread_join(reading, NULL);
