@@ -54,7 +54,7 @@ class Node:
     @property
     def where(self) -> str:
         """`node-b (10.0.0.2)`."""
-        return f"{self.label} ({self.facts.address})"
+        return f"{self.label} ({self.facts.address})" if self.facts.address else self.label
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
