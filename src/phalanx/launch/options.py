@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.launch.environment import RANK_VARIABLES
-from phalanx.launch.rendezvous import split_endpoint
 
 _MAX_SECONDS = 365 * 24 * 3600
 
@@ -98,6 +97,8 @@ def _read_nnodes(text: str) -> tuple[int, int]:
 
 def _read_endpoint(text: str) -> str:
     if text:
+        from phalanx.launch.rendezvous import split_endpoint  # here: a job on one host starts without it
+
         split_endpoint(text, 0)
     return text
 
@@ -105,6 +106,8 @@ def _read_endpoint(text: str) -> str:
 def _read_host(text: str) -> str:
     if not text:
         raise ValueError("must be a name or an address, got ''")
+    from phalanx.launch.rendezvous import split_endpoint
+
     split_endpoint(text if text.startswith("[") else f"[{text}]", 0)
     return text.removeprefix("[").removesuffix("]")
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.options import NO_STREAMS, OPTIONS, Option, Streams, explain_unknown
-from phalanx.launch.rendezvous import Rendezvous, decide_rendezvous
 from phalanx.launch.target import Kind, Target
+
+if TYPE_CHECKING:
+    from phalanx.launch.rendezvous import Rendezvous
 
 USAGE_EXIT_CODE = 2
 RANKS_PER_CORE = 64  # more is a slip of the finger: each rank is a process that wants memory and time
@@ -88,7 +90,11 @@ def parse(
         fields = {"nproc": "1", "local_rank_argument": True, **fields}
         if kinds == ["program"] and fields["local_rank_argument"]:
             problems.append("--no-python: a program gets no --local-rank. Give --use-env as well; or use `phalanx run`")
-    rendezvous = decide_rendezvous(given, problems)
+    rendezvous = None
+    if given.keys() & {"nnodes", "rdzv-backend", "node-rank"}:
+        from phalanx.launch.rendezvous import decide_rendezvous  # here: a job on one host starts without it
+
+        rendezvous = decide_rendezvous(given, problems)
     if problems:
         raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
     target = Target(kinds[0] if kinds else "script", rest[0], tuple(rest[1:]))
