@@ -422,3 +422,34 @@ def test_what_all_print_arrives_in_order_however_much_it_is(tmp_path: Path) -> N
         assert [int(number) for who, number in (pair for pair in said if len(pair) == 2 and pair[0] == rank)] == list(
             range(20000)
         )
+
+
+def test_ranks_on_two_hosts_see_what_torchrun_tells_them(tmp_path: Path) -> None:
+    """One line, typed for torchrun and for us: the variables are the same, to the address and the job's name."""
+    names = (
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME",
+        "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS",
+    )  # fmt: skip
+    script = write_script(
+        tmp_path,
+        f"import os\nprint('see', *(os.environ[name] for name in {names!r}), os.environ['MASTER_PORT'] != '0')\n",
+    )
+    seen = []
+    with hosts(2) as machines:
+        options = ("--role", "w", "--rdzv-id", "x", "--max-restarts", "2")
+        ours = numbered(machines, *options, script=(script,), nproc="1")
+        for python, skip in (("torch.distributed.run", 1), ("phalanx.cli", 0)):
+            with contextlib.ExitStack() as stack:
+                jobs = [
+                    stack.enter_context(
+                        start(*line[skip:], before=machine.command, python=("-m", python), stderr=subprocess.STDOUT,
+                              env={"PHALANX_KEY": str(Key(bytes(32)))})
+                    )
+                    for machine, line in zip(machines, ours, strict=True)
+                ]  # fmt: skip
+                ended = finish(jobs)
+            assert [end.code for end in ended] == [0, 0], [end.out for end in ended]
+            lines = [line for end in ended for line in end.lines if "see " in line]
+            seen.append(sorted(line.partition("see ")[2] for line in lines))
+    assert len(seen[0]) == 2
+    assert seen[0] == seen[1]
