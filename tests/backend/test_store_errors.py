@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from phalanx.backend import tcp_store
 from phalanx.backend.rendezvous import _place
-from phalanx.backend.store_errors import StoreAddress, explain, look
+from phalanx.backend.store_errors import StoreAddress, explain, probe
 from phalanx.errors import DeadlineError
 from phalanx.testing import RankFailed, run_ranks
 
@@ -25,10 +25,10 @@ def deaf_port():
 
 
 def test_a_look_tells_whether_anybody_listens(deaf_port) -> None:
-    assert look("127.0.0.1", deaf_port) == "the host refuses connections to that port: nobody listens there"
+    assert probe("127.0.0.1", deaf_port) == "the host refuses connections to that port: nobody listens there"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert look("127.0.0.1", server.getsockname()[1]) == ""
-    assert look("127.0.0.1", 0).startswith("it cannot be reached (") or "refuses" in look("127.0.0.1", 0)
+        assert probe("127.0.0.1", server.getsockname()[1]) == ""
+    assert probe("127.0.0.1", 0).startswith("it cannot be reached (") or "refuses" in probe("127.0.0.1", 0)
 
 
 def test_the_message_of_each_side_says_who_waited_where() -> None:
@@ -135,7 +135,7 @@ def test_two_processes_that_are_rank_0_hear_of_each_other_and_so_does_rank_1() -
 
     def check(rank, world_size, port):
         if rank == 2:  # only when the first has the port
-            while look("127.0.0.1", port):
+            while probe("127.0.0.1", port):
                 pass
         return _numbers(rank, world_size, port, (0, 1, 0), (3, 3, 3))
 

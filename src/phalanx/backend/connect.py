@@ -76,7 +76,7 @@ def open_gloo(
         prefixed = PrefixStore(f"gloo/{bootstrap}", store)
         return GlooEngine(prefixed, rank, size, _span_of(deadline), address=address, interface=interface)
 
-    def look() -> None:
+    def check_others() -> None:
         report = failure_store.report()
         if report is None and (fate := failure_store.server_fate()) and fate[1] == "ended":
             who = fate[0]
@@ -89,7 +89,7 @@ def open_gloo(
             raise report.error(Operation("init_process_group", name, rank))
 
     try:
-        return _heard(connect, look, name)
+        return _interruptible(connect, check_others, name)
     except PhalanxError:
         raise
     except RuntimeError as error:
@@ -105,10 +105,10 @@ def open_gloo(
         raise
 
 
-def _heard(connect: Callable[[], GlooEngine], look: Callable[[], None], name: str) -> GlooEngine:
+def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[], None], name: str) -> GlooEngine:
     """What `connect` returns, from a thread of its own: Gloo connects in C++, where no signal is heard.
 
-    `look` is called while that takes time. When it raises, or a signal handler does, the thread is left to itself: it
+    `check_others` is called meanwhile. When it raises, or a signal handler does, the thread is left to itself: it
     ends when Gloo's time is up, or with the process.
     """
     outcomes: queue.SimpleQueue[GlooEngine | Exception] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ def _heard(connect: Callable[[], GlooEngine], look: Callable[[], None], name: st
             with contextlib.suppress(queue.Empty):
                 outcome = outcomes.get(timeout=_LOOK_EVERY_S)
                 break
-            look()
+            check_others()
     except BaseException:
         is_abandoned.set()
         raise

@@ -37,11 +37,11 @@ def explained(address: StoreAddress) -> Iterator[None]:
     try:
         yield
     except (DistNetworkError, DistStoreError) as error:
-        seen = "" if address.rank == 0 else look(address.host, address.port)
+        seen = "" if address.rank == 0 else probe(address.host, address.port)
         raise type(error)(explain(address, seen, str(error))) from error
 
 
-def look(host: str, port: int) -> str:
+def probe(host: str, port: int) -> str:
     """What one plain connection to that address meets; empty when it is made."""
     try:
         with socket.create_connection((host, port), timeout=_LOOK_S):
@@ -57,7 +57,7 @@ def look(host: str, port: int) -> str:
 
 
 def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
-    """The message. `seen` is what `look` says, `torch_error` what torch says."""
+    """The message. `seen` is what `probe` says, `torch_error` what torch says."""
     who = f" on rank {address.rank} of {address.world_size}" if address.rank >= 0 else ""
     place = f"{address.host} port {address.port}"
     span = f"within {address.timeout.total_seconds():.1f} s"

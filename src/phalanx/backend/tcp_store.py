@@ -17,7 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistNetworkError
 
-from phalanx.backend.store_errors import StoreAddress, explain, explain_taken, look
+from phalanx.backend.store_errors import StoreAddress, explain, explain_taken, probe
 from phalanx.coordination.bootstrap import contest
 from phalanx.deadline import Deadline
 
@@ -40,7 +40,7 @@ def open_store(place: StoreAddress, *, keep: bool, libuv: bool = True) -> Any:
         if store is not None:
             store.set_timeout(place.timeout)
             return store
-        seen = look(place.host, place.port)
+        seen = probe(place.host, place.port)
         if not seen or deadline.passed:  # somebody answers, and is no store
             raise DistNetworkError(explain(place, seen, said))
         time.sleep(_PAUSE_S)
@@ -81,7 +81,7 @@ def _keep(place: StoreAddress, libuv: bool) -> Any:
         )
     except DistNetworkError as error:
         if not _is_taken(place.port):
-            raise DistNetworkError(explain(place, look(place.host, place.port), str(error))) from error
+            raise DistNetworkError(explain(place, probe(place.host, place.port), str(error))) from error
         raise DistNetworkError(explain_taken(place, _contest(place, libuv), str(error))) from error
     keeps(store)
     return store

@@ -106,7 +106,7 @@ def run_worker(assignment: Assignment) -> None:
             error.__traceback__ = None  # the frames hold what is to be freed
             error.code = None
         else:
-            _tell(error, failed_at, report)
+            _report_error(error, failed_at, report)
             if isinstance(error, KeyboardInterrupt) or not can_end_quickly():
                 raise
             status = 1
@@ -117,7 +117,7 @@ def run_worker(assignment: Assignment) -> None:
         sys.exit(status)
 
 
-def _tell(error: BaseException, failed_at: float, report: _Reporter) -> None:
+def _report_error(error: BaseException, failed_at: float, report: _Reporter) -> None:
     """Tell the agent, and print it as the interpreter does, but without our frames."""
     report.send(error, failed_at)
     sys.excepthook(type(error), error, error.__traceback__)

@@ -132,7 +132,7 @@ class _Zygote:
             self._signal(message["signum"], message["ranks"], message["group"])
         elif command == "sweep":
             self._report_exits(kill_descendants(list(self._ranks)))
-            self._tell({"event": "swept"})
+            self._send_event({"event": "swept"})
         elif command == "fork":
             return self._fork(message, fds)
         return None
@@ -145,7 +145,7 @@ class _Zygote:
         except OSError as error:
             for fd in fds:
                 os.close(fd)
-            self._tell({"event": "unforked", "rank": rank, "errno": error.errno})
+            self._send_event({"event": "unforked", "rank": rank, "errno": error.errno})
             return None
         if pid == 0:
             self._leave()
@@ -159,7 +159,7 @@ class _Zygote:
             os.setpgid(pid, pid)  # the rank does it too: whoever comes first, so that signals find the group
         except OSError:
             pass  # it has ended, or runs another program already
-        self._tell({"event": "started", "rank": rank, "pid": pid})
+        self._send_event({"event": "started", "rank": rank, "pid": pid})
         return None
 
     def _leave(self) -> None:
@@ -184,7 +184,7 @@ class _Zygote:
             rank = self._ranks.pop(pid, None)  # None: an orphan that we adopted
             if rank is not None:
                 code = os.waitstatus_to_exitcode(status)
-                self._tell({"event": "exit", "rank": rank, "pid": pid, "status": code, "at": time.monotonic()})
+                self._send_event({"event": "exit", "rank": rank, "pid": pid, "status": code, "at": time.monotonic()})
 
     def _signal(self, signum: int, ranks: list[int], group: bool) -> None:
         # Only the parent can do this safely: a pid that was not reaped yet can't belong to anybody else.
@@ -199,7 +199,7 @@ class _Zygote:
                 except (ProcessLookupError, PermissionError):
                     pass
 
-    def _tell(self, event: dict[str, Any]) -> None:
+    def _send_event(self, event: dict[str, Any]) -> None:
         try:
             control_protocol.send(self._control, event)
         except OSError:

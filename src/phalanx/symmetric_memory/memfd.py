@@ -102,7 +102,7 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = T
                 problems.append(str(error))
                 continue
             if folder and warns:
-                _say_where(folder, problems)
+                _warn_where(folder, problems)
             elif sealable and not folder:
                 _seal(fd)
             yield sparse
@@ -118,7 +118,7 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
-def _say_where(folder: str, problems: Sequence[str]) -> None:
+def _warn_where(folder: str, problems: Sequence[str]) -> None:
     from phalanx.log import get_logger, warn_once  # here, because the agent starts in a few milliseconds
 
     text = f"shared memory lies in files without a name in {folder}, because {'; '.join(problems)}"

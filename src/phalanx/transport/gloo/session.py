@@ -197,7 +197,7 @@ class GlooSession(Transport):
                 self._entered_s = time.monotonic()
                 self._position = Position(self._seq, operation.place, inside=True)
                 deadline = Deadline.after(ctx.timeout_s)
-                with self._told(operation, deadline):
+                with self._reporting(operation, deadline):
                     self._agree(call, deadline)
                     yield deadline
                 self._position = Position(self._seq, operation.place)
@@ -261,7 +261,7 @@ class GlooSession(Transport):
     # -- reports -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _told(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+    def _reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
         """Turn what fails inside into the error that all ranks raise. `peer`: only it is waited for, below zero any."""
         try:
             yield

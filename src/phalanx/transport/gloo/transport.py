@@ -217,7 +217,7 @@ class GlooTransport(GlooSession):
         data = dense(tensor.detach())
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
-        with self._told(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst), talking():
+        with self._reporting(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst), talking():
             under_way = [self._engine.send(dst, part, tag) for part in (header, bytes_of(data)) if len(part)]
             for message in under_way:
                 message.wait(span_of(deadline))
@@ -230,7 +230,7 @@ class GlooTransport(GlooSession):
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(ctx.timeout_s)
         label = f"recv from rank {src}" if src >= 0 else "recv from any rank"
-        with self._told(Operation(label, self.group, self.rank), deadline, src), torch.no_grad():
+        with self._reporting(Operation(label, self.group, self.rank), deadline, src), torch.no_grad():
             with talking():
                 source = self._recv_header(header, src, tag, deadline)
             code = dtype_of(data.dtype).code

@@ -103,14 +103,14 @@ class Agreement(HierarchicalSession):
             (nbytes[0],),
         )
         if status == MISMATCH and self._leaders is not None:
-            self._tell_mismatch_of_sizes(deadline)
+            self._report_mismatch_of_sizes(deadline)
         self._checked(status)
         if self._leaders is None:
             return ()
         self._heads = [self._head, *[envelope.head for envelope in envelopes[1:]]]
         return self._payloads
 
-    def _tell_mismatch_of_sizes(self, deadline: Deadline) -> None:
+    def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
         """Ranks of this host bring different sizes, so they called different things: what, their records say."""
         called = self._called_here()
         self._heads = [self._head, *(foreign_head(called[r]) for r in self.layout.local_ranks[1:])]

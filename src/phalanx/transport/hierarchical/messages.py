@@ -29,7 +29,7 @@ class HierarchicalMessages(HierarchicalSession):
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"send to rank {dst}", ctx)
-        with self._recorded(self._message("send", data, ctx), ctx, dst), self._told(here, ctx, deadline, dst):
+        with self._recorded(self._message("send", data, ctx), ctx, dst), self._reporting(here, ctx, deadline, dst):
             messages = []
             with talking_to(dst):
                 messages.append(Message(self._engine.send(dst, header, tag), dst, deadline))
@@ -46,7 +46,7 @@ class HierarchicalMessages(HierarchicalSession):
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"recv from rank {src}" if src >= 0 else "recv from any rank", ctx)
         recorded = self._recorded(self._message("recv", data, ctx), ctx, src)
-        with recorded, self._told(here, ctx, deadline, src), torch.no_grad():
+        with recorded, self._reporting(here, ctx, deadline, src), torch.no_grad():
             with talking_to(src):
                 if src >= 0:
                     Message(self._engine.recv(src, header, tag), src, deadline).wait()

@@ -267,7 +267,7 @@ class HierarchicalSession(Reports):
                 "Let one thread call the collectives of a group, or give each thread a group of its own."
             )
 
-    def _heard_at_once(self, operation: Callable[[], None]) -> None:
+    def _interruptible(self, operation: Callable[[], None]) -> None:
         """Carry out `operation`, which waits in the engine, where no signal is heard; the main thread hears them.
 
         It leaves the operation to another thread, and waits for that: Ctrl-C ends the operation, and the group.
@@ -333,7 +333,7 @@ class HierarchicalSession(Reports):
                 self._core.end_record(number, status)
 
     @contextlib.contextmanager
-    def _told(self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
+    def _reporting(self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
         """Turn what fails inside, where only `peer` is waited for, into the error that all ranks raise."""
         try:
             yield

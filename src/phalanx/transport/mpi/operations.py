@@ -247,7 +247,7 @@ class MpiTransport(MpiSession):
 
     def end_send(self, message: Underway, dst: int, deadline: Deadline) -> None:
         """Return when the bytes have left the tensor."""
-        with self._told(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst):
+        with self._reporting(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst):
             message.finish(deadline.left_s, message.watch().look)
 
     def end_recv(self, message: Underway, data: Tensor, src: int, deadline: Deadline) -> int:
@@ -257,7 +257,7 @@ class MpiTransport(MpiSession):
             MismatchError: the message is not as long as the tensor.
         """
         label = f"recv from rank {src}" if src >= 0 else "recv from any rank"
-        with self._told(Operation(label, self.group, self.rank), deadline, src):
+        with self._reporting(Operation(label, self.group, self.rank), deadline, src):
             try:
                 message.finish(deadline.left_s, message.watch().look)
             except self._mpi.Exception as error:

@@ -111,7 +111,7 @@ class MpiSession(Transport):
             self._entered_s = time.monotonic()
             self._position = Position(self._seq, operation.place, inside=True)
             deadline = Deadline.after(ctx.timeout_s)
-            with self._told(operation, deadline):
+            with self._reporting(operation, deadline):
                 self._agree(call, deadline)
                 yield deadline
             self._position = Position(self.seq, operation.place)
@@ -128,7 +128,7 @@ class MpiSession(Transport):
         return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
 
     @contextlib.contextmanager
-    def _told(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+    def _reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
         """Turn what fails inside into the error that all ranks raise. `peer`: only it is waited for, below zero any."""
         try:
             yield

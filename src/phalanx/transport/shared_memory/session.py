@@ -115,9 +115,9 @@ class SharedMemorySession:
         if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
             return
         with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
-            self._tell_wait(waited_s)
+            self._warn_of_wait(waited_s)
 
-    def _tell_wait(self, waited_s: float) -> None:
+    def _warn_of_wait(self, waited_s: float) -> None:
         records = read(self.core, self.symm_mem.rank)
         if not records or (records[-1].enter_ns == self._said_at and waited_s < self._say_again_s):
             return
