@@ -2,7 +2,7 @@
 
                   rank 0: has left                          rank 1: trains
  Join             all_reduce: how many train?   <-------->  forward: notify_join_context
- main_hook        census                        <-------->  forward: census
+ main_hook        join state                    <-------->  forward: join state
                   buffers                       <-------->  forward: buffers
                   a round of zeros              <-------->  backward: a round of gradients
  ...

@@ -138,7 +138,7 @@ class Reducer:
 
     @property
     def rounds(self) -> list[int]:
-        """How many rounds have ended, and how many have begun on the board: what `catch_up` takes."""
+        """How many rounds have ended, and how many the exchange has begun: what `catch_up` takes."""
         return [self._num_rounds, self._set.exchange.round if isinstance(self._set.exchange, Counted) else 0]
 
     def catch_up(self, rounds: Sequence[int]) -> None:

@@ -47,12 +47,12 @@ _PATIENCE_S = 30.0
 
 
 class _Region:
-    """A home, its copy, and the byte ranges that each rank writes."""
+    """A block of shared parameters, its copy, and the byte ranges that each rank writes."""
 
-    def __init__(self, home: SharedParameters, plan: Plan) -> None:
-        self.memory = home.memory
-        self.aside: Tensor = _shared(home.memory.numel(), torch.uint8, home.group)
-        self.ranges = [_joined([home.byte_range(part) for part in parts]) for parts in plan]
+    def __init__(self, shared: SharedParameters, plan: Plan) -> None:
+        self.memory = shared.memory
+        self.aside: Tensor = _shared(shared.memory.numel(), torch.uint8, shared.group)
+        self.ranges = [_joined([shared.byte_range(part) for part in parts]) for parts in plan]
 
     def save(self, rank: int) -> None:
         for start, stop in self.ranges[rank]:
@@ -99,9 +99,9 @@ class Undo:
             self._words[self._world_size * _WORDS_APART] = 0
         dist.barrier(group=group)
 
-    def cover(self, home: SharedParameters, plan: Plan) -> None:
+    def cover(self, shared: SharedParameters, plan: Plan) -> None:
         """Watch over the updates of one more group of parameters."""
-        self._regions.append(_Region(home, plan))
+        self._regions.append(_Region(shared, plan))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -111,15 +111,15 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.gather_gradients = gather_gradients
         self._optimizer_class = optimizer_class
         self._undo = Undo(self.process_group) if self.world_size > 1 else None
-        self._homes: list[SharedParameters] = []
-        self._pieces: list[list[ParameterShard]] = []  # of each group, this rank's
+        self._shared: list[SharedParameters] = []
+        self._shards: list[list[ParameterShard]] = []  # of each group, this rank's
         self._local: Optimizer | None = None
         self._consolidated = False
         super().__init__(params, defaults)  # adds the groups
 
     @property
     def optim(self) -> Optimizer:
-        """This rank's optimizer, over its pieces."""
+        """This rank's optimizer, over its shards."""
         assert self._local is not None  # construction adds at least one group
         return self._local
 
@@ -135,21 +135,23 @@ class ZeroRedundancyOptimizer(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        home = SharedParameters(group["params"], self.process_group)
-        plan = (plan_cut if self._cut else plan_whole)(home.extents, self.world_size)
-        pieces = [ParameterShard(home.parameters[part.index], home.flats[part.index], part) for part in plan[self.rank]]
-        self._homes.append(home)
-        self._pieces.append(pieces)
+        shared = SharedParameters(group["params"], self.process_group)
+        plan = (plan_cut if self._cut else plan_whole)(shared.extents, self.world_size)
+        shards = [
+            ParameterShard(shared.parameters[part.index], shared.flats[part.index], part) for part in plan[self.rank]
+        ]
+        self._shared.append(shared)
+        self._shards.append(shards)
         if self._undo is not None:
-            self._undo.cover(home, plan)
+            self._undo.cover(shared, plan)
         mine = {part.index: part for part in plan[self.rank]}
-        for index, parameter in enumerate(home.parameters):
+        for index, parameter in enumerate(shared.parameters):
             if self.gather_gradients:
                 need_all(parameter)  # an optimizer before this one may have needed less
             else:
                 part = mine.get(index, Slice(index, 0, 0))
                 need_slice(parameter, part.start, part.stop, self.process_group)
-        local_group = {**_options(group), "params": [piece.tensor for piece in pieces]}
+        local_group = {**_options(group), "params": [shard.tensor for shard in shards]}
         if self._local is None:
             self._local = self._build_local(local_group)
             self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
@@ -169,13 +171,13 @@ class ZeroRedundancyOptimizer(Optimizer):
             vars(local)["step"] = types.MethodType(Optimizer.profile_hook_step(step), local)
         return local
 
-    def _check_homes(self) -> None:
-        for number, home in enumerate(self._homes):
-            moved = home.find_moved()
+    def _refuse_moved(self) -> None:
+        for number, shared in enumerate(self._shared):
+            moved = shared.find_moved()
             if moved is not None:
                 raise RuntimeError(
                     f"ZeroRedundancyOptimizer.step on rank {self.rank}: parameter {moved} of group {number} (shape "
-                    f"{tuple(home.parameters[moved].shape)}) was moved out of the memory that the ranks share, by "
+                    f"{tuple(shared.parameters[moved].shape)}) was moved out of the memory that the ranks share, by "
                     "module.to(...), an assignment to .data, or loading with assign=True. Do that before the "
                     "optimizer is built."
                 )
@@ -200,7 +202,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_homes()
+        self._refuse_moved()
         self._check_gradients()
         if self._consolidated:
             self.state.clear()
@@ -214,14 +216,14 @@ class ZeroRedundancyOptimizer(Optimizer):
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[list[Tensor]]:
         """The tensors that this rank's optimizer updates, with their gradients."""
-        pieces = [piece for group in self._pieces for piece in group]
+        shards = [shard for group in self._shards for shard in group]
         try:
-            for piece in pieces:
-                piece.take_gradient()
-            yield [piece.tensor for piece in pieces]
+            for shard in shards:
+                shard.take_gradient()
+            yield [shard.tensor for shard in shards]
         finally:
-            for piece in pieces:
-                piece.drop_gradient()
+            for shard in shards:
+                shard.drop_gradient()
 
     @untraced
     @torch.no_grad()
@@ -270,7 +272,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _needed_slices(self) -> Iterator[tuple[Tensor, NeededSlice]]:
         if not self.gather_gradients:
-            for parameter in (parameter for home in self._homes for parameter in home.parameters):
+            for parameter in (parameter for shared in self._shared for parameter in shared.parameters):
                 needed = find_needed(parameter, self.process_group)
                 if needed is not None:
                     yield parameter, needed
@@ -305,12 +307,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         """
         numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state = {}
-        for piece in (piece for group in self._pieces for piece in group):
-            if piece.tensor in self.optim.state:
-                state[numbers[piece.parameter]] = {
-                    "start": piece.part.start,
-                    "stop": piece.part.stop,
-                    "state": dict(self.optim.state[piece.tensor]),
+        for shard in (shard for group in self._shards for shard in group):
+            if shard.tensor in self.optim.state:
+                state[numbers[shard.parameter]] = {
+                    "start": shard.part.start,
+                    "stop": shard.part.stop,
+                    "state": dict(self.optim.state[shard.tensor]),
                 }
         return {
             "param_groups": [
@@ -374,10 +376,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._consolidated = False
         whole, self.state = self.state, defaultdict(dict)
         self.optim.state.clear()
-        for piece in (piece for group in self._pieces for piece in group):
-            state = whole.get(piece.parameter)
+        for shard in (shard for group in self._shards for shard in group):
+            state = whole.get(shard.parameter)
             if state:
-                self.optim.state[piece.tensor] = cut_state(state, piece.parameter, piece.part.start, piece.part.stop)
+                self.optim.state[shard.tensor] = cut_state(state, shard.parameter, shard.part.start, shard.part.stop)
         self._pass_options()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
