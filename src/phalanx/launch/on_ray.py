@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from phalanx.launch.settings import USAGE_EXIT_CODE, parse
 _READ_BYTES = 1 << 16
 _PLACED_S = 60.0
 _CONNECT_S = 10.0
+_CLOSED_S = 5.0
 _KEY = "key"
 _MODULE = ("-m", "phalanx.launch.calls")
 
@@ -39,7 +39,8 @@ class NodeAgent:
 
     def __init__(self) -> None:
         self._agent: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-call-", ignore_cleanup_errors=True)
+        self._open = contextlib.ExitStack()
+        self._folder = self._open.enter_context(call.opened_folder())
 
     def find_place(self) -> tuple[str, int]:
         """An address of this node that the others reach, and a port that is free there."""
@@ -56,7 +57,7 @@ class NodeAgent:
 
         `files` are put into a folder, whose name FOLDER in the words stands for. `told`: the driver has the last word.
         """
-        own = self._folder.name
+        own = self._folder
         if told:
             words = [own if word == "FOLDER" else word for word in words]
         for name, data in files.items():
@@ -86,8 +87,12 @@ class NodeAgent:
 
     def read_files(self) -> dict[str, bytes]:
         """What lies in the agent's folder at the end: outcomes and the verdict."""
-        left = [path for path in Path(self._folder.name).iterdir() if path.suffix != ".draft" and path.name != _KEY]
-        return {path.name: path.read_bytes() for path in left}
+        names = [name for name in os.listdir(self._folder) if name == "verdict" or name.startswith("outcome-")]
+        return {name: Path(self._folder, name).read_bytes() for name in names if not name.endswith(".draft")}
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._open.close()
 
 
 def _read(agent: subprocess.Popen[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -143,7 +148,7 @@ def launch_on_ray(
     files = {payload_path("").name: data, surroundings_path("").name: payload.encode_surroundings()}
     write = {1: _shown(sys.stdout), 2: _shown(sys.stderr)}
     code, results = _run([*words, *_MODULE, "FOLDER"], str(nproc_per_node), nnodes or 0, files, write, told=True)
-    with tempfile.TemporaryDirectory(prefix="phalanx-call-", ignore_cleanup_errors=True) as folder:
+    with call.opened_folder() as folder:
         for name_of_file, content in results.items():
             Path(folder, name_of_file).write_bytes(content)
         return call.collect(name, folder, Verdict.read(os.path.join(folder, "verdict")), code)
@@ -291,6 +296,8 @@ def _actors(ray: Any, nproc: str, nnodes: int) -> Iterator[tuple[list[Any], int]
             )
         yield actors, ranks
     finally:
+        with contextlib.suppress(Exception):  # a node that has gone
+            ray.get([actor.close.remote() for actor in actors], timeout=_CLOSED_S)
         for actor in actors:
             ray.kill(actor)
         remove_placement_group(group)

@@ -9,7 +9,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -18,6 +17,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.calls import outcome, payload
 from phalanx.launch.calls.rank import outcome_path, payload_path, surroundings_path
 from phalanx.launch.calls.verdict import Verdict
+from phalanx.launch.folder import JobFolder
 from phalanx.launch.processes import name_signal
 from phalanx.launch.settings import parse
 
@@ -66,13 +66,31 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button: every rank has ended, as after Ctrl-C on the command.
     """
     call, data, words = prepare(fn, args, kwargs or {}, nproc_per_node=nproc_per_node, **options)
-    with tempfile.TemporaryDirectory(prefix="phalanx-call-", ignore_cleanup_errors=True) as folder:
+    with opened_folder() as folder:
         payload_path(folder).write_bytes(data)
         surroundings_path(folder).write_bytes(payload.encode_surroundings())
         verdict_path = os.path.join(folder, "verdict")
         code = _run_agent(verdict_path, [*words, "-m", "phalanx.launch.calls", folder])
         verdict = Verdict.read(verdict_path)
         return collect(call, folder, verdict, code)
+
+
+@contextlib.contextmanager
+def opened_folder() -> Iterator[str]:
+    """A folder for a call; it is gone afterwards, or if this process is killed, with the next job of this user.
+
+    Raises:
+        LaunchError: there is no place for one.
+    """
+    folder = JobFolder(os.environ)
+    if not folder.path:
+        raise LaunchError(
+            "phalanx.launch: no folder can be made in TMPDIR, /tmp or /var/tmp. Set TMPDIR to one of yours."
+        )
+    try:
+        yield folder.path
+    finally:
+        folder.close()
 
 
 def prepare(
