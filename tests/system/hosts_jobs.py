@@ -9,7 +9,7 @@ import torch.distributed as dist
 from phalanx.testing import hosts, run_ranks
 
 
-def on_hosts(sizes, fn, *args, timeout_s=15.0, lost=(), run_s=60.0, options=None, network="10.77.0"):
+def on_hosts(sizes, fn, *args, timeout_s=15.0, lost=(), run_s=60.0, options=None, network="10.77.0", rate=None):
     """Call fn(rank, world_size, hosts, *args) on as many ranks as `sizes` says of each host, in one group over all."""
     owner = [host for host, size in enumerate(sizes) for _ in range(size)]
 
@@ -28,5 +28,5 @@ def on_hosts(sizes, fn, *args, timeout_s=15.0, lost=(), run_s=60.0, options=None
         finally:
             dist.destroy_process_group()
 
-    with hosts(len(sizes), network=network) as machines:
+    with hosts(len(sizes), network=network, rate=rate) as machines:
         return run_ranks(rank_main, len(owner), machines, init=False, lost=lost, timeout=run_s)

@@ -52,6 +52,31 @@ def test_everybody_learns_which_rank_of_another_host_died(sizes):
             assert "killed by SIGKILL" in text or "it ended without a word" in text
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_rank_that_dies_in_the_middle_of_a_large_transfer_is_named_before_the_timeout(is_async):
+    """Gloo wakes whoever waits for a message when its connection goes, but not if the message had begun to come: the
+    others heard of a death in the middle of a segment when their time was up, and called it late.
+    """
+
+    def check(rank, world_size, machines):
+        tensor = torch.ones(2 * 2**20)
+        dist.barrier()
+        if rank == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with pytest.raises(PeerLostError) as caught:
+            _broadcast_until_it_fails(tensor, is_async)
+        return caught.value.ranks
+
+    assert on_hosts((1, 1), check, lost=(1,), timeout_s=10.0, rate="1gbit")[0] == (1,)
+
+
+def _broadcast_until_it_fails(tensor, is_async):
+    while True:
+        work = dist.broadcast(tensor, src=1, async_op=is_async)
+        if work is not None:
+            work.wait()
+
+
 def test_a_rank_that_dies_while_others_wait_for_its_message_is_named():
     def check(rank, world_size, machines):
         dist.barrier()

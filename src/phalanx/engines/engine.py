@@ -55,6 +55,10 @@ class Engine(Protocol):
         """Start to receive from whoever sends first."""
         ...
 
+    def check(self, peer: int) -> None:
+        """Raise RuntimeError if the connection with `peer` is gone, as far as is known."""
+        ...
+
     def close(self) -> None:
         """Leave at once: whoever waits for a message, here or (from this rank) at a peer, gets an error."""
         ...

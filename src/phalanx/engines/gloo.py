@@ -56,6 +56,7 @@ class GlooEngine:
         options._timeout = timeout
         options._devices = [_device(address, interface)]
         self._group = _ProcessGroupGloo(store, rank, world_size, options)
+        self._nothing = torch.empty(1, dtype=torch.uint8)
         self.rank = rank
         self.world_size = world_size
 
@@ -84,6 +85,10 @@ class GlooEngine:
         if root is not None:
             options.rootRank = root
         return getattr(self._group, method)(*arguments, options)
+
+    def check(self, peer: int) -> None:
+        """Raise RuntimeError if the connection with `peer` is gone. For now and then: each call leaves bytes behind."""
+        self._group.recv([self._nothing], peer, NOBODYS_TAG)
 
     def close(self) -> None:
         """Close the connections at once: whoever waits in them, here or at a peer, gets an error.

@@ -271,6 +271,9 @@ class MpiEngine:
     def _forget(self, operation: Underway) -> None:
         self._underway.discard(operation)  # no lock: `close` holds it while it tests
 
+    def check(self, peer: int) -> None:
+        """Nothing: whoever waits hears that a peer has left."""
+
     # -- control messages --------------------------------------------------------------------------------
 
     def send_control(self, message: dict[str, Any], peers: Sequence[int] | None = None) -> list[Underway]:

@@ -48,7 +48,9 @@ class HierarchicalCollectives(DirectCollectives):
         if self._is_small_sum(tensor.dtype, tensor.numel()):
             self._small_all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
         else:
-            self._interruptible(partial(self._large_all_reduce, tensor, call, redop, ctx, root=root, factor=factor))
+            self._interruptible(
+                call, ctx, partial(self._large_all_reduce, tensor, call, redop, ctx, root=root, factor=factor)
+            )
 
     def _large_all_reduce(
         self, tensor: Tensor, call: Call, redop: int, ctx: CallContext, *, root: int, factor: Any
@@ -78,7 +80,9 @@ class HierarchicalCollectives(DirectCollectives):
             scaled_inputs = [scaled(t, factor) for t in inputs]
             self._small_reduce_scatter(output, scaled_inputs, call, redop, ctx)
         else:
-            self._interruptible(partial(self._large_reduce_scatter, output, inputs, call, redop, ctx, factor))
+            self._interruptible(
+                call, ctx, partial(self._large_reduce_scatter, output, inputs, call, redop, ctx, factor)
+            )
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
@@ -108,7 +112,7 @@ class HierarchicalCollectives(DirectCollectives):
         if self._is_small(nbytes(tensor)):
             self._small_broadcast(tensor, call, root, ctx)
         else:
-            self._interruptible(partial(self._large_broadcast, tensor, call, root, ctx))
+            self._interruptible(call, ctx, partial(self._large_broadcast, tensor, call, root, ctx))
 
     def _large_broadcast(self, tensor: Tensor, call: Call, root: int, ctx: CallContext) -> None:
         with self._running(call, ctx) as deadline:
@@ -125,14 +129,14 @@ class HierarchicalCollectives(DirectCollectives):
         """
         tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
         if root >= 0:
-            self._interruptible(partial(self._gather_to, outputs, tensor, root, ctx))
+            self._interruptible(Call("gather"), ctx, partial(self._gather_to, outputs, tensor, root, ctx))
             return
         sizes = tuple(nbytes(t) for t in outputs)
         call = self._call("all_gather", tensor, ctx, count=sum(sizes), sizes=sizes)
         if self._is_small(sum(sizes)):
             self._small_all_gather(outputs, tensor, call, sizes, ctx)
         else:
-            self._interruptible(partial(self._large_all_gather, outputs, tensor, call, ctx))
+            self._interruptible(call, ctx, partial(self._large_all_gather, outputs, tensor, call, ctx))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
@@ -144,7 +148,7 @@ class HierarchicalCollectives(DirectCollectives):
             return
         whole = output if is_plain(output) else torch.empty(output.shape, dtype=output.dtype)
         parts = list(torch.split(whole.view(-1), tensor.numel()))
-        self._interruptible(partial(self._large_all_gather, parts, tensor, call, ctx))
+        self._interruptible(call, ctx, partial(self._large_all_gather, parts, tensor, call, ctx))
         if whole is not output:
             write_back(output, whole)
 
@@ -160,13 +164,13 @@ class HierarchicalCollectives(DirectCollectives):
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
-        self._interruptible(partial(self._scatter, output, inputs, root, ctx))
+        self._interruptible(Call("scatter"), ctx, partial(self._scatter, output, inputs, root, ctx))
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
         """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
-        self._interruptible(partial(self._all_to_all, outputs, inputs, ctx, splits=splits))
+        self._interruptible(Call("all_to_all"), ctx, partial(self._all_to_all, outputs, inputs, ctx, splits=splits))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """As `all_to_all` with the equal parts of two contiguous tensors."""

@@ -245,9 +245,8 @@ class HierarchicalSession(Reports):
     @property
     def in_turn(self) -> bool:
         """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
-        if self._background is not None and self._background.is_busy:
-            return threading.current_thread() is threading.main_thread()
-        return self._holder == threading.get_ident()
+        me = threading.get_ident()
+        return self._holder == me or (self._background is not None and self._background.caller == me)
 
     def _take_turn(self, timeout_s: float) -> None:
         """Take `lock`, for one collective.
@@ -267,19 +266,36 @@ class HierarchicalSession(Reports):
                 "Let one thread call the collectives of a group, or give each thread a group of its own."
             )
 
-    def _interruptible(self, operation: Callable[[], None]) -> None:
-        """Carry out `operation`, which waits in the engine, where no signal is heard; the main thread hears them.
+    def _interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
+        """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.
 
-        It leaves the operation to another thread, and waits for that: Ctrl-C ends the operation, and the group.
+        Another thread does, and this one waits for that. Ctrl-C ends the operation, and the group. So does a connection
+        that is gone: Gloo tells that to whoever waits for a message, but not if the message had begun to come.
         """
-        if self._engine.hears_signals or threading.current_thread() is not threading.main_thread() or self.closed:
+        if self._engine.hears_signals or self.closed:
             operation()
             return
         if self.in_turn:
             raise nested("a collective", self.group, self.rank)
+        if self._report is not None:
+            raise self._report.error(self._operation_of(call))
         if self._background is None:
             self._background = BackgroundThread(f"phalanx-{self.group}-background")
-        self._background.run(operation, self.interrupted)
+        deadline = Deadline.after(ctx.timeout_s)
+        abroad = {r for r in range(self.world_size) if r not in self.layout.local_ranks}
+
+        def look() -> None:
+            for peer in sorted(abroad):
+                try:
+                    self._engine.check(peer)
+                except RuntimeError as error:
+                    _, position = self._failure_store.exit_reason(peer)
+                    if position is not None and position.seq >= self._seq and not position.inside:
+                        abroad.discard(peer)  # it has done its part of this operation, and left
+                    else:
+                        self._fail(ConnectionBroken(peer, str(error)), self._operation_of(call), ctx, deadline)
+
+        self._background.run(operation, self.interrupted, look)
 
     def _running(self, call: Call, ctx: CallContext) -> Running:
         """One collective, with its place in the sequence; what fails inside becomes the error that all ranks tell.
