@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from phalanx.backend import torch_patches
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.errors import CoordinationError, DeadlineError
@@ -49,7 +48,8 @@ class CoordinationStore(Store):
     """PyTorch's Store, whose keys lie in the coordinator at `address`. Threads may share it, and a fork may use it.
 
     A call that waits keeps no other thread's call waiting; clones share one connection. It stays open until `close`, or
-    the end of the process: torch does not say when it needs a store no more.
+    the end of the process: torch does not say when it needs a store no more. A PrefixStore around it has queues once a
+    group of ours was made, or in a rank of `phalanx run`.
 
     Raises:
         AuthenticationError, CoordinationError, DeadlineError: as `Client`. Its methods raise what TCPStore's do:
@@ -68,7 +68,6 @@ class CoordinationStore(Store):
         client: Client | None = None,
     ) -> None:
         super().__init__()
-        torch_patches.serve_prefixes(CoordinationStore)
         self.set_timeout(timeout)  # the base has it: a PrefixStore around us sets that one
         self._client = Client(address, key) if client is None else client
         self._asked = threading.local()

@@ -8,7 +8,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     init_process_group without a name    it means ours under `phalanx run`              in a rank of `phalanx run`
     env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
     FileStore's queues                   it has them, being the store of `phalanx run`  in a rank of `phalanx run`
-    PrefixStore's queues, list of keys   it passes them on to a store in Python         a job on several hosts starts
+    PrefixStore's queues, list of keys   it passes them on to a store in Python         as the two above, or for a group
     env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
     monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
     _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
@@ -71,6 +71,7 @@ def offer_backend() -> None:
 def _create(options: Any, backend_options: Any) -> Any:
     from phalanx.backend import create_process_group
 
+    serve_prefixes()
     return create_process_group(options, backend_options)
 
 
@@ -117,6 +118,7 @@ def serve_launcher() -> None:
     _extend_start()
     _serve_agents_store()
     _serve_queues()
+    serve_prefixes()
     _serve_dist2()
 
 
@@ -184,8 +186,8 @@ def _serve_queues() -> None:
 
 
 @_once
-def serve_prefixes(coordination_store: type) -> None:
-    """Let a PrefixStore around a `CoordinationStore`, which is this class, have queues and a list of keys.
+def serve_prefixes() -> None:
+    """Let a PrefixStore around a store of ours (one that has `name_through`) have queues and a list of keys.
 
     torch's C++ passes neither on to a store that is written in Python; ends when it does.
     """
@@ -202,9 +204,7 @@ def serve_prefixes(coordination_store: type) -> None:
             while isinstance(store, prefixed):
                 store = store.underlying_store
             return (
-                ours(store, self, *args, **kwargs)
-                if isinstance(store, coordination_store)
-                else theirs(self, *args, **kwargs)
+                ours(store, self, *args, **kwargs) if hasattr(store, "name_through") else theirs(self, *args, **kwargs)
             )
 
         setattr(prefixed, name, call)
