@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import phalanx
 from phalanx import DistributedDataParallel
-from phalanx.ddp.join import JoinState, Stance
+from phalanx.ddp.join import JoinState, JoinStatus
 from phalanx.testing import RankFailed, run_ranks
 
 
@@ -184,8 +184,13 @@ def test_zero_redundancy_is_refused_by_name():
     assert "every rank updates a part of the parameters" in str(caught.value.errors[0])
 
 
-def test_a_census_tells_who_trains_and_whose_buffers_serve_all():
+def test_the_join_state_tells_who_trains_and_whose_buffers_serve_all():
     join_state = JoinState(
-        (Stance(active=False), Stance(active=True, syncs=True), Stance(active=True), Stance(active=False))
+        (
+            JoinStatus(active=False),
+            JoinStatus(active=True, syncs=True),
+            JoinStatus(active=True),
+            JoinStatus(active=False),
+        )
     )
     assert (join_state.num_active, join_state.source, join_state.syncs, join_state.decides) == (2, 2, True, False)

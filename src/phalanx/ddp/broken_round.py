@@ -30,7 +30,7 @@ def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
 
 
 def nothing_learnt(rank: int) -> RuntimeError:
-    """A rank without data is asked to stand in for itself in the round in which a static graph is learnt."""
+    """A rank without data is asked for a shadow of the round in which a static graph is learnt."""
     return RuntimeError(
         f"{_here(rank)}: static_graph=True learns the graph in the first step, and this rank has no batch for it. Give "
         "every rank at least one batch."

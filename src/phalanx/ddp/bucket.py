@@ -1,12 +1,13 @@
 """One bucket's memory, and the views in it that serve as gradients.
 
-room      |<- grad of w4 ->|gap|<- grad of b4 ->|gap|       one storage; on backend `phalanx` in symmetric memory
+buffer    |<- grad of w4 ->|gap|<- grad of b4 ->|gap|       one storage; on backend `phalanx` in symmetric memory
 views      parameter.grad       parameter.grad              same memory, the parameter's shape and strides
 
 A view is lent to `.grad` until the next backward, and the user may keep it, as `g = p.grad; zero_grad()` does, or some
-view of it. What is kept is not written again: the bucket moves to its other room. It has two where ranks share memory,
-because room there is made by all ranks together; the second is not touched, and costs no memory, until then. While one
-is kept the other is not lent: gradients are copies of what is in it. Elsewhere a new room is made when it is needed.
+view of it. What is kept is not written again: the bucket moves to its other buffer. It has two where ranks share
+memory, because that is allocated by all ranks together; the second is not touched, and costs no memory, until then.
+While one is kept the other is not lent: gradients are copies of what is in it. Elsewhere a new one is made when it is
+needed.
 
 A large gradient has a bucket to itself, and where ranks share memory autograd writes it there in the first place, into
 a block of a pool. Then nothing is moved, and the bucket's own memory, reserved for what the pool has no block for, is
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # needs the C core, which may not be there
 _ALIGN = 4096  # pages: what is not used is not touched, and no two ranks' caches meet
 
 
-class Room:
+class GradientBuffer:
     """One piece of memory for a bucket, and the views of it that are lent as gradients."""
 
     def __init__(self, flat: Tensor, plan: Bucket, parameters: Sequence[Tensor]) -> None:
@@ -112,19 +113,17 @@ def allocate(
         from phalanx.backend import shared_empty  # needs the C core, which a group that shares memory has
 
         block = shared_empty(starts[-1], dtype=torch.uint8, group=group).numpy()
-    pieces = iter(zip(starts, sizes, strict=False))
-    rooms = []
+    places = iter(zip(starts, sizes, strict=False))
+    buffers = []
     for bucket, count in zip(plan.buckets, counts, strict=True):
-        places = [next(pieces) for _ in range(count)]
-        if all(size for _, size in places):
-            rooms.append(
-                tuple(
-                    torch.frombuffer(block, dtype=bucket.dtype, count=bucket.numel, offset=start) for start, _ in places
-                )
+        own = [next(places) for _ in range(count)]
+        if all(size for _, size in own):
+            buffers.append(
+                tuple(torch.frombuffer(block, dtype=bucket.dtype, count=bucket.numel, offset=start) for start, _ in own)
             )
         else:
-            rooms.append((torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device),))
-    return rooms
+            buffers.append((torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device),))
+    return buffers
 
 
 def _is_pooled(bucket: Bucket, pool: SharedPool | None) -> bool:
@@ -140,8 +139,9 @@ class DenseBucket:
     """A planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
 
     With `as_view` a parameter's `.grad` becomes a view of the bucket; without it, gradients are copied in and out.
-    `buffer` is its first room, `spare` the second. `pool`, of `group`, is where autograd may have written the gradient
-    of a bucket that has but one; with `as_view` only. Of such a gradient this rank may need the mean of a slice only.
+    `buffer` is the memory of its first buffer, `spare` that of the second. `pool`, of `group`, is where autograd may
+    have written the gradient of a bucket that has but one; with `as_view` only. Of such a gradient this rank may need
+    the mean of a slice only.
     """
 
     def __init__(
@@ -162,26 +162,26 @@ class DenseBucket:
         self._group = group
         self.needed: NeededSlice | None = None  # in this round; None for all of it
         self.in_place: Tensor | None = None  # this round's gradient, if the pool holds it
-        # What was given out last, where it is not a view of a room.
+        # What was given out last, where it is not a view of a buffer.
         self._published: list[weakref.ref[Tensor] | None] = [None] * len(plan.slots)
-        self._room = self._furnish(buffer)
-        self._spare: Room | Tensor | None = spare  # a tensor while it has not been used
-        self._lends = True  # whether gradients of this round may be views of the room
+        self._current = self._make_buffer(buffer)
+        self._spare: GradientBuffer | Tensor | None = spare  # a tensor while it has not been used
+        self._lends = True  # whether gradients of this round may be views of the buffer
 
     @property
     def buffer(self) -> Tensor:
         """Where the bucket lies in this round, unless `in_place` stands in for it."""
-        return self._room.flat
+        return self._current.flat
 
     @property
     def views(self) -> list[Tensor]:
         """The gradients' places in the buffer."""
-        return self._room.views
+        return self._current.views
 
-    def _furnish(self, flat: Tensor) -> Room:
+    def _make_buffer(self, flat: Tensor) -> GradientBuffer:
         if len(self.plan.slots) > 1:
             flat.zero_()  # the gaps; a single gradient leaves none, and may never come here
-        return Room(flat, self.plan, self.parameters)
+        return GradientBuffer(flat, self.plan, self.parameters)
 
     def fill(self, scale: float, written: Sequence[bool]) -> None:
         """Put `scale` times each parameter's gradient into its slot; zero where it has none.
@@ -202,10 +202,10 @@ class DenseBucket:
             if self._take_in_place(self._pool, written=written[0]):
                 return
         if self._as_view:
-            self._take_room()
+            self._choose_buffer()
         slots, grads = [], []
         for position, parameter in enumerate(self.parameters):
-            grad, view = parameter.grad, self._room.views[position]
+            grad, view = parameter.grad, self._current.views[position]
             if grad is None:
                 view.zero_()
                 continue
@@ -215,7 +215,7 @@ class DenseBucket:
             slots.append(view)
             grads.append(grad)
             if self._as_view and written[position] and self._lends:
-                self._room.lend(position)  # now, not at the end: the memory of autograd's tensor goes back
+                self._current.lend(position)  # now, not at the end: the memory of autograd's tensor goes back
         if slots:
             torch._foreach_copy_(slots, grads)
         if scale != 1.0:
@@ -247,21 +247,21 @@ class DenseBucket:
         published = self._published[position]
         return published is not None and published() is self.parameters[position].grad
 
-    def _take_room(self) -> None:
-        """Move to a room that nobody else holds, and see whether there would be another for the next time."""
+    def _choose_buffer(self) -> None:
+        """Move to a buffer that nobody else holds, and see whether there would be another for the next time."""
         for position in range(len(self.parameters)):
-            self._room.find_moved(position)
+            self._current.find_moved(position)
         if self._pool is not None:
             self._lends = False
         elif self._spare is None:
-            if not self._room.is_ours():
-                self._room = self._furnish(torch.zeros_like(self._room.flat))
+            if not self._current.is_ours():
+                self._current = self._make_buffer(torch.zeros_like(self._current.flat))
         else:
-            kept = not self._room.is_ours()
+            kept = not self._current.is_ours()
             free = isinstance(self._spare, Tensor) or self._spare.is_ours()
             if kept and free:
-                spare = self._furnish(self._spare) if isinstance(self._spare, Tensor) else self._spare
-                self._room, self._spare = spare, self._room
+                spare = self._make_buffer(self._spare) if isinstance(self._spare, Tensor) else self._spare
+                self._current, self._spare = spare, self._current
             self._lends = free and not kept
 
     def _check(self, grad: Tensor, position: int) -> None:
@@ -309,13 +309,13 @@ class DenseBucket:
 
     def publish(self, position: int) -> None:
         """Make the slot's content the parameter's gradient."""
-        parameter, view = self.parameters[position], self._room.views[position]
+        parameter, view = self.parameters[position], self._current.views[position]
         if self.in_place is not None:
             self._give(position, self.in_place)
             self.in_place = None
         elif self._as_view and self._lends:
             if parameter.grad is not view:
-                self._room.lend(position)
+                self._current.lend(position)
         elif parameter.grad is not None and (not self._as_view or self._is_published(position)):
             parameter.grad.copy_(view)
         elif parameter.grad is not view:
@@ -339,8 +339,8 @@ class DenseBucket:
         if grad is None or not self._as_view:
             return
         if self._pool is None:
-            self._room.views[position].copy_(grad)
-            self._room.lend(position)
+            self._current.views[position].copy_(grad)
+            self._current.lend(position)
         elif self._lies_in(self._pool, grad):
             self._published[position] = weakref.ref(grad)
 

@@ -69,8 +69,8 @@ class BucketSet:
     def adopt(self, plan: BucketPlan, gradients: Sequence[Tensor | None] | None = None) -> None:
         """Make buckets for the plan, and move `gradients` to where they lie in it."""
         self.plan, self.buckets = plan, []
-        rooms = allocate(plan, self._group, as_view=self._as_view, pool=self.pool)
-        for bucket, memory in zip(plan.buckets, rooms, strict=True):
+        memories = allocate(plan, self._group, as_view=self._as_view, pool=self.pool)
+        for bucket, memory in zip(plan.buckets, memories, strict=True):
             members = [self._parameters[slot.parameter] for slot in bucket.slots]
             if bucket.sparse:
                 self.buckets.append(SparseBucket(bucket, members[0]))

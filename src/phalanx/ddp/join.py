@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Stance:
+class JoinStatus:
     """What a rank does in one forward."""
 
     active: bool
@@ -46,35 +46,35 @@ class Stance:
 
 @dataclass(frozen=True)
 class JoinState:
-    """All ranks' stances in one forward, by rank."""
+    """All ranks' statuses in one forward, by rank."""
 
-    stances: tuple[Stance, ...]
+    statuses: tuple[JoinStatus, ...]
 
     @property
     def num_active(self) -> int:
         """How many ranks still train."""
-        return sum(stance.active for stance in self.stances)
+        return sum(status.active for status in self.statuses)
 
     @property
     def source(self) -> int:
         """Whose buffers serve all: the highest rank that trains, as in PyTorch."""
-        return max(rank for rank, stance in enumerate(self.stances) if stance.active)
+        return max(rank for rank, status in enumerate(self.statuses) if status.active)
 
     @property
     def syncs(self) -> bool:
         """Whether a round of gradients follows."""
-        return any(stance.syncs for stance in self.stances)
+        return any(status.syncs for status in self.statuses)
 
     @property
     def decides(self) -> bool:
         """Whether the smallest batch is looked for."""
-        return any(stance.decides for stance in self.stances)
+        return any(status.decides for status in self.statuses)
 
 
-def gather_join_state(stance: Stance, group: dist.ProcessGroup, device: torch.device) -> JoinState:
-    """Tell all ranks of this rank's stance, and learn theirs. Collective: one all_gather of 3 numbers."""
-    rows = _gather([stance.active, stance.syncs, stance.decides], group, device)
-    return JoinState(tuple(Stance(*map(bool, row)) for row in rows))
+def gather_join_state(status: JoinStatus, group: dist.ProcessGroup, device: torch.device) -> JoinState:
+    """Tell all ranks of this rank's status, and learn theirs. Collective: one all_gather of 3 numbers."""
+    rows = _gather([status.active, status.syncs, status.decides], group, device)
+    return JoinState(tuple(JoinStatus(*map(bool, row)) for row in rows))
 
 
 def find_last(is_last: bool, group: dist.ProcessGroup, device: torch.device) -> int:
@@ -91,7 +91,7 @@ def _gather(row: list[bool], group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Refuse to stand in for a rank whose forward or update the others need.
+    """Refuse to shadow a rank whose forward or update the others need.
 
     Raises:
         RuntimeError: batch statistics are over all ranks, or each rank updates a part of the parameters.
@@ -111,15 +111,15 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class JoinShadow(JoinHook):
-    """What `Join` calls on a rank that has left: `stand_in` for each step of the others, `end(is_last)` at the end."""
+    """What `Join` calls on a rank that has left: `shadow_step` for each step of the others, then `end(is_last)`."""
 
-    def __init__(self, stand_in: Callable[[], None], end: Callable[[bool], None]) -> None:
-        self._stand_in = stand_in
+    def __init__(self, shadow_step: Callable[[], None], end: Callable[[bool], None]) -> None:
+        self._shadow_step = shadow_step
         self._end = end
 
     def main_hook(self) -> None:
         """Shadow one forward and backward."""
-        self._stand_in()
+        self._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have left."""
@@ -165,7 +165,7 @@ class JoinInterface(nn.Module, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What `torch.distributed.algorithms.Join` calls on a rank that has left it."""
         self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return JoinShadow(self._stand_in, self._take_over)
+        return JoinShadow(self._shadow_step, self._broadcast_last)
 
     @property
     def join_device(self) -> torch.device:
@@ -183,13 +183,13 @@ class JoinInterface(nn.Module, Joinable):
         counted = Join.notify_join_context(self)
         if counted is not None:
             counted.wait()
-        stance = Stance(active=True, syncs=sync, decides=self._batchnorm_undecided and self.training and sync)
-        join_state = gather_join_state(stance, self.process_group, self.device)
+        status = JoinStatus(active=True, syncs=sync, decides=self._batchnorm_undecided and self.training and sync)
+        join_state = gather_join_state(status, self.process_group, self.device)
         divides_by_all = self._divide_by_initial_world_size
         self._reducer.rescale = 1.0 if divides_by_all else self.process_group.size() / join_state.num_active
         return join_state.source
 
-    def _stand_in(self) -> None:
+    def _shadow_step(self) -> None:
         """In a Join context, on a rank that has left: what the others' forward and backward need of this rank.
 
         Raises:
@@ -197,7 +197,7 @@ class JoinInterface(nn.Module, Joinable):
         """
         self._reducer.end_watch()
         refuse_join_shadow(self.module, self.process_group)
-        join_state = gather_join_state(Stance(active=False), self.process_group, self.device)
+        join_state = gather_join_state(JoinStatus(active=False), self.process_group, self.device)
         if join_state.decides:
             self._batchnorm_undecided = False
             sync_if_small(self.module, (), self.process_group, self.device)
@@ -206,9 +206,9 @@ class JoinInterface(nn.Module, Joinable):
             broadcast_tensors(self._synced_buffers(), self.process_group, join_state.source)
         self._buffers_stale = join_state.syncs
         if join_state.syncs:
-            self._reducer.stand_in()
+            self._reducer.shadow_step()
 
-    def _take_over(self, is_last: bool) -> None:
+    def _broadcast_last(self, is_last: bool) -> None:
         """At the end of a Join context: the model of a rank that left last becomes everybody's."""
         source = find_last(is_last, self.process_group, self.device)
         broadcast_tensors(self._state(), self.process_group, source)

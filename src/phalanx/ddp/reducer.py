@@ -371,7 +371,7 @@ class Reducer:
         if self._watch is not None and not self._watch.compare():
             self._watch = None
 
-    def stand_in(self) -> None:
+    def shadow_step(self) -> None:
         """A round of zeros, beside the others' round of gradients; this rank's own gradients stay as they are.
 
         Raises:
