@@ -250,7 +250,7 @@ def test_the_loop_says_what_it_really_consumed():
             **sampler.state_dict(),
             "epoch": 1,
             "consumed": 0,
-        }  # beyond the share
+        }  # beyond the partition
         with pytest.raises(ValueError, match="consumed must be zero or more samples of this rank, got -1"):
             sampler.state_dict(consumed=-1)
 

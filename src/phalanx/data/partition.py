@@ -38,19 +38,19 @@ class Partition:
         return self.world_size
 
     def consumed_after(self, taken: int) -> int:
-        """How many samples the whole job has consumed when every rank has taken `taken` of its share.
+        """How many samples the whole job has consumed when every rank has taken `taken` of its partition.
 
-        A rank whose share is used up knows that the epoch is over, also when its share was the shorter one.
+        A rank whose partition is used up knows that the epoch is over, also when its partition was the shorter one.
         """
         if taken >= self.count:
             return self.length
         return min(self.length, self.consumed + taken * self.world_size)
 
 
-def plan_share(
+def plan_partition(
     length: int, world_size: int, rank: int, *, consumed: int = 0, padding: bool = True, drop_last: bool = False
 ) -> Partition:
-    """The share of `rank` in what is left of an epoch over `length` samples of which `consumed` are done.
+    """The partition of `rank` of what is left of an epoch over `length` samples of which `consumed` are done.
 
     With `drop_last` every rank takes the same number and the remainder is left out; otherwise with `padding` every
     rank takes the same number and the first samples are repeated; without, the first ranks take one more.

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import distributed as torch_sampler
 
 from phalanx.data.index_stream import IndexStream
-from phalanx.data.partition import Partition, plan_share
+from phalanx.data.partition import Partition, plan_partition
 from phalanx.data.permutation import Permutation
 from phalanx.errors import CheckpointError
 
@@ -62,7 +62,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         num_replicas, rank = _place(num_replicas, rank)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.padding = padding
-        self.num_samples = self._share(consumed=0).count
+        self.num_samples = self._plan_partition(consumed=0).count
         self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
         self._consumed = 0  # of epoch `self.epoch`, before the pass to come
         self._pass: IndexStream | None = None  # the latest; None while the pass to come is to be epoch `self.epoch`
@@ -73,8 +73,8 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     def __len__(self) -> int:
         """How many indices this rank gets in the pass at hand, or else in the next; fewer if the epoch was taken up."""
         if self._pass is None:
-            return self._share(self._consumed).count
-        return self.num_samples if self._pass.is_over else self._pass.share.count
+            return self._plan_partition(self._consumed).count
+        return self.num_samples if self._pass.is_over else self._pass.partition.count
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`: from its start, unless `load_state_dict` put us inside that epoch."""
@@ -95,7 +95,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
                 train(batch)
                 state = sampler.state_dict(consumed=step * loader.batch_size)
 
-        A number beyond the rank's share, as after a short last batch, counts as all of it.
+        A number beyond the rank's partition, as after a short last batch, counts as all of it.
 
         Raises:
             ValueError: `consumed` is negative.
@@ -104,7 +104,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             raise ValueError(f"consumed must be zero or more samples of this rank, got {consumed}")
         epoch, done = self.epoch, self._consumed
         if self._pass is not None:
-            done = self._pass.share.consumed_after(self._pass.taken if consumed is None else consumed)
+            done = self._pass.partition.consumed_after(self._pass.taken if consumed is None else consumed)
             if done == self.length:
                 epoch, done = epoch + 1, 0
         return {"epoch": epoch, "consumed": done, "length": self.length, "seed": self.seed, "shuffle": self.shuffle}
@@ -128,11 +128,11 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         if self._pass is not None:
             self.epoch, self._consumed = self.epoch + 1, 0
         order = Permutation(self.length, f"seed {self.seed}, epoch {self.epoch}") if self.shuffle else None
-        self._pass = IndexStream(self._share(self._consumed), order)
+        self._pass = IndexStream(self._plan_partition(self._consumed), order)
         yield from self._pass.blocks()
 
-    def _share(self, consumed: int) -> Partition:
-        return plan_share(
+    def _plan_partition(self, consumed: int) -> Partition:
+        return plan_partition(
             self.length,
             self.num_replicas,
             self.rank,
