@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
-from phalanx.trainer.line import Standing, final_line, live_line
+from phalanx.trainer.line import ProgressState, final_line, live_line
 
-HALF = Standing("epoch 3", "samples", steps=5, total_steps=10, samples=1500, elapsed_s=2.0, values={"loss": 0.12345})
+HALF = ProgressState(
+    "epoch 3", "samples", steps=5, total_steps=10, samples=1500, elapsed_s=2.0, values={"loss": 0.12345}
+)
 
 
 def test_the_live_line_says_how_much_how_fast_and_how_long():
@@ -18,7 +20,7 @@ def test_without_a_total_it_counts():
 
 
 def test_before_the_first_step_nothing_is_divided_by_nothing():
-    start = Standing("", "steps", 0, 10, 0, 0.0)
+    start = ProgressState("", "steps", 0, 10, 0, 0.0)
     assert live_line(start, fancy=False) == "--------------------   0%  0.00 steps/s"
     assert final_line(start) == "0 steps in 0.0 s, 0.00 steps/s"
     assert start.left_s is None

@@ -9,7 +9,7 @@ BAR_WIDTH = 20
 
 
 @dataclass(frozen=True)
-class Standing:
+class ProgressState:
     """How far a loop is: `samples` of the whole job in `steps` of this rank; `total_steps` None if nobody knows."""
 
     desc: str
@@ -33,35 +33,35 @@ class Standing:
         return max(0, self.total_steps - self.steps) * self.elapsed_s / self.steps
 
 
-def live_line(standing: Standing, *, fancy: bool = True) -> str:
+def live_line(state: ProgressState, *, fancy: bool = True) -> str:
     """`epoch 3  ━━━━━━━━━━──────────  50%  12,345 samples/s  0:07 left  loss 0.1234`; in ASCII unless `fancy`."""
-    parts = [standing.desc]
-    if standing.total_steps:
-        done = min(1.0, standing.steps / standing.total_steps)
+    parts = [state.desc]
+    if state.total_steps:
+        done = min(1.0, state.steps / state.total_steps)
         full, empty = ("━", "─") if fancy else ("#", "-")
         filled = int(done * BAR_WIDTH)
         parts.append(f"{full * filled}{empty * (BAR_WIDTH - filled)} {done:4.0%}")
     else:
-        parts.append(f"{standing.samples:,} {standing.unit}")
-    parts.append(_rate(standing))
-    if standing.left_s is not None:
-        parts.append(f"{_clock_time(standing.left_s)} left")
-    return "  ".join(filter(None, [*parts, _values(standing)]))
+        parts.append(f"{state.samples:,} {state.unit}")
+    parts.append(_rate(state))
+    if state.left_s is not None:
+        parts.append(f"{_clock_time(state.left_s)} left")
+    return "  ".join(filter(None, [*parts, _values(state)]))
 
 
-def final_line(standing: Standing) -> str:
+def final_line(state: ProgressState) -> str:
     """`epoch 3: 50,000 samples in 4.1 s, 12,345 samples/s, loss 0.1234`."""
-    facts = [f"{standing.samples:,} {standing.unit} in {standing.elapsed_s:.1f} s", _rate(standing), _values(standing)]
-    return f"{standing.desc}: {', '.join(filter(None, facts))}" if standing.desc else ", ".join(filter(None, facts))
+    facts = [f"{state.samples:,} {state.unit} in {state.elapsed_s:.1f} s", _rate(state), _values(state)]
+    return f"{state.desc}: {', '.join(filter(None, facts))}" if state.desc else ", ".join(filter(None, facts))
 
 
-def _rate(standing: Standing) -> str:
-    rate = standing.samples_per_s
-    return f"{rate:,.0f} {standing.unit}/s" if rate >= 10 else f"{rate:.2f} {standing.unit}/s"
+def _rate(state: ProgressState) -> str:
+    rate = state.samples_per_s
+    return f"{rate:,.0f} {state.unit}/s" if rate >= 10 else f"{rate:.2f} {state.unit}/s"
 
 
-def _values(standing: Standing) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in standing.values.items())
+def _values(state: ProgressState) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in state.values.items())
 
 
 def _clock_time(seconds: float) -> str:

@@ -12,7 +12,7 @@ from typing import Generic, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx.trainer.line import Standing, final_line, live_line
+from phalanx.trainer.line import ProgressState, final_line, live_line
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Progress(Generic[T]):
         finally:  # also after a break or an error: the line that stands there is finished
             self._ended = self._clock()
             if self._out is not None:
-                self._write(final_line(self._standing(self._ended)), end="\n")
+                self._write(final_line(self._state(self._ended)), end="\n")
                 self._width = 0
 
     def __len__(self) -> int:
@@ -76,10 +76,10 @@ class Progress(Generic[T]):
     @property
     def samples_per_s(self) -> float:
         """Samples per second of the whole job: so far, or of the loop that has ended."""
-        return self._standing(self._ended or self._clock()).samples_per_s
+        return self._state(self._ended or self._clock()).samples_per_s
 
-    def _standing(self, now: float) -> Standing:
-        return Standing(
+    def _state(self, now: float) -> ProgressState:
+        return ProgressState(
             desc=self._desc,
             unit=self._unit,
             steps=self._steps,
@@ -96,7 +96,7 @@ class Progress(Generic[T]):
         if now - self._drawn >= REDRAW_S:
             self._drawn = now
             fancy = (self._out.encoding or "").lower().startswith("utf")
-            line = live_line(self._standing(now), fancy=fancy)
+            line = live_line(self._state(now), fancy=fancy)
             self._write(line[: shutil.get_terminal_size().columns - 1], end="\r")
 
     def _write(self, line: str, *, end: str) -> None:
