@@ -7,7 +7,7 @@ from phalanx.collectives.closed_form import predict
 from phalanx.collectives.segments import in_segments
 from phalanx.collectives.simulate import simulate
 from phalanx.transport.call import PAYLOAD_BYTES
-from phalanx.transport.hierarchical.segments import Turns
+from phalanx.transport.hierarchical.segments import Ticks
 
 
 def of_schedule(algorithm: str, nbytes: int, topology: Topology, links: Links) -> tuple[float, float]:
@@ -25,7 +25,7 @@ def of_backend(algorithm: str, nbytes: int, topology: Topology, links: Links, em
     if nbytes <= PAYLOAD_BYTES:  # the tensor travels with what the ranks agree on, whatever the algorithm
         return empty_s, empty_s
     whole = build(algorithm, "all_reduce", Topology.flat(len(topology.hosts)))
-    num_segments = Turns.of(nbytes, whole.num_steps).num_segments
+    num_segments = Ticks.of(nbytes, whole.num_steps).num_segments
     if not topology.is_flat:
         whole = hierarchical.all_reduce(topology, whole)
     segments = in_segments(whole, num_segments)

@@ -151,7 +151,7 @@ def _fork_and_call(times):
 
 
 def test_a_fork_while_another_thread_is_in_the_middle_of_an_operation_harms_nobody():
-    """The child inherits the memory with its parent half way through a turn, and the parent's locks as they are."""
+    """The child inherits the memory with its parent amid a collective, and the parent's locks as they are."""
 
     def check(rank, world_size):
         answers = set()

@@ -90,7 +90,7 @@ class SharedReducer:
         self._memory.check(status, ctx)
 
     def _meet(self, ctx: CallContext) -> int:
-        with self._memory.turn(ctx.timeout_s):
+        with self._memory.exclusive(ctx.timeout_s):
             return self._reducer.finish_uneven(ctx.timeout_ns, ctx.call_site)
 
     @property

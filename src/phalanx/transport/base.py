@@ -118,7 +118,7 @@ class Transport(ABC):
         """How many collectives this rank has begun."""
 
     @property
-    def in_turn(self) -> bool:
+    def in_collective(self) -> bool:
         """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         return False
 

@@ -70,7 +70,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             f"phalanx-{name}",
             callbacks_first=True,
             interrupted=self._interrupted,
-            interrupts=lambda: transport.in_turn,
+            interrupts=lambda: transport.in_collective,
             ledger=None if self._shared_memory is None else self._shared_memory.core,
         )
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one

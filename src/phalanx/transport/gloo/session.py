@@ -114,7 +114,7 @@ class GlooSession(Transport):
         return number
 
     @property
-    def in_turn(self) -> bool:
+    def in_collective(self) -> bool:
         """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         return self._holder == threading.get_ident()
 
@@ -214,7 +214,7 @@ class GlooSession(Transport):
         """
         if self.lock.acquire(blocking=False):
             return
-        if self.in_turn:
+        if self.in_collective:
             raise nested("a collective", self.group, self.rank)
         if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise DeadlineError(

@@ -67,7 +67,7 @@ class _Buffer:
 class LeaderExchange:
     """The messages between this host's leader and those of the others. Only leaders have one.
 
-    `send` and `receive` are called in turns, once for each operation. Whoever calls `receive` hears Ctrl-C: where the
+    `send` and `receive` alternate, one of each for an operation. Whoever calls `receive` hears Ctrl-C: where the
     engine waits deaf, it looks for a message where that will lie, for a moment, and then has a thread wait for it.
     """
 
@@ -81,7 +81,7 @@ class LeaderExchange:
         self.scratch = self._scratch.address  # for what the leader makes of its host's payloads
         self._outboxes = {h: [_Buffer(_message_bytes(local)) for _ in range(_SENT)] for h in self._peers}
         self._inboxes = {h: [_Buffer(_message_bytes(n)) for _ in range(_AHEAD)] for h, n in self._sizes.items()}
-        self._turn = 0
+        self._number = 0
         self._posted: queue.SimpleQueue[tuple[int, Pending] | None] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[ConnectionBroken | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -99,7 +99,7 @@ class LeaderExchange:
         end_of_heads = _payload_offset(len(heads), len(distinct))
         start = end_of_heads - len(distinct) * HEAD_BYTES
         joined = b"".join(distinct)
-        slot = self._turn % _SENT
+        slot = self._number % _SENT
         for host, peer in self._peers.items():
             outbox = self._outboxes[host][slot]
             with talking_to(peer):
@@ -123,7 +123,7 @@ class LeaderExchange:
         return {host: self._receive(host, peer, deadline) for host, peer in self._peers.items()}
 
     def _receive(self, host: int, peer: int, deadline: Deadline) -> Came:
-        inbox = self._inboxes[host][self._turn % _AHEAD]
+        inbox = self._inboxes[host][self._number % _AHEAD]
         if self._engine.hears_signals or self._sees(inbox):
             assert inbox.pending is not None
             with talking_to(peer):
@@ -161,11 +161,11 @@ class LeaderExchange:
 
     def done(self) -> None:
         """This operation's messages are used, and their memory may receive others."""
-        self._turn += 1
+        self._number += 1
         self._used += 1
         if self._used == _TOGETHER:
-            for turn in range(self._turn - self._used, self._turn):
-                self._post(turn % _AHEAD)
+            for number in range(self._number - self._used, self._number):
+                self._post(number % _AHEAD)
             self._used = 0
 
     def _post(self, slot: int) -> None:

@@ -6,7 +6,7 @@
     3  gather in memory                every rank has every slice
 
 That is all_reduce; broadcast and all_gather begin at 2 with what a rank brings and end with 3, and reduce_scatter ends
-with 2. While some segments are on the link, the next is reduced in memory and the last is gathered: see `Turns`.
+with 2. While some segments are on the link, the next is reduced in memory and the last is gathered: see `Ticks`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.engines.engine import Pending
 from phalanx.transport.base import CallContext
 from phalanx.transport.hierarchical.agreement import Agreement
 from phalanx.transport.hierarchical.rails import Held, Message, plan, talking_to
-from phalanx.transport.hierarchical.segments import Turns
+from phalanx.transport.hierarchical.segments import Ticks
 from phalanx.transport.numerics import divide, sum_of
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -44,8 +44,8 @@ class SegmentedCollectives(Agreement):
         layout = self.layout
         root_host = 0 if root < 0 else layout.topology.host_of[root]
         schedule = self._plan("all_reduce" if root < 0 else "reduce", source.nbytes // layout.num_rails, root_host)
-        turns = Turns.of(source.nbytes, schedule.num_steps)
-        ends = turns.bounds(source.numel())
+        ticks = Ticks.of(source.nbytes, schedule.num_steps)
+        ends = ticks.bounds(source.numel())
 
         def open_(number: int) -> tuple[Tensor, Iterator[None]]:
             if self._rail is None:
@@ -61,7 +61,7 @@ class SegmentedCollectives(Agreement):
             if root < 0 or layout.host == root_host:
                 self._finish_segment(mine, result[ends[number] : ends[number + 1]], redop, ctx, deadline)
 
-        self._take_turns(turns, open_, start, finish, before_others=lambda: self._agree_in_time(deadline))
+        self._run_ticks(ticks, open_, start, finish, before_others=lambda: self._agree_in_time(deadline))
 
     def _agree_in_time(self, deadline: Deadline) -> None:
         """From now on other hosts' data is awaited, and soon what the user sees is written."""
@@ -93,8 +93,8 @@ class SegmentedCollectives(Agreement):
         root_host = layout.topology.host_of[root]
         is_source = layout.host == root_host
         schedule = self._plan("broadcast", len(flat) // layout.num_rails, root_host)
-        turns = Turns.of(len(flat), schedule.num_steps)
-        ends = turns.bounds(len(flat))
+        ticks = Ticks.of(len(flat), schedule.num_steps)
+        ends = ticks.bounds(len(flat))
         segments = [flat[a:b] for a, b in itertools.pairwise(ends)]
         slices = [chunk_bounds(len(segment), layout.num_rails) for segment in segments]
 
@@ -109,34 +109,34 @@ class SegmentedCollectives(Agreement):
             if not is_source:
                 self._gather_slices(mine, segments[number], slices[number], ctx, deadline)
 
-        self._take_turns(turns, open_, start, finish)
+        self._run_ticks(ticks, open_, start, finish)
 
-    def _take_turns(
+    def _run_ticks(
         self,
-        turns: Turns,
+        ticks: Ticks,
         open_: Callable[[int], tuple[Tensor, Iterator[None]]],
         start: Callable[[int, Tensor], None],
         finish: Callable[[int, Tensor], None],
         *,
         before_others: Callable[[], None] = lambda: None,
     ) -> None:
-        """Each segment is opened (its receives are posted), started, plays its steps, and is finished; see `Turns`.
+        """Each segment is opened (its receives are posted), started, plays its steps, and is finished; see `Ticks`.
 
         `before_others` is called once, before anything of another host is waited for.
         """
         under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}
         opened = 0
-        for turn in range(turns.count):
-            for number in range(opened, turns.opened(turn)):
+        for tick in range(ticks.count):
+            for number in range(opened, ticks.opened(tick)):
                 under_way[number] = open_(number)
-            opened = max(opened, turns.opened(turn))
-            if turn < turns.num_segments:
-                start(turn, under_way[turn][0])
-            if turn == turns.per_step:
+            opened = max(opened, ticks.opened(tick))
+            if tick < ticks.num_segments:
+                start(tick, under_way[tick][0])
+            if tick == ticks.per_step:
                 before_others()
-            for number in turns.stepping(turn):
+            for number in ticks.stepping(tick):
                 next(under_way[number][1], None)  # waits for its last step, and starts the next
-            if (done := turns.finishing(turn)) is not None:
+            if (done := ticks.finishing(tick)) is not None:
                 finish(done, under_way.pop(done)[0])
 
     def _plan(self, operation: Operation, slice_bytes: int, root_host: int = 0) -> Schedule:
@@ -163,8 +163,8 @@ class SegmentedCollectives(Agreement):
     ) -> None:
         """outputs[r] becomes rank r's `mine`: bytes. `mine` may be its own output."""
         hosts, here = self.layout.topology.hosts, self.layout.host
-        turns = Turns.of(sum(map(len, outputs)), 1)
-        cuts = {r: [len(output) * n // turns.num_segments for n in range(turns.num_segments + 1)]
+        ticks = Ticks.of(sum(map(len, outputs)), 1)
+        cuts = {r: [len(output) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
                 for r, output in enumerate(outputs)}  # fmt: skip
 
         def piece(r: int, number: int) -> Tensor:
@@ -187,7 +187,7 @@ class SegmentedCollectives(Agreement):
                 rounds = -(-len(hosts[h]) // self.layout.num_rails)
                 self._share_pieces(h, lambda r: piece(r, number), piece, number, ctx, deadline, rounds=rounds)
 
-        self._take_turns(turns, open_, start, finish)
+        self._run_ticks(ticks, open_, start, finish)
 
     @property
     def _other_hosts(self) -> list[int]:
@@ -263,8 +263,8 @@ class SegmentedCollectives(Agreement):
         layout, rank = self.layout, self.rank
         hosts, i = layout.topology.hosts, layout.local_rank
         item = output.element_size()
-        turns = Turns.of(sum(map(len, inputs)) * item, 1)
-        cuts = {r: [len(part) * n // turns.num_segments for n in range(turns.num_segments + 1)]
+        ticks = Ticks.of(sum(map(len, inputs)) * item, 1)
+        cuts = {r: [len(part) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
                 for r, part in enumerate(inputs)}  # fmt: skip
         partial: dict[tuple[int, int], Tensor] = {}  # by segment and the rank for which it is
         arrived: dict[tuple[int, int], Tensor] = {}  # by segment and the host from which it came
@@ -307,7 +307,7 @@ class SegmentedCollectives(Agreement):
                 _core.reduce(into.data_ptr(), at, len(into), dtype_of(into.dtype).code, sum_of(redop))
                 divide(into, redop, self.world_size)
 
-        self._take_turns(turns, open_, start, finish)
+        self._run_ticks(ticks, open_, start, finish)
 
     def _cross_sums(
         self,

@@ -1,4 +1,4 @@
-"""How a large tensor is cut into segments, and which segment does what in which turn. Pure."""
+"""How a large tensor is cut into segments, and which segment does what in which tick. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _UNDER_WAY = 6
 
 
 @dataclass(frozen=True)
-class Turns:
-    """All ranks take the same turns in the same order, those without a rail too, so nobody waits in a circle.
+class Ticks:
+    """All ranks take the same ticks in the same order, those without a rail too, so nobody waits in a circle.
 
-        turn 0   post the receives of segments 0 to `depth`; reduce segment 0 in memory, start its first step
-        turn 1   post those of the next one; the same with segment 1
-        ...      every segment that has had `per_step` turns to travel begins its next step
-        turn d   segment 0 has done all its steps: it is gathered in memory while the others travel    (d = `depth`)
+        tick 0   post the receives of segments 0 to `depth`; reduce segment 0 in memory, start its first step
+        tick 1   post those of the next one; the same with segment 1
+        ...      every segment that has had `per_step` ticks to travel begins its next step
+        tick d   segment 0 has done all its steps: it is gathered in memory while the others travel    (d = `depth`)
 
     Receives are posted so early because a sender needs to hear of them first, behind all that travels the other way.
     """
@@ -28,7 +28,7 @@ class Turns:
     num_steps: int
 
     @classmethod
-    def of(cls, nbytes: int, num_steps: int) -> Turns:
+    def of(cls, nbytes: int, num_steps: int) -> Ticks:
         """For a tensor of `nbytes` on this host, and so many steps between the hosts."""
         size = min(max(nbytes // _WANTED, _LEAST_BYTES), _MOST_BYTES)
         return cls(max(1, -(-nbytes // size)), num_steps)
@@ -43,28 +43,28 @@ class Turns:
 
     @property
     def per_step(self) -> int:
-        """Turns from a step's start to its end."""
+        """Ticks from a step's start to its end."""
         return max(1, _UNDER_WAY // max(1, self.num_steps))
 
     @property
     def depth(self) -> int:
-        """Turns from a segment's start to its end."""
+        """Ticks from a segment's start to its end."""
         return self.num_steps * self.per_step
 
     @property
     def count(self) -> int:
-        """Turns in all."""
+        """Ticks in all."""
         return self.num_segments + self.depth
 
-    def opened(self, turn: int) -> int:
-        """How many segments' receives are posted by the time that `turn`'s segment starts."""
-        return min(self.num_segments, turn + self.depth + 1)
+    def opened(self, tick: int) -> int:
+        """How many segments' receives are posted by the time that `tick`'s segment starts."""
+        return min(self.num_segments, tick + self.depth + 1)
 
-    def stepping(self, turn: int) -> list[int]:
-        """The segments that begin a step (or end their last) in `turn`, the newest first: the link has work at once."""
-        newest, oldest = min(turn, self.num_segments - 1), max(0, turn - self.depth)
-        return [s for s in range(newest, oldest - 1, -1) if (turn - s) % self.per_step == 0]
+    def stepping(self, tick: int) -> list[int]:
+        """The segments that begin a step (or end their last) in `tick`, the newest first: the link has work at once."""
+        newest, oldest = min(tick, self.num_segments - 1), max(0, tick - self.depth)
+        return [s for s in range(newest, oldest - 1, -1) if (tick - s) % self.per_step == 0]
 
-    def finishing(self, turn: int) -> int | None:
-        """The segment that ends in `turn`, if one does."""
-        return turn - self.depth if turn >= self.depth else None
+    def finishing(self, tick: int) -> int | None:
+        """The segment that ends in `tick`, if one does."""
+        return tick - self.depth if tick >= self.depth else None

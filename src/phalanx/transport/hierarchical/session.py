@@ -243,7 +243,7 @@ class HierarchicalSession(Reports):
         return self._memory.place(ctx.call_site)
 
     @property
-    def in_turn(self) -> bool:
+    def in_collective(self) -> bool:
         """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         me = threading.get_ident()
         return self._holder == me or (self._background is not None and self._background.caller == me)
@@ -257,7 +257,7 @@ class HierarchicalSession(Reports):
         """
         if self.lock.acquire(blocking=False):
             return
-        if self.in_turn:
+        if self.in_collective:
             raise nested("a collective", self.group, self.rank)
         if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise DeadlineError(
@@ -275,7 +275,7 @@ class HierarchicalSession(Reports):
         if self._engine.hears_signals or self.closed:
             operation()
             return
-        if self.in_turn:
+        if self.in_collective:
             raise nested("a collective", self.group, self.rank)
         if self._report is not None:
             raise self._report.error(self._operation_of(call))

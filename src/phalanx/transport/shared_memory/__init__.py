@@ -1,6 +1,6 @@
 """The ranks of one host: all of them map the memory of all, and the C core moves and combines in it.
 
-session      the turn at a collective, call sites, who is late, the end
+session      one collective at a time, call sites, who is late, the end
 collectives  tensors in, the core underneath
 messages     send, and receives that are posted
 """

@@ -35,8 +35,8 @@ class SharedMemoryCollectives(SharedMemorySession):
         at = tensor.data_ptr()
         me = threading.get_ident()
         if self.lock.locked():
-            self._await_turn(timeout_s)
-        with self.lock:  # `turn`, spelt out
+            self._await_lock(timeout_s)
+        with self.lock:  # `exclusive`, spelt out
             self._holder = me
             try:
                 status = self.core.all_reduce(
@@ -149,7 +149,7 @@ class SharedMemoryCollectives(SharedMemorySession):
         """Where in this rank's heap `size` bytes lie this time; two areas take turns. Collective where they are new."""
         areas = self._areas.get(size)
         if areas is None:
-            with self.turn(ctx.timeout_s):
+            with self.exclusive(ctx.timeout_s):
                 deadline = Deadline.after(ctx.timeout_s)
                 areas = [
                     self.symm_mem.allocate(size, deadline, ctx.call_site, lambda status: self.check(status, ctx))
@@ -324,7 +324,7 @@ class SharedMemoryCollectives(SharedMemorySession):
         if self.uneven is not None:
             self.barrier(ctx)  # where all meet again, if some were out of training steps
         deadline = Deadline.after(ctx.timeout_s)
-        with self.turn(ctx.timeout_s):
+        with self.exclusive(ctx.timeout_s):
             buffer = self.symm_mem.allocate(
                 math.prod(shape) * dtype.itemsize,
                 deadline,

@@ -1,4 +1,4 @@
-"""One rank's side of the memory of a host: its turn at a collective, its call sites, its warnings, its end."""
+"""One rank's side of the memory of a host: its lock around a collective, its call sites, its warnings, its end."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class SharedMemorySession:
     def _collective(self, ctx: CallContext, call: Callable[[], int]) -> None:
         status = REJOIN
         while status == REJOIN:
-            with self.turn(ctx.timeout_s):
+            with self.exclusive(ctx.timeout_s):
                 try:
                     status = call()
                 except BaseException as error:
@@ -158,7 +158,7 @@ class SharedMemorySession:
             self.check(status, ctx)
 
     @contextlib.contextmanager
-    def turn(self, timeout_s: float) -> Iterator[None]:
+    def exclusive(self, timeout_s: float) -> Iterator[None]:
         """Hold `lock`, for one collective.
 
         Raises:
@@ -167,7 +167,7 @@ class SharedMemorySession:
         """
         me = threading.get_ident()
         if self.lock.locked():
-            self._await_turn(timeout_s)
+            self._await_lock(timeout_s)
         with self.lock:
             self._holder = me  # and nothing before it that a signal handler could come after
             try:
@@ -176,12 +176,12 @@ class SharedMemorySession:
                 self._holder = 0
 
     @property
-    def in_turn(self) -> bool:
+    def in_collective(self) -> bool:
         """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         return self._holder == threading.get_ident()
 
-    def _await_turn(self, timeout_s: float) -> None:
-        if self.in_turn:
+    def _await_lock(self, timeout_s: float) -> None:
+        if self.in_collective:
             raise nested("a collective", self.group, self.symm_mem.rank)
         if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise DeadlineError(
