@@ -46,21 +46,21 @@ static PyObject *py_text_of(const char *bytes, size_t limit) {
   return PyUnicode_DecodeUTF8(bytes, (Py_ssize_t)strnlen(bytes, limit), "replace");
 }
 
-/* (life, pid, start_ticks, step, finished, note) of a rank. */
+/* (life, pid, start_ticks, step, finished, exit_reason) of a rank. */
 PyObject *py_group_state(PyGroup *self, PyObject *arg) {
   uint32_t rank;
   if (py_to_rank(self, arg, &rank) != 0) return NULL;
   struct plx_rank *r = plx_rank_of(&self->g, rank);
-  PyObject *note = py_text_of(r->exit_reason, sizeof r->exit_reason);
-  if (note == NULL) return NULL;
+  PyObject *exit_reason = py_text_of(r->exit_reason, sizeof r->exit_reason);
+  if (exit_reason == NULL) return NULL;
   /* Who leaves in order says so in two words, this one first. */
   unsigned life = atomic_load(&r->left_after) != 0 ? PLX_LEFT : atomic_load(&r->life);
   return Py_BuildValue("IiKKKN", life, (int)r->pid, (unsigned long long)r->start_ticks,
-                       (unsigned long long)atomic_load(&r->step), (unsigned long long)atomic_load(&r->finished), note);
+                       (unsigned long long)atomic_load(&r->step), (unsigned long long)atomic_load(&r->finished), exit_reason);
 }
 
 /* The flight recorder of a rank, oldest first: tuples
- * (seq, kind, dtype, redop, root, peer, count, shape, enter_ns, leave_ns, status, site). */
+ * (seq, kind, dtype, redop, root, peer, count, shape, enter_ns, leave_ns, status, call_site). */
 PyObject *py_group_records(PyGroup *self, PyObject *arg) {
   uint32_t rank;
   if (py_to_rank(self, arg, &rank) != 0) return NULL;
@@ -72,13 +72,13 @@ PyObject *py_group_records(PyGroup *self, PyObject *arg) {
     if (!plx_record_read(owner, at, &r)) continue;
     uint32_t dims = r.ndim < PLX_MAX_DIMS ? r.ndim : PLX_MAX_DIMS;
     PyObject *shape = PyTuple_New(dims);
-    PyObject *site = py_text_of(owner->call_sites[r.call_site % PLX_CALL_SITES], PLX_CALL_SITE_BYTES);
+    PyObject *call_site = py_text_of(owner->call_sites[r.call_site % PLX_CALL_SITES], PLX_CALL_SITE_BYTES);
     for (uint32_t i = 0; shape != NULL && i < dims; i++) PyTuple_SetItem(shape, i, PyLong_FromUnsignedLongLong(r.shape[i]));
-    PyObject *item = shape != NULL && site != NULL
+    PyObject *item = shape != NULL && call_site != NULL
                          ? Py_BuildValue("KiiiiiKNKKiN", (unsigned long long)atomic_load(&r.seq), (int)r.kind, (int)r.dtype, (int)r.redop,
                                          (int)r.root, (int)r.peer, (unsigned long long)r.count, shape,
                                          (unsigned long long)r.enter_ns, (unsigned long long)atomic_load(&r.leave_ns),
-                                         (int)r.status, site)
+                                         (int)r.status, call_site)
                          : NULL;
     if (item == NULL || PyList_Append(list, item) != 0) Py_CLEAR(list);
     Py_XDECREF(item);
@@ -101,7 +101,7 @@ PyObject *py_group_set_awaited(PyGroup *self, PyObject *arg) {
   Py_RETURN_NONE;
 }
 
-/* begin_record(seq, kind, dtype, redop, root, peer, count, site, shape): the number to pass to end_record. */
+/* begin_record(seq, kind, dtype, redop, root, peer, count, call_site, shape): the number to pass to end_record. */
 PyObject *py_group_begin_record(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   struct tail t;
   struct plx_call call = {0};
