@@ -87,7 +87,7 @@ static int reduce_sliced(struct plx_group *g, struct plx_wait *w, const struct p
     code = plx_sync(g, w);
     if (code != PLX_OK) return code;
     for (uint32_t i = 0; i < g->world; i++) {
-      uint32_t r = (g->rank + i) % g->world; /* start at home, so that not all read rank 0 first */
+      uint32_t r = (g->rank + i) % g->world; /* start with our own, so that not all read rank 0 first */
       size_t from = slice_start(n, r, g->world), to = slice_start(n, r + 1, g->world);
       plx_copy(out + at + from, plx_stage_of(g, r, g->phase) + from, to - from);
     }

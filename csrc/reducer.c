@@ -72,16 +72,16 @@ void plx_reducer_reduce(struct plx_reducer *b, uint32_t bucket, const uint32_t *
   struct plx_group *g = b->g;
   const struct plx_bucket *k = &b->buckets[bucket];
   const void *src[PLX_MAX_WORLD];
-  unsigned char *home[PLX_MAX_WORLD];
-  for (uint32_t i = 0; i < n; i++) home[i] = g->heaps[ranks[i]] + flags_of(b, ranks[i], bucket)->offset;
+  unsigned char *bucket_of[PLX_MAX_WORLD];
+  for (uint32_t i = 0; i < n; i++) bucket_of[i] = g->heaps[ranks[i]] + flags_of(b, ranks[i], bucket)->offset;
   uint64_t end = slice_start(k, index + 1, n);
   size_t block = 16384 / k->width * k->width; /* the result stays in the first-level cache while it is handed out */
   for (uint64_t at = slice_start(k, index, n); at < end; at += block) {
     size_t size = end - at < block ? end - at : block;
-    for (uint32_t i = 0; i < n; i++) src[i] = home[i] + at;
-    unsigned char *mine = home[index] + at;
+    for (uint32_t i = 0; i < n; i++) src[i] = bucket_of[i] + at;
+    unsigned char *mine = bucket_of[index] + at;
     k->kernel(mine, src, n, size / k->width);
-    for (uint32_t i = 1; i < n; i++) memcpy(home[(index + i) % n] + at, mine, size);
+    for (uint32_t i = 1; i < n; i++) memcpy(bucket_of[(index + i) % n] + at, mine, size);
   }
 }
 

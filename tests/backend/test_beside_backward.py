@@ -2,7 +2,7 @@
 
 An asynchronous all_reduce of a loss beside a backward ended in a false MismatchError, or in waiting out 30 minutes:
 with 4 ranks after some 70 steps, with large tensors after 3, with sparse gradients without any call of the user's.
-Memory that all ranks allocate together (`shared_empty`, a board of buckets, a sharded optimizer) overtook what was
+Memory that all ranks allocate together (`shared_empty`, a reducer of buckets, a sharded optimizer) overtook what was
 queued: a false mismatch at the first iteration. csrc/reducer.h has the protocol, test_interleavings.py tries it.
 """
 

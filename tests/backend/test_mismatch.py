@@ -154,16 +154,16 @@ def test_the_error_survives_pickling_with_its_fields():
     assert (str(error), error.calls) == ("what", {0: "a", 1: "b"})
 
 
-def test_a_round_of_gradients_that_meets_a_barrier_shows_both_and_promises_nothing_of_the_gradients():
+def test_a_round_of_gradients_beside_a_barrier_shows_both_and_promises_nothing_of_the_gradients():
     # The round was compared with the peer's collective of the same number, since both are counted from 1.
     def check(rank, world_size):
         dist.all_reduce(torch.ones(1))
-        board = SharedReducer(dist.group.WORLD, [shared_empty(10).fill_(1.0)], dist.ReduceOp.AVG)
-        board.begin()
+        reducer = SharedReducer(dist.group.WORLD, [shared_empty(10).fill_(1.0)], dist.ReduceOp.AVG)
+        reducer.begin()
         if rank == 0:
-            board.ready(0)
+            reducer.ready(0)
         with pytest.raises(MismatchError) as caught:
-            board.finish() if rank == 0 else dist.barrier()
+            reducer.finish() if rank == 0 else dist.barrier()
         assert "some gradients may be averaged already" in str(caught.value)
         return [call.partition(" ")[0] for call in caught.value.calls.values()]
 

@@ -23,14 +23,14 @@ class SharedReducer:
     """Rounds of reductions of the same tensors, in place. Collective: all ranks build theirs with the same tensors.
 
     A round: `begin`, then `ready(i)` once for each tensor, in any order and with anything in between, then `finish`.
-    From `ready(i)` to the end of `finish` tensor i belongs to the board. Another tensor of the group's heap, of the
+    From `ready(i)` to the end of `finish` tensor i belongs to the reducer. Another tensor of the group's heap, of the
     same size and dtype, may stand in for tensor i in a round, on any rank, wherever it lies there.
     """
 
     def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
         self._group = group
         self._memory = group.transport.shared_memory
-        self._tensors = list(tensors)  # the heap's blocks stay ours as long as the board does
+        self._tensors = list(tensors)  # the heap's blocks stay ours as long as the reducer does
         words = _core.reducer_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
         ctx = self._span(WAITS)
@@ -86,10 +86,10 @@ class SharedReducer:
         if status == RETRY_UNEVEN:
             if self._memory.uneven is not None:
                 self._memory.uneven.apart = True
-            status = self._group.in_order(lambda: self._meet(ctx))
+            status = self._group.in_order(lambda: self._finish_uneven(ctx))
         self._memory.check(status, ctx)
 
-    def _meet(self, ctx: CallContext) -> int:
+    def _finish_uneven(self, ctx: CallContext) -> int:
         with self._memory.exclusive(ctx.timeout_s):
             return self._reducer.finish_uneven(ctx.timeout_ns, ctx.call_site)
 
