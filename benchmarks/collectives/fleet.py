@@ -54,7 +54,7 @@ class Fleet:
         self._pipes: list[tuple[socket.socket, IO[str]]] = []
         self._ranks: list[
             int
-        ] = []  # process descriptors: a signal through one can't reach a stranger with a reused pid
+        ] = []  # process descriptors: a signal through one can't reach another process with a reused pid
         self._seconds_per_call: dict[Case, float] = {}
 
     def __enter__(self) -> Fleet:
@@ -135,7 +135,7 @@ class Fleet:
         oversubscribed = self._world_size > len(os.sched_getaffinity(0))
         program = [str(HERE / "rank.py"), "--interface", self.peer.interface, "--variety", self.peer.name]
         program += ["--world-size", str(self._world_size), "--max-bytes", str(self._max_bytes)]
-        program += ["--meeting-place", str(self._folder), "--control", str(self._folder / "control")]
+        program += ["--rendezvous-folder", str(self._folder), "--control", str(self._folder / "control")]
         program += [] if oversubscribed else ["--pin"]
         if self.peer.mpiexec is None:
             command = [str(self.peer.python), *program]
@@ -143,9 +143,9 @@ class Fleet:
         else:
             commands = [self.peer.command(self._world_size, program, oversubscribed=oversubscribed)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.peer.settings()}
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(str(self._folder / "control"))
-            door.listen(self._world_size)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self._folder / "control"))
+            listener.listen(self._world_size)
             with open(self._folder / "log", "wb") as log:
                 for words in commands:
                     # A session of its own: Ctrl-C reaches us, and we end the ranks in order.
@@ -160,15 +160,15 @@ class Fleet:
                             preexec_fn=die_with_parent,
                         )
                     )
-            self._welcome(door)
+            self._accept_ranks(listener)
         self._signal(signal.SIGSTOP)
 
-    def _welcome(self, door: socket.socket) -> None:
+    def _accept_ranks(self, listener: socket.socket) -> None:
         give_up = time.monotonic() + START_TIMEOUT_S
         while len(self._pipes) < self._world_size:
-            readable, _, _ = select.select([door], [], [], 0.2)
+            readable, _, _ = select.select([listener], [], [], 0.2)
             if readable:
-                connection, _ = door.accept()
+                connection, _ = listener.accept()
                 self._pipes.append((connection, connection.makefile("rw", encoding="utf-8")))
             elif any(starter.poll() is not None for starter in self._starters):
                 raise self._failure("a rank or its launcher ended before it connected")

@@ -34,7 +34,7 @@ struct core {
   _Alignas(128) _Atomic uint64_t filled; /* stages, ever */
   _Alignas(128) _Atomic uint64_t emptied;
   _Alignas(128) _Atomic uint64_t arrived;
-  uint64_t meetings;
+  uint64_t syncs;
   unsigned char *in, *out, *stages;
 };
 
@@ -47,10 +47,10 @@ static void await(_Atomic uint64_t *counter, uint64_t least) {
 
 static void library_copy(void *to, const void *from, size_t n) { memcpy(to, from, n); }
 
-static void meet(int me) {
-  uint64_t meeting = ++cores[me].meetings;
-  atomic_store_explicit(&cores[me].arrived, meeting, memory_order_release);
-  await(&cores[!me].arrived, meeting);
+static void sync_cores(int me) {
+  uint64_t number = ++cores[me].syncs;
+  atomic_store_explicit(&cores[me].arrived, number, memory_order_release);
+  await(&cores[!me].arrived, number);
 }
 
 static double now(void) {
@@ -101,10 +101,10 @@ static void *run(void *argument) {
       for (int work = 0; work < NUM_WORKS; work++)
         for (int own = 0; own < 2; own++) {
           size_t times = VOLUME / sizes[s];
-          meet(me);
+          sync_cores(me);
           double began = now();
           for (size_t i = 0; i < times; i++) once(me, (enum work)work, sizes[s], own ? plx_copy : library_copy);
-          meet(me);
+          sync_cores(me);
           double took = (now() - began) / (double)times;
           if (me == 0 && (best[work][own] == 0 || took < best[work][own])) best[work][own] = took;
         }

@@ -71,7 +71,7 @@ def _serve(arguments: argparse.Namespace, rank: int, pipe: IO[str], answer: Call
     world_size = arguments.world_size
     # One element per rank is the least that the operations which split their buffer can do.
     max_count = max(arguments.max_bytes // ELEMENT_BYTES, world_size)
-    options = Options(arguments.variety, arguments.meeting_place)
+    options = Options(arguments.variety, arguments.rendezvous_folder)
     module = import_module(f"contestants.{arguments.interface}")
     contestant = module.connect(rank, world_size, max_count, options)
     answer(pid=os.getpid())
@@ -150,7 +150,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--max-bytes", type=int, required=True)
-    parser.add_argument("--meeting-place", required=True)
+    parser.add_argument("--rendezvous-folder", required=True)
     parser.add_argument("--control", required=True)
     parser.add_argument("--pin", action="store_true")
     return parser.parse_args()

@@ -97,14 +97,16 @@ class Team:
             process.join()
 
 
-def _serve(rank: int, contestant: Contestant, workload: Workload, warmup: int, meeting: Path, pipe: Connection) -> None:
+def _serve(
+    rank: int, contestant: Contestant, workload: Workload, warmup: int, store_file: Path, pipe: Connection
+) -> None:
     torch.set_num_threads(contestant.num_threads)
     cores = sorted(os.sched_getaffinity(0))
     wanted = contestant.num_threads
     if contestant.world_size * wanted <= len(cores):
         os.sched_setaffinity(0, cores[rank * wanted : (rank + 1) * wanted])
     if contestant.backend is not None:
-        store = dist.FileStore(str(meeting), contestant.world_size)
+        store = dist.FileStore(str(store_file), contestant.world_size)
         dist.init_process_group(
             contestant.backend,
             store=store,

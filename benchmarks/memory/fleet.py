@@ -71,7 +71,7 @@ def _kind(path: str) -> str:
     return "files (code)" if path.startswith("/") else "of each rank alone"
 
 
-def _serve(rank: int, name: str, width: int, world_size: int, steps: int, meeting: Path, pipe: Connection) -> None:
+def _serve(rank: int, name: str, width: int, world_size: int, steps: int, store_file: Path, pipe: Connection) -> None:
     def stop() -> None:
         pipe.send(None)
         pipe.recv()
@@ -79,7 +79,7 @@ def _serve(rank: int, name: str, width: int, world_size: int, steps: int, meetin
     torch.set_num_threads(1)
     contestant = CONTESTANTS[name]
     stop()
-    store = dist.FileStore(str(meeting), world_size)
+    store = dist.FileStore(str(store_file), world_size)
     dist.init_process_group(
         contestant.backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
     )

@@ -221,7 +221,7 @@ def test_hundreds_of_groups_live_at_once_within_few_descriptors():
 
 
 def test_a_group_of_the_same_name_meets_anew_at_once(tmp_path):
-    """The keys of the first meeting were deleted when its ranks could already be in the second."""
+    """The keys of the first bootstrap were deleted when its ranks could already be in the second."""
 
     def check(rank, world_size):
         store = dist.FileStore(str(tmp_path / "store"), world_size)

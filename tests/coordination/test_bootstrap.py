@@ -94,7 +94,7 @@ def _run_alone(leave, path):
 
 @pytest.mark.parametrize("leave", [_alone_for_a_moment, _killed_while_it_waits])
 def test_a_file_that_an_incomplete_start_left_behind_is_begun_afresh(leave, tmp_path) -> None:
-    path = tmp_path / "meeting"
+    path = tmp_path / "store"
     _run_alone(leave, path)
     assert path.exists()
     for _ in range(2):
@@ -106,7 +106,7 @@ def _totals(rank, world_size, path):
 
 
 def test_who_waits_in_vain_hears_of_the_earlier_start_at_that_file(tmp_path) -> None:
-    path = tmp_path / "meeting"
+    path = tmp_path / "store"
     _run_alone(_alone_for_a_moment, path)
 
     def check(rank, world_size):
@@ -147,11 +147,13 @@ def test_a_rank_that_ends_while_it_waits_for_the_others_is_named_at_once(victim,
         assert "came, and ended before all ranks had come.\nRead its log first." in message
 
 
-def test_a_stranger_hears_that_its_rank_is_taken_by_a_group_that_was_formed_there(tmp_path, monkeypatch) -> None:
+def test_a_process_of_another_job_learns_that_its_rank_is_taken_by_a_group_that_was_formed_there(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(bootstrap, "NOTICE_S", 0.0)
 
     def check(rank, world_size):
-        path = tmp_path / "meeting"
+        path = tmp_path / "store"
         other = dist.FileStore(str(tmp_path / "other"), 3)
         if rank < 2:
             start(path, rank, 2)
@@ -207,7 +209,7 @@ def test_only_a_process_that_can_be_seen_counts_as_dead() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_ends_between_the_meeting_and_the_memory_is_named_at_once(victim, tmp_path, monkeypatch) -> None:
+def test_a_rank_that_ends_between_the_bootstrap_and_the_memory_is_named_at_once(victim, tmp_path, monkeypatch) -> None:
     """Who hands out the memory waited for it until time was up, and blamed a rank that "did not fetch the memory"."""
 
     def check(rank, world_size):

@@ -87,15 +87,15 @@ def test_a_description_that_a_rank_has_written_over_is_refused(seen, offset):
     assert looker.read().ranks[0].came
 
 
-def test_showing_hands_over_the_descriptor_and_the_card():
+def test_showing_hands_over_the_descriptor_and_the_group_info():
     name = f"phalanx-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, memory("control", 4096) as fd:
         listener.bind(f"\0{name}")
         listener.listen()
         os.pwrite(fd, b"hello", 0)
         assert show(f"{name}:secret", GroupInfo("dp", 2, (0, 1), (7, 8)), fd)
-        with listener.accept()[0] as visitor:
-            data, fds, _, _ = socket.recv_fds(visitor, 4096, 2)
+        with listener.accept()[0] as connection:
+            data, fds, _, _ = socket.recv_fds(connection, 4096, 2)
         assert b'"token": "secret"' in data
         assert os.pread(fds[0], 5, 0) == b"hello"
         os.close(fds[0])

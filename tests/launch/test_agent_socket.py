@@ -22,7 +22,7 @@ def connect(agent_socket):
     return sock
 
 
-def test_a_visitor_is_heard_with_what_it_brings(agent_socket):
+def test_a_message_comes_with_its_descriptors(agent_socket):
     read, write = os.pipe()
     with connect(agent_socket) as sock:
         socket.send_fds(sock, [b'{"kind": "group"}'], [read])
@@ -95,7 +95,7 @@ def test_all_connections_are_accepted_and_none_is_closed_unread(agent_socket):
         sock.close()
 
 
-def test_a_shut_door_has_no_address_left_behind():
+def test_a_closed_socket_leaves_no_address_behind():
     agent_socket = AgentSocket()
     name = agent_socket.address.partition(":")[0]
     assert name.startswith(f"phalanx-agent-{os.getpid()}-")

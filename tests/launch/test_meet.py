@@ -1,4 +1,4 @@
-"""Where the nodes of a scheduler's job meet; the meeting itself is in tests/system/test_run_schedulers.py."""
+"""Where the nodes of a scheduler's job meet; the rendezvous itself is in tests/system/test_run_schedulers.py."""
 
 import os
 import socket

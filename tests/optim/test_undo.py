@@ -211,7 +211,7 @@ def test_a_rank_that_was_stopped_in_the_update_comes_back_to_the_step_that_the_o
     assert run_ranks(updated, 3) == [(True, True)] * 3
 
 
-def test_what_one_rank_has_judged_holds_for_those_who_pass_the_gate_as_well():
+def test_what_one_rank_has_decided_holds_for_those_who_pass_the_sync_as_well():
     """Ranks looked at the words at different times, and each judged for itself."""
 
     class Impatient(optim.SGD):

@@ -73,7 +73,7 @@ def test_ranks_meet_through_every_kind_of_address(tmp_path, how, world_size):
         elif how == "tcp":
             dist.init_process_group("phalanx", init_method=f"tcp://127.0.0.1:{port}", **place)
         elif how == "file":
-            dist.init_process_group("phalanx", init_method=f"file://{tmp_path}/meeting", **place)
+            dist.init_process_group("phalanx", init_method=f"file://{tmp_path}/rendezvous", **place)
         else:
             store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
             dist.init_process_group("phalanx", store=store, **place)
@@ -83,7 +83,7 @@ def test_ranks_meet_through_every_kind_of_address(tmp_path, how, world_size):
 
 
 def _spawned(rank, folder):
-    dist.init_process_group("phalanx", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dist.init_process_group("phalanx", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     Path(folder, str(rank)).write_text(str(_sum_of_ranks(rank)))
 
 

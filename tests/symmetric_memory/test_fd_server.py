@@ -170,7 +170,7 @@ def test_a_leader_that_does_not_answer_is_late():
         receive_fds(FdAddress(new_token()), 1, 1, Deadline.after(0.1))
 
 
-def test_whoever_may_wait_for_the_leader_knocks_until_its_door_opens():
+def test_whoever_may_wait_for_the_leader_connects_again_until_it_listens():
     token, got, path = new_token(), [], str(private.folder() / new_token())
     address = FdAddress(token, path)
     connection = threading.Thread(
@@ -185,7 +185,7 @@ def test_whoever_may_wait_for_the_leader_knocks_until_its_door_opens():
     assert not os.path.lexists(path)
 
 
-def test_a_door_that_a_killed_leader_has_left_makes_room_for_the_next():
+def test_a_socket_that_a_killed_leader_has_left_makes_room_for_the_next():
     path = str(private.folder() / new_token())
     leader = os.fork()
     if leader == 0:
@@ -264,14 +264,14 @@ class Flood:
 
 
 def test_another_user_who_fills_the_queue_keeps_nobody_out():
-    """A full queue answered "try again", which was taken for the leader's end: 3 starts of 12 failed. Also strangers
-    who connect and say nothing stood before the others for five seconds each.
+    """A full queue answered "try again", which was taken for the leader's end: 3 starts of 12 failed. Also processes
+    of others that connect and say nothing stood before the others for five seconds each.
     """
     with memory("test", 4096) as fd, FdServer(new_token()) as server:
         server.open_to_containers()
         everybodys = FdAddress(server.token)
         with Flood(everybodys.socket_address):
-            while not _is_crowded(everybodys.socket_address):
+            while not _is_queue_full(everybodys.socket_address):
                 pass
             ranks = range(1, 9)
             leader = threading.Thread(
@@ -295,7 +295,7 @@ def test_another_user_who_fills_the_queue_keeps_nobody_out():
             os.close(mine)
 
 
-def _is_crowded(address):
+def _is_queue_full(address):
     with socket.socket(socket.AF_UNIX) as s:
         s.setblocking(False)
         try:

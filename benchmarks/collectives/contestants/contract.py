@@ -32,7 +32,7 @@ class Options:
     """Where the ranks of this run meet, and which variety of the contestant is wanted."""
 
     variety: str
-    meeting_place: str  # an empty folder that the ranks share
+    rendezvous_folder: str  # an empty folder that the ranks share
 
 
 class Contestant(Protocol):

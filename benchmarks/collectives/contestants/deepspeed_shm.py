@@ -46,7 +46,7 @@ def connect(rank: int, world_size: int, max_count: int, options: Options) -> Con
     torch.set_num_threads(1)
     os.environ["LOCAL_SIZE"] = str(world_size)
     os.environ["MASTER_ADDR"] = "benchmark"
-    os.environ["MASTER_PORT"] = Path(options.meeting_place).name
+    os.environ["MASTER_PORT"] = Path(options.rendezvous_folder).name
     spec = importlib.util.spec_from_file_location(MODULE, BUILD / f"{MODULE}.so")
     if spec is None or spec.loader is None:
         raise ImportError(f"no extension {MODULE}.so in {BUILD}")

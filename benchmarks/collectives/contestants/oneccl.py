@@ -53,11 +53,11 @@ class OneCclContestant:
 
 
 def connect(rank: int, world_size: int, max_count: int, options: Options) -> Contestant:
-    """Rank 0 leaves the address of its key-value store in the meeting place; the others pick it up."""
+    """Rank 0 leaves the address of its key-value store in the rendezvous folder; the others pick it up."""
     library = ctypes.CDLL(str(LIBRARY))
     library.address_bytes.restype = ctypes.c_size_t
     address = ctypes.create_string_buffer(library.address_bytes())
-    place = Path(options.meeting_place) / "oneccl-address"
+    place = Path(options.rendezvous_folder) / "oneccl-address"
     if rank == 0:
         _checked(library.create_address(address))
         place.with_suffix(".part").write_bytes(address.raw)

@@ -89,7 +89,7 @@ class DirectContestant(TorchContestant):
 def connect(rank: int, world_size: int, max_count: int, options: Options) -> Contestant:
     """Join the default group of the variety's backend over a store that is a file."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(options.meeting_place) / "store"), world_size)
+    store = dist.FileStore(str(Path(options.rendezvous_folder) / "store"), world_size)
     dist.init_process_group(
         options.variety.partition("-")[0],
         store=store,

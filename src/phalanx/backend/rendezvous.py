@@ -89,7 +89,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
     """`tcp://`, or `env://` with an address: its errors say who waited where.
 
     torch's `original` has rank 0 wait until as many processes have come as it believes in, and so hear too late of
-    those that believe something else. Here all go on to the meeting of the group, which compares.
+    those that believe something else. Here all go on to the bootstrap of the group, which compares.
     """
     place = _place(url, timeout)
     if place.host and place.port and place.rank >= 0 and place.world_size >= 1:
@@ -111,7 +111,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
 
 
 def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
-    """What the URL says of the meeting, or else the environment; torch has yet to find out what is wrong with it."""
+    """What the URL says of the rendezvous, or else the environment; torch has yet to find out what is wrong with it."""
     parts = urlsplit(url)
     asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
 

@@ -29,7 +29,7 @@ class StoreAddress:
 
 @contextlib.contextmanager
 def explained(address: StoreAddress) -> Iterator[None]:
-    """Let torch's errors about the store say what is known of the meeting.
+    """Let torch's errors about the store say what is known of the rendezvous.
 
     Raises:
         DistNetworkError, DistStoreError: as torch does, with more words.

@@ -42,7 +42,7 @@ _MPI = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
-# Each says that this process is one of several, in a way from which no meeting follows.
+# Each says that this process is one of several, in a way from which no rendezvous follows.
 _HALF_TOLD = (
     "LOCAL_RANK", "PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK",
     "PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK",

@@ -72,7 +72,7 @@ def show(agent: str, group_info: GroupInfo, control: int) -> bool:
             sock.setblocking(False)
             sock.connect(f"\0{name}")
             socket.send_fds(sock, [json.dumps(message).encode()], [control])
-    except OSError:  # no agent any more, another network namespace, or one with more visitors than it can see
+    except OSError:  # no agent any more, another network namespace, or one with more connections than it can accept
         return False
     return True
 

@@ -87,10 +87,10 @@ def _namespace(kind: str) -> str:
 
 def _use_unix_sockets() -> str:
     """Listen under a name without a file, as the first rank of a host does, and connect to it."""
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as visitor:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as connection:
         listener.bind(f"\0phalanx-doctor-{os.getpid()}")
         listener.listen()
-        visitor.connect(listener.getsockname())
+        connection.connect(listener.getsockname())
     return "connect"
 
 

@@ -27,7 +27,7 @@ def encode(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     try:
         return bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs))))
     except Exception as error:
-        blamed = _find_culprit(fn, args, kwargs) or "the function or its arguments"
+        blamed = _find_unpicklable(fn, args, kwargs) or "the function or its arguments"
         raise TypeError(f"{blamed} cannot be sent to other processes: {type(error).__name__}: {error}") from error
 
 
@@ -93,7 +93,7 @@ def show_in_main(fn: Callable[..., Any]) -> None:
             main.setdefault(name, fn)
 
 
-def _find_culprit(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _find_unpicklable(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The smallest part that cannot be pickled, in words."""
     for name, part in _parts(fn, args, kwargs):
         if not _can_be_sent(part):

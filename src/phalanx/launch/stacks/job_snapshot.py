@@ -56,7 +56,7 @@ class JobSnapshot:
 
 
 def answer(sock: socket.socket, snapshot: JobSnapshot, stacks: Sequence[int], controls: Sequence[int]) -> None:
-    """The agent's side; never waits: a visitor that has gone, or does not read, gets nothing."""
+    """The agent's side; never waits: a client that has gone, or does not read, gets nothing."""
     description = create("phalanx-look")
     try:
         os.write(description, snapshot.to_bytes())
