@@ -87,7 +87,7 @@ def test_a_command_typed_into_the_shell_of_a_step_is_alone() -> None:
         said = subprocess.run(
             [sys.executable, "-c", code],
             env=environ,
-            process_group=0 if typed else None,
+            preexec_fn=os.setpgrp if typed else None,  # `process_group=` came with Python 3.11
             capture_output=True,
             text=True,
         )
