@@ -30,8 +30,8 @@ class Finished:
 
 
 def said_by(line: str) -> set[int]:
-    """The ranks in front of a line: 0, 1, 2 and 5 for `[0-2,5] text`."""
-    label = line.partition("[")[2].partition("]")[0]
+    """The ranks in front of a line: 0, 1, 2 and 5 for `[0-2,5] text`, or for `[0-2,5 host] text`."""
+    label = line.partition("[")[2].partition("]")[0].partition(" ")[0]
     spans = [part.partition("-") for part in label.split(",")]
     return {rank for first, _, last in spans for rank in range(int(first), int(last or first) + 1)}
 

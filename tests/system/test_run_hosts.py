@@ -332,6 +332,52 @@ def test_a_script_that_only_the_first_host_has_is_missed_where_it_is_not(tmp_pat
         ended = finish([first, second])
     assert [end.code for end in ended] == [1, 2]
     assert f"phalanx join: script {script!r}: no such file" in ended[1].out
+    # The first host was not told, and its user waited for somebody who had long given up.
+    (told,) = [line for line in ended[0].lines if "cannot run the job" in line]
+    assert told.startswith(f"phalanx run: {os.uname().nodename} has come, and cannot run the job: script {script!r}")
+    assert "1 of 2 hosts came within 6 s" in ended[0].out  # it has waited on
+
+
+def test_no_port_of_a_joining_agent_is_open_while_ranks_run(tmp_path: Path) -> None:
+    """Each joining agent kept the port open at which others had tried to reach it, until the job was over."""
+    script = write_script(
+        tmp_path,
+        "import os, sys\n"
+        "lines = [line.split() for table in ('tcp', 'tcp6') for line in open(f'/proc/net/{table}').readlines()[1:]]\n"
+        "ports = [int(words[1].rpartition(':')[2], 16) for words in lines if words[3] == '0A']\n"
+        "print('listening', os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT'], ports, flush=True)\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1')\n",
+    )
+    with hosts(3) as machines:
+        lines = numbered(machines, "--max-restarts", "1", script=(script,), nproc="1")
+        with commands(machines, *lines) as jobs:
+            ended = finish(jobs)
+    assert [end.code for end in ended] == [0, 0, 0], ended[0].out
+    said = sorted(line.partition("] listening ")[2] for line in ended[0].lines if "] listening" in line)
+    coordinator = f"[{_PORT}]"
+    assert said == sorted(f"{rank} {n} {'[]' if rank else coordinator}" for rank in range(3) for n in range(2))
+
+
+def test_the_line_on_a_restart_says_how_many_ranks_are_started(tmp_path: Path) -> None:
+    """It gave the number of the attempt before, although a host was gone for good."""
+    script = write_script(
+        tmp_path,
+        "import os, time\n"
+        "print('running', os.environ['WORLD_SIZE'], flush=True)\n"
+        "while os.environ['WORLD_SIZE'] == '2':\n"
+        "    time.sleep(1)\n",
+    )
+    with hosts(2) as machines:
+        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
+        options = ("--rdzv-conf", "last_call_timeout=1", "--max-restarts", "2", "--host-timeout", "2")
+        line = ("run", "--nnodes", "1:2", *where, *options, "--nproc-per-node", "1", script)
+        with commands(machines, line, line) as jobs:
+            jobs[0].read_until_all("running 2", 2)
+            jobs[1].process.kill()
+            first, _ = finish(jobs)
+    assert first.code == 0, first.out
+    assert "starting all 1 ranks again (up to 2 times more)" in first.out
+    assert "starting all 2" not in first.out
 
 
 def test_stacks_of_all_hosts_are_shown_on_the_first(tmp_path: Path) -> None:

@@ -78,11 +78,18 @@ class Key:
         """The pair by which everybody else does."""
         return self._pair(b"plx-member")
 
+    def reach_secret(self) -> bytes:
+        """With what a host proves that it is of the job to whoever comes with a nonce; of use for nothing else."""
+        return self._derive(b"plx-reach")
+
+    def _derive(self, purpose: bytes) -> bytes:
+        return hashlib.blake2b(b"", digest_size=32, key=self.raw, person=purpose).digest()
+
     def _pair(self, purpose: bytes) -> CurvePair:
         import zmq
         from zmq.utils import z85
 
-        secret = z85.encode(hashlib.blake2b(b"", digest_size=32, key=self.raw, person=purpose).digest())
+        secret = z85.encode(self._derive(purpose))
         return CurvePair(zmq.curve_public(secret), secret)
 
     def __str__(self) -> str:

@@ -99,6 +99,10 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
     """
     for restart_count in range(plan.settings.max_restarts + 1):
         attempt = begin(restart_count)
+        if restart_count:  # now it is known how many they are: fewer hosts may have come back
+            left = plan.settings.max_restarts - restart_count + 1
+            times = "once more" if left == 1 else f"up to {left} times more"
+            host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
         try:
             attempt.run()
             state = attempt.state
@@ -115,8 +119,6 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
         if not again:
             break
         _report_failures(host, attempt, flight)
-        times = "once more" if left == 1 else f"up to {left} times more"
-        host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
     return _conclude(plan, host, attempt, flight)
 
 

@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.coordination.key import Key
@@ -20,7 +20,7 @@ from phalanx.launch.hosts.leader import LeaderAttempt, Team, tell_start
 from phalanx.launch.hosts.mail import Letter, Mail
 from phalanx.launch.hosts.membership import name_own_address
 from phalanx.launch.hosts.reach import TRY_S, Target, describe, try_all
-from phalanx.launch.hosts.roster import HostFacts, Node, find_conflict, plan_nodes
+from phalanx.launch.hosts.roster import HostFacts, Node, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.terms import choose_environment
 from phalanx.launch.plan import JobPlan, find_free_port
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal
@@ -32,10 +32,9 @@ _FAREWELL_S = 5.0
 
 @dataclass(frozen=True)
 class Guest:
-    """A host that has come: what it says of itself, where it can be tried, and under which address it found us."""
+    """A host that has come: what it says of itself, and under which address it found us."""
 
     facts: HostFacts
-    port: int
     reached: str
 
 
@@ -60,9 +59,9 @@ class Gathering:
         self._advertised = advertised
         self._port = port
         self._guests: dict[int, Guest] = {}  # in the order of coming
-        self._results: dict[int, dict[int, str]] = {}  # of the trial that is going on: member -> node -> what came back
         self._trial = 0
-        self._reached: dict[int, set[int]] = {}  # who was found to reach whom
+        self._ports: dict[int, tuple[int, str]] = {}  # of this trial: where each member answers; 0, and why it does not
+        self._results: dict[int, dict[int, str]] = {}  # of this trial: member -> node -> what came back
         self._team: Team | None = None
 
     def begin(self, restart_count: int, local_store: str) -> LeaderAttempt:
@@ -219,13 +218,17 @@ class Gathering:
 
     def _read(self, letter: Letter) -> None:
         if letter.kind == "joined":
+            if unfit := describe_unfit(letter.body):
+                self._host.display.say(f"phalanx run: {unfit}")
             facts = HostFacts.from_json(letter.member, letter.body)
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 if facts is not None:
-                    port, reached = int(letter.body["port"]), str(letter.body["reached"])
-                    self._guests[letter.member] = Guest(facts, port, reached)
+                    self._guests[letter.member] = Guest(facts, str(letter.body["reached"]))
         elif letter.kind in ("left", "lost"):
             self._guests.pop(letter.member, None)
+        elif letter.kind == "answering" and letter.body.get("trial") == self._trial:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                self._ports[letter.member] = int(letter.body["port"]), str(letter.body["problem"])
         elif letter.kind == "reached" and letter.body.get("trial") == self._trial:
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 results = {int(node): str(answer) for node, answer in letter.body["results"]}
@@ -243,47 +246,25 @@ class Gathering:
         Raises:
             LaunchError: some cannot reach some other one.
         """
-        targets = [
-            Target(node.place.node, node.label, node.facts.address, self._guests[node.facts.member].port)
-            for node in nodes
-            if node.facts.member in self._guests
-        ]
+        guests = [node for node in nodes if node.facts.member != self._mail.member]
         self._trial += 1
-        self._results = {}
-        expected = set()
-        for node in nodes:
-            theirs = [target for target in targets if target.node != node.place.node]
-            if not theirs:
-                continue  # the first host was reached: they have come
-            expected.add(node.facts.member)
-            if node.facts.member == self._mail.member:
-                trial = self._trial
-                try_all(
-                    theirs,
-                    self._key.raw,
-                    lambda results, trial=trial: self._mail.put(  # type: ignore[misc]
-                        self._mail.member, "reached", trial=trial, results=list(results.items())
-                    ),
-                )
-            else:
-                self._mail.put(
-                    node.facts.member,
-                    "reach",
-                    trial=self._trial,
-                    targets=[[each.node, each.label, each.address, each.port] for each in theirs],
-                )
-        end = time.monotonic() + 2 * TRY_S
-        while expected - set(self._results) and time.monotonic() < end:
-            self._wait(end - time.monotonic())
-            if any(node.facts.member not in self._guests for node in nodes if node.facts.member != self._mail.member):
+        self._ports, self._results = {}, {}
+        for node in guests:
+            self._mail.put(node.facts.member, "answer", trial=self._trial)
+        if not self._await_all(guests, lambda: len(self._ports) == len(guests)):
+            return False
+        targets = []
+        lines = []
+        for node in guests:
+            port, problem = self._ports.get(node.facts.member, (0, "it did not say"))
+            targets.append(Target(node.place.node, node.label, node.facts.address, port))
+            if not port:
+                lines.append(f"  {node.label} cannot be tried at {node.facts.address}: {problem}")
+        if not lines:
+            results = self._try_targets(nodes, guests, targets)
+            if results is None:
                 return False
-        silent = {target.node: "did not say" for target in targets}
-        results = {
-            node.place.node: self._results.get(node.facts.member, silent)
-            for node in nodes
-            if node.facts.member in expected
-        }
-        lines = describe([node.label for node in nodes], results, targets)
+            lines = describe([node.label for node in nodes], results, targets)
         if lines:
             raise LaunchError(
                 "phalanx run: the hosts cannot all reach each other; each was tried from each under the address that "
@@ -291,4 +272,48 @@ class Gathering:
                 "has towards the first:\n" + "\n".join(lines) + "\nOpen the way (firewall), or name other addresses: "
                 "--local-addr on the hosts concerned."
             )
+        return True
+
+    def _try_targets(
+        self, nodes: Sequence[Node], guests: Sequence[Node], targets: Sequence[Target]
+    ) -> dict[int, dict[int, str]] | None:
+        """What came back to each host from each target; None if a host has gone meanwhile."""
+        expected, trial = set(), self._trial
+        for node in nodes:
+            theirs = [target for target in targets if target.node != node.place.node]
+            if not theirs:
+                continue  # the first host was reached: they have come
+            expected.add(node.facts.member)
+            if node.facts.member == self._mail.member:
+                try_all(
+                    theirs,
+                    self._key.reach_secret(),
+                    lambda results: self._mail.put(
+                        self._mail.member, "reached", trial=trial, results=list(results.items())
+                    ),
+                )
+            else:
+                self._mail.put(
+                    node.facts.member,
+                    "reach",
+                    trial=trial,
+                    targets=[[each.node, each.label, each.address, each.port] for each in theirs],
+                )
+        if not self._await_all(guests, lambda: expected <= set(self._results)):
+            return None
+        silent = {target.node: "did not say" for target in targets}
+        return {
+            node.place.node: self._results.get(node.facts.member, silent)
+            for node in nodes
+            if node.facts.member in expected
+        }
+
+    def _await_all(self, guests: Sequence[Node], done: Callable[[], bool]) -> bool:
+        """Wait until all have said something, or time is up; False if one has gone."""
+        end = time.monotonic() + 2 * TRY_S
+        while not done() and time.monotonic() < end:
+            self._wait(end - time.monotonic())
+            if any(node.facts.member not in self._guests for node in guests):
+                self._mail.put(-1, "tried")
+                return False
         return True

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.coordination.key_file import ask_for_key, find_key
-from phalanx.errors import AuthenticationError, LaunchError
+from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
 from phalanx.launch.agent.agent import run_job
 from phalanx.launch.command import plan_job
-from phalanx.launch.hosts.membership import connect
+from phalanx.launch.hosts.membership import Joined, connect
+from phalanx.launch.hosts.roster import UNFIT
 from phalanx.launch.options import OPTIONS
 from phalanx.launch.output.standard import guarded, open_standard_descriptors
 from phalanx.launch.output.text import show
@@ -23,6 +26,7 @@ _OWN_OPTIONS = (
     "nproc-per-node", "key-file", "node-rank", "local-addr", "log-dir", "role", "no-affinity", "env",
 )  # fmt: skip
 _JOIN_TIMEOUT_S = 600.0
+_TELL_S = 5.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -116,7 +120,7 @@ def _join(endpoint: str, settings: Settings) -> int:
             os.chdir(terms.folder)
         plan = plan_job(terms.to_settings(settings), os.environ)
     except (LaunchError, OSError) as error:
-        joined.client.close()
+        _tell_first_host(joined, str(error))
         where = (
             ""
             if os.path.isdir(terms.folder)
@@ -130,6 +134,17 @@ def _join(endpoint: str, settings: Settings) -> int:
             f"{error}{where}", exit_code=error.exit_code if isinstance(error, LaunchError) else 1
         ) from None
     return run_job(replace(plan, run_id=terms.run_id), joined)
+
+
+def _tell_first_host(joined: Joined, why: str) -> None:
+    """Whoever waits there should know that this host was here, and why it is of no use; that host waits on."""
+    with joined.client as client, contextlib.suppress(PhalanxError):
+        client.timeout = _TELL_S
+        client.join(
+            {"kind": UNFIT, "host": socket.gethostname(), "why": why.splitlines()[0].removeprefix("phalanx run: ")},
+            watch=False,
+        )
+        client.leave("it cannot run the job")
 
 
 def _say(line: str) -> None:

@@ -23,7 +23,7 @@ from phalanx.launch.environment import Place, describe_ranks
 from phalanx.launch.hosts.addresses import find_interface
 from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost
 from phalanx.launch.hosts.mail import Letter, Mail
-from phalanx.launch.hosts.reach import Responder, Target, try_all
+from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
 from phalanx.launch.hosts.roster import HostFacts
 from phalanx.launch.hosts.terms import KEY, Terms
 from phalanx.launch.plan import JobPlan
@@ -174,7 +174,8 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     client = joined.client
     own = rendezvous.local_addr or client.own_host or "127.0.0.1"
     try:
-        responder = Responder(own, joined.key.raw) if joined.key is not None else None
+        if joined.key is not None:
+            check_own(own)
     except OSError as error:
         client.close()
         raise LaunchError(
@@ -188,11 +189,9 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     )  # fmt: skip
     assert isinstance(host.pump.viewer, Forward)
     try:
-        client.join({**facts.to_json(), "port": responder.port if responder else 0, "reached": client.address.host})
+        client.join({**facts.to_json(), "reached": client.address.host})
         mail = Mail(client)
     except PhalanxError as error:
-        if responder is not None:
-            responder.close()
         client.close()
         raise LaunchError(f"phalanx run: {error}") from None
     host.pump.viewer.connect(mail)
@@ -200,8 +199,7 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     try:
         return followed.run()
     finally:
-        if responder is not None:
-            responder.close()
+        followed.stop_answering()
         if not followed.is_alone:
             mail.leave(_LAST_WORDS_S)
         mail.close()
@@ -216,6 +214,7 @@ class _Followed:
         self._joined = joined
         self._mail = mail
         self._own = own
+        self._responder: Responder | None = None
         self._has_begun = False
         self.is_alone = False  # the first host is lost
 
@@ -236,6 +235,22 @@ class _Followed:
                 return self._end(attempt.ended)
             if attempt.obedience.abandoned_by:
                 self._raise_lost(attempt.obedience.abandoned_by)
+
+    def stop_answering(self) -> None:
+        """Close the port at which other hosts have tried to reach this one, if it is open."""
+        if self._responder is not None:
+            self._responder.close()
+            self._responder = None
+
+    def _answer(self, secret: bytes, trial: Any) -> None:
+        """Open that port, and tell the first host where it is."""
+        port, problem = 0, ""
+        try:
+            self._responder = self._responder or Responder(self._own, secret)
+            port = self._responder.port
+        except OSError as error:
+            problem = error.strerror or str(error)
+        self._mail.put(FIRST, "answering", trial=trial, port=port, problem=problem)
 
     def _raise_lost(self, why: str) -> NoReturn:
         self.is_alone = True
@@ -288,12 +303,16 @@ class _Followed:
             )
         if letter.kind == "host lost":
             say_host_lost(letter, self._host.display)
+        if letter.kind == "answer" and self._joined.key is not None:
+            self._answer(self._joined.key.reach_secret(), letter.body["trial"])
+        if letter.kind in ("start", "end", "tried"):
+            self.stop_answering()
         if letter.kind == "reach" and self._joined.key is not None:
             targets = [Target(int(n), str(label), str(at), int(port)) for n, label, at, port in letter.body["targets"]]
             trial = letter.body["trial"]
             try_all(
                 targets,
-                self._joined.key.raw,
+                self._joined.key.reach_secret(),
                 lambda results: self._mail.put(FIRST, "reached", trial=trial, results=list(results.items())),
             )
         return letter if letter.kind in ("start", "end") else None

@@ -2,16 +2,27 @@
 
 Each agent answers, at a port of that address, whoever brings a nonce with a proof that only the job's key allows; so
 an address that leads to some other machine (two networks may use the same numbers) does not count. Nothing else can be
-had there, and the port is closed once the job starts.
+had there. The port is open only while hosts try each other: the first host asks for it when all have come, and it is
+closed before this host's ranks start.
+
+    first host ── answer ──▶ every other one, which opens its port ── answering: port ──▶ first host
+               ── reach: all ports ──▶ every other one, which tries them ── reached: what came back ──▶
+               ── start (or tried, where somebody has gone meanwhile) ──▶ every other one, which closes its port
+
+What whoever comes can have signed for the asking is made with a key of its own (`Key.reach_secret`), and so of no use
+anywhere else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
+import selectors
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +32,7 @@ from phalanx.deadline import Deadline
 
 _NONCE_BYTES = 32
 _ANSWER_S = 2.0
+_MAX_VISITORS = 128  # at a time; beyond that the oldest is sent away
 TRY_S = 5.0
 
 
@@ -35,46 +47,97 @@ class Target:
 
 
 class Responder:
-    """Answers at `address` until `close`; `port` is where."""
+    """Answers at `address` until `close`; `port` is where. A visitor who says nothing keeps nobody waiting."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._secret = secret
-        place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.socket(place[0], socket.SOCK_STREAM)
+        self._listener = _bind(address)
         try:
-            self._listener.bind(place[4])
-            self._listener.listen(128)
+            self._listener.listen(_MAX_VISITORS)
+            self._listener.setblocking(False)
+            self._alarm, self._alarm_writer = socket.socketpair()
         except OSError:
             self._listener.close()
             raise
         self.port: int = self._listener.getsockname()[1]
+        self._visitors: OrderedDict[socket.socket, bytes] = OrderedDict()  # with what each has sent of its nonce
         self._thread = threading.Thread(target=self._serve, name="phalanx-reach", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Answer nobody any more. A second call does nothing."""
-        if self._thread.is_alive():
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            self._thread.join()
-        self._listener.close()
+        """Answer nobody any more: the port is closed when this returns. A second call does nothing."""
+        self._alarm_writer.close()  # wakes the thread
+        self._thread.join()
 
     def _serve(self) -> None:
-        while True:
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._listener, selectors.EVENT_READ)
+            ready.register(self._alarm, selectors.EVENT_READ)
             try:
-                visitor, _ = self._listener.accept()
-            except OSError:
+                while True:
+                    arrived = {key.fileobj for key, _ in ready.select()}
+                    if self._alarm in arrived:
+                        return
+                    for visitor in [visitor for visitor in self._visitors if visitor in arrived]:
+                        self._hear(visitor, ready)
+                    if self._listener in arrived:
+                        self._admit(ready)
+            finally:
+                for each in (*self._visitors, self._listener, self._alarm):
+                    each.close()
+
+    def _admit(self, ready: selectors.BaseSelector) -> None:
+        try:
+            visitor, _ = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        visitor.setblocking(False)
+        ready.register(visitor, selectors.EVENT_READ)
+        self._visitors[visitor] = b""
+        if len(self._visitors) > _MAX_VISITORS:
+            self._dismiss(next(iter(self._visitors)), ready)
+
+    def _hear(self, visitor: socket.socket, ready: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):
+            part = visitor.recv(_NONCE_BYTES - len(self._visitors[visitor]))
+            nonce = self._visitors[visitor] = self._visitors[visitor] + part
+            if part and len(nonce) < _NONCE_BYTES:
                 return
-            with visitor:
-                try:
-                    visitor.settimeout(_ANSWER_S)
-                    visitor.sendall(_prove(self._secret, _read(visitor, _NONCE_BYTES)))
-                except OSError:
-                    continue
+            if part:
+                visitor.send(_prove(self._secret, nonce))  # 32 bytes, which an empty buffer takes
+        self._dismiss(visitor, ready)
+
+    def _dismiss(self, visitor: socket.socket, ready: selectors.BaseSelector) -> None:
+        ready.unregister(visitor)
+        del self._visitors[visitor]
+        visitor.close()
+
+
+def check_own(address: str) -> None:
+    """Whether a port can be opened at `address`: whether it is one of this host's.
+
+    Raises:
+        OSError: it cannot.
+    """
+    _bind(address).close()
+
+
+def _bind(address: str) -> socket.socket:
+    place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(place[0], socket.SOCK_STREAM)
+    try:
+        listener.bind(place[4])
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def try_all(targets: Sequence[Target], secret: bytes, tell: Callable[[Mapping[int, str]], object]) -> threading.Thread:
-    """Try to reach all `targets`, side by side, in a thread; `tell` gets what came back by node, "" where all is "
-    "well."""
+    """Try to reach all `targets`, side by side, in a thread.
+
+    `tell` gets what came back by node, "" where all is well.
+    """
 
     def work() -> None:
         results: dict[int, str] = {}

@@ -8,10 +8,13 @@ from typing import Any
 
 from phalanx.launch.environment import Place
 
+UNFIT = "unfit"  # the kind of a member that has come only to say why its host cannot run the job
+_MAX_WORDS = 500
+
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the agent of a host tells of it. `address` is where other hosts reach it, `port` where that can be tried."""
+    """What the agent of a host tells of it. `address` is where other hosts reach it."""
 
     member: int
     name: str
@@ -55,6 +58,14 @@ class Node:
     def where(self) -> str:
         """`node-b (10.0.0.2)`."""
         return f"{self.label} ({self.facts.address})" if self.facts.address else self.label
+
+
+def describe_unfit(facts: Mapping[str, Any]) -> str:
+    """A line on a host that has come and cannot run the job; empty for other members."""
+    if facts.get("kind") != UNFIT:
+        return ""
+    words = f"{facts.get('host')} has come, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS]
+    return "".join(letter if letter.isprintable() else "?" for letter in words)  # it goes to a terminal
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
