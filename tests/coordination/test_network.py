@@ -157,14 +157,15 @@ def test_hosts_meet_over_ipv4_and_ipv6_and_a_pulled_cable_is_named():
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_of_the_host_cannot_use_the_local_socket():
     with Service() as service, Client(service.local) as client:
-        os.chmod(os.path.dirname(service.local), 0o755)  # even if he got that far
         os.chmod(service.local, 0o777)
         child = os.fork()
         if child == 0:
+            inherited = f"/proc/self/fd/{os.path.basename(service.local)}"  # even if he got that far
             try:
                 os.setuid(12345)
-                with contextlib.suppress(Exception), Client(service.local, timeout=1.0) as other:
-                    other.set("stranger", "was here")
+                for path in (service.local, inherited):
+                    with contextlib.suppress(Exception), Client(path, timeout=1.0) as other:
+                        other.set("stranger", "was here")
             finally:
                 os._exit(0)
         os.waitpid(child, 0)

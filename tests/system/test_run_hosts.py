@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -236,6 +237,23 @@ def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> No
             _, second = finish(jobs)
     assert second.code == (1 if how == "killed" else 143)
     assert ("the first host is lost: nothing was heard from it" in second.out) == (how == "killed")
+
+
+def test_a_first_host_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    """The coordinator's socket lay in a folder of its own in /tmp, which nobody removed who outlived the agent."""
+    script = write_script(tmp_path, "import time\nprint('running', flush=True)\ntime.sleep(3600)\n")
+    with hosts(1) as machines, contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))  # short: a socket's path has 107 bytes
+        environ = {"PHALANX_KEY": str(Key(bytes(32))), "TMPDIR": temporary}
+        line = ("run", "--nnodes", "1:2", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}", "--rdzv-backend", "c10d")
+        options = ("--rdzv-conf", "last_call_timeout=1", "--nproc-per-node", "1")
+        at = machines[0].command
+        job = stack.enter_context(start(*line, *options, script, env=environ, before=at, stderr=subprocess.STDOUT))
+        job.read_until("running")
+        job.process.kill()
+        job.wait_gone()
+        finish([job])
+        assert os.listdir(temporary) == []
 
 
 def test_a_short_cut_is_survived(tmp_path: Path) -> None:

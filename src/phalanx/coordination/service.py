@@ -1,7 +1,7 @@
 """The coordinator as a service: one thread that reads sockets, and hands frames to `Coordinator`.
 
-this host      ipc://<a folder of ours alone>/coordinator   the kernel vouches for the user; no key
-other hosts    tcp://<address>                              CURVE with the job's key
+this host      ipc:///proc/<pid>/fd/<number>   a socket without a file; the kernel vouches for the user; no key
+other hosts    tcp://<address>                 CURVE with the job's key
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
 from phalanx.coordination.wire import MAX_FRAME_BYTES, frames
 from phalanx.errors import AuthenticationError, CoordinationError
+from phalanx.symmetric_memory.private import new_listener
 
 BACKLOG = 4096
 _HANDSHAKE_S = 5.0
@@ -35,7 +36,6 @@ _TICK_S = 0.25
 # As plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
 _MAX_CONNECTIONS = 1 << 16
-_MAX_PATH_BYTES = 100
 
 
 class Service:
@@ -82,7 +82,9 @@ class Service:
         self._is_listening = False
         self._endpoint = ""
         self._stopping = False
-        self._folder = ""
+        self._folder, self._path_fd = "", -1
+        self._is_closed = False
+        self.local = ""  # where processes of this user on this host find it
         self.problem: BaseException | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._free)
@@ -93,11 +95,6 @@ class Service:
             undo.pop_all()
         self._thread = threading.Thread(target=self._run, name="phalanx-coordinator", daemon=True)
         self._thread.start()
-
-    @property
-    def local(self) -> str:
-        """Where processes of this user on this host find it."""
-        return os.path.join(self._folder, "coordinator")
 
     @property
     def num_refused(self) -> int:
@@ -115,7 +112,8 @@ class Service:
             self._stopping = True
             self._alarm_writer.send(b"x")
             self._thread.join()
-        if self._folder:
+        if not self._is_closed:
+            self._is_closed = True
             self._alarm.close()
             self._alarm_writer.close()
             self._free()
@@ -134,17 +132,21 @@ class Service:
         if self._listener is not None:
             self._listener.close()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder = ""
+        if self._path_fd != -1:
+            os.close(self._path_fd)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _open_local(self) -> zmq.Socket[bytes]:
-        self._folder = tempfile.mkdtemp(prefix="phalanx-")  # 0700
-        if len(os.fsencode(self.local)) > _MAX_PATH_BYTES:
-            os.rmdir(self._folder)
-            self._folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")
         router = self._router()
-        if sys.platform == "linux":
+        if sys.platform == "linux":  # no file: nothing is left when we are killed
+            listener, self._path_fd = new_listener(BACKLOG)
+            self.local = f"/proc/{os.getpid()}/fd/{self._path_fd}"
+            router.use_fd = listener.detach()  # from here on ZeroMQ's to close
             router.set(zmq.IPC_FILTER_UID, os.getuid())
+        else:
+            self._folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")  # 0700; a socket's path has little room
+            self.local = os.path.join(self._folder, "coordinator")
         router.bind(f"ipc://{self.local}")
         return router
 
