@@ -23,7 +23,7 @@ def test_a_long_explanation_is_summarised_unless_it_is_asked_for():
     assert short[0] == "ring all_reduce: 40 ranks, 40 chunks (a-an), 78 steps"
     assert "Step 78 of 78: all-gather 39 of 39, 40 transfers" in short
     assert "  … and 37 more" in short
-    assert short[-1] == "--all tells all 78 steps, and what each rank holds: 6,520 lines."
+    assert short[-1] == "--all shows all 78 steps, and what each rank holds: 6,520 lines."
     assert len(explain("ring", "--world-size", "40", "--all").output.splitlines()) == 6520
     for words in (["ring", "--world-size", "8"], ["tree", "--world-size", "12"], ["hierarchical", "--hosts", "3,2"]):
         whole = explain(*words)
@@ -97,7 +97,7 @@ def test_segments_shorten_what_a_tree_takes() -> None:
         (["rnig"], "nothing called 'rnig' to explain. Did you mean 'ring'? There are: cost, direct, "),
         (["ring", "--world-size", "0"], "world size '0' must be a number of ranks, at least 1"),
         (["ring", "--world-size", "many"], "world size 'many' must be a number of ranks"),
-        (["ring", "--world-size", "100"], "at most 64 ranks can be told step by step, got 100"),
+        (["ring", "--world-size", "100"], "at most 64 ranks can be shown step by step, got 100"),
         (["ring", "--world-size", "40", "--svg", "x.svg"], "Take fewer ranks"),
         (["ring", "--svg", "no/such/folder/x.svg"], "cannot write no/such/folder/x.svg: No such file or directory."),
         (["hierarchical", "--world-size", "4", "--hosts", "2,1"], "--hosts has 3 ranks, --world-size says 4"),

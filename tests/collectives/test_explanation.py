@@ -79,7 +79,7 @@ def test_five_ranks_fit_a_terminal_of_80_columns() -> None:
 
 
 def test_an_explanation_too_long_to_read_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most 64 ranks can be told step by step, got 65"):
+    with pytest.raises(ValueError, match="at most 64 ranks can be shown step by step, got 65"):
         next(steps.walk_steps(ring.all_reduce(65)))
 
 

@@ -125,7 +125,7 @@ def test_a_schedule_that_is_wrong_is_refused_with_the_place_and_the_rule(schedul
 def test_a_receiver_that_does_not_know_of_a_transfer_is_found() -> None:
     schedule = by_hand([reduce(0, 1)], [copy(1, 0)], world_size=2)
     deaf = replace(schedule.phases[0], sources=lambda step, rank: ())
-    with pytest.raises(ValueError, match="the source and the destination do not agree that this happens"):
+    with pytest.raises(ValueError, match="the source and the destination disagree on this transfer"):
         check(replace(schedule, phases=(deaf,)))
 
 

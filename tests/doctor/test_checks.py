@@ -86,7 +86,7 @@ GPU = {"gpus": ("NVIDIA L4, 535.1",), "gpu_tool": WORKS}
             "within the control group",
             "--nproc-per-node 1",
         ),
-        (on("host", commit_headroom_bytes=GIB), "memory", "only 1.0 GiB may be promised", "vm.overcommit_memory to 0"),
+        (on("host", commit_headroom_bytes=GIB), "memory", "only 1.0 GiB can be committed", "vm.overcommit_memory to 0"),
         (on("host", shm_bytes=64 << 20), "/dev/shm", "64 MiB; Phalanx needs none", "--shm-size=1g"),
         (
             on("host", name_resolves=Probe(False, "gaierror")),

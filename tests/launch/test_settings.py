@@ -120,7 +120,7 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
             "--node-rank: hosts are numbered from 0 to 1 with --nnodes 2",
         ),
         ("--nnodes 1:2 --master-addr h a.py", "--nnodes 1:2 with --node-rank or --master-addr"),
-        ("--nnodes 2 --standalone a.py", "--standalone and --nnodes: a job that stands alone is on one host"),
+        ("--nnodes 2 --standalone a.py", "--standalone and --nnodes: a standalone job runs on one host"),
         ("--rdzv-backend etcd --rdzv-endpoint h:1 a.py", "--rdzv-backend etcd: hosts meet at the first of them"),
         ("--rdzv-backend zeus a.py", "--rdzv-backend: must be static or c10d, got 'zeus'"),
         ("--rdzv-endpoint h:99999 a.py", "--rdzv-endpoint: must be HOST or HOST:PORT, with a port"),

@@ -87,7 +87,7 @@ def test_an_agent_that_does_not_answer_is_given_up(listener):
     name = listener.getsockname()[1:].decode()
     with pytest.raises(LaunchError, match=r"does not answer within 0\.05 s.*Ctrl-Z"), ask(name, os.getpid(), 0.05):
         pass
-    with pytest.raises(LaunchError, match="another process answers in its name"), ask(name, 1, 1.0):
+    with pytest.raises(LaunchError, match="another process has its address"), ask(name, 1, 1.0):
         pass
     with pytest.raises(LaunchError, match="cannot be reached: Connection refused"), ask("phalanx-nobody", 1, 1.0):
         pass

@@ -178,7 +178,7 @@ def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers
             state[rank][chunk] = trees.combine(value, mine)
     if sorted(received) != arrivals:
         wrong = next(iter(set(received) ^ set(arrivals)))
-        raise ValueError(f"{_words(wrong)}: the source and the destination do not agree that this happens")
+        raise ValueError(f"{_words(wrong)}: the source and the destination disagree on this transfer")
 
 
 def _refuse_false_likeness(place: str, phase: Phase) -> None:

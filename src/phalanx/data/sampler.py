@@ -146,7 +146,7 @@ def _length_of(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         kind = "is an IterableDataset" if isinstance(dataset, IterableDataset) else "has no __len__"
         raise TypeError(
-            f"DistributedSampler: {type(dataset).__name__} {kind}, so it has no positions to share out. "
+            f"DistributedSampler: {type(dataset).__name__} {kind}, so it has no indices to partition. "
             "Give each rank its own part inside the dataset, and no sampler."
         )
     return len(dataset)

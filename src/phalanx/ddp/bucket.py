@@ -366,8 +366,8 @@ class SparseBucket:
         grad = self.parameters[0].grad
         if grad is not None and not grad.is_sparse:
             raise RuntimeError(
-                f"Gradient of {self.plan.slots[0].name!r} is dense, but its module says sparse=True, and ranks have "
-                "planned for it. Use the parameter through its module only, or set sparse=False."
+                f"Gradient of {self.plan.slots[0].name!r} is dense, but its module says sparse=True, and the "
+                "buckets were planned for it. Use the parameter through its module only, or set sparse=False."
             )
 
     def publish(self, position: int) -> None:

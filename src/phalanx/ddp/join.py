@@ -99,8 +99,8 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
     here = f"Join on rank {group.rank()}"
     if any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules()):
         raise RuntimeError(
-            f"{here}: the model has SyncBatchNorm layers, whose collectives in forward a rank without a batch can't "
-            "shadow. On backend 'phalanx' with all ranks on one host train without Join; elsewhere pass "
+            f"{here}: the model has SyncBatchNorm layers, whose collectives in forward need a batch of every "
+            "rank. On backend 'phalanx' with all ranks on one host train without Join; elsewhere pass "
             "throw_on_early_termination=True, or give every rank the same number of batches."
         )
     if are_shared(module.parameters(), group):

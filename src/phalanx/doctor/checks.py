@@ -90,7 +90,7 @@ def check_memory(facts: Facts) -> Finding:
         return Finding(
             "memory",
             Status.WARNING,
-            f"{fact}, but only {host.commit_headroom_bytes / _GIB:.1f} GiB may be promised (vm.overcommit_memory is 2)",
+            f"{fact}, but only {host.commit_headroom_bytes / _GIB:.1f} GiB can be committed (vm.overcommit_memory=2)",
             "Starting ranks may be refused: set vm.overcommit_memory to 0, or raise vm.overcommit_ratio.",
         )
     return Finding("memory", Status.OK, fact)

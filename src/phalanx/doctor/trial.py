@@ -100,7 +100,7 @@ def _train() -> dict[str, Any]:
         return {"works": False, "detail": _summarise(failure)}
     return {
         "works": True,
-        "detail": f"two ranks met and took a step in {total:.2f} s; an all_reduce takes {1e6 * max(times):.0f} µs",
+        "detail": f"two ranks took a step in {total:.2f} s; an all_reduce takes {1e6 * max(times):.0f} µs",
     }
 
 

@@ -69,7 +69,7 @@ def _read_host_timeout(text: str) -> float:
 
 def _read_cluster(text: str) -> str:
     if text != "ray":
-        raise ValueError(f"must be ray, got {text!r}. Slurm, Kubernetes, MPI, LSF and PBS are found without a word")
+        raise ValueError(f"must be ray, got {text!r}. Slurm, Kubernetes, MPI, LSF and PBS are detected")
     return text
 
 
@@ -196,7 +196,7 @@ OPTIONS = (
            _read_local_ranks),
     Option("grace", "grace_s", "Seconds that ranks get to end after Ctrl-C, SIGTERM or another rank's failure, before "
            "SIGKILL (default 10).", "SECONDS", _read_seconds, torchruns=False),
-    Option("shutdown-timeout", "grace_s", "The same, in torchrun's word.", "SECONDS", _read_seconds),
+    Option("shutdown-timeout", "grace_s", "The same, by torchrun's name.", "SECONDS", _read_seconds),
     Option("exit-timeout", "exit_timeout_s", "Once a rank has ended well, seconds that the others may take before they "
            "are stopped (default: no limit; the command says who is still there).", "SECONDS", _read_seconds,
            torchruns=False),
@@ -212,7 +212,7 @@ OPTIONS = (
            "be given several times.", "NAME[=VALUE]", _read_variable, torchruns=False),
     Option("key-file", "key_file", "The file that holds the key of a job of several hosts, which `phalanx key` makes; "
            "else PHALANX_KEY_FILE, PHALANX_KEY or the one in your configuration folder.", "FILE", torchruns=False),
-    Option("host-timeout", "", "A host of which nothing is heard for so long is lost, and the job fails (default 10).",
+    Option("host-timeout", "", "A host that sends no heartbeat for so long is lost, and the job fails (default 10).",
            "SECONDS", _read_host_timeout, torchruns=False),
     Option("node-rank", "", "The number of this host, where the hosts meet at --master-addr.", "N", _read_count),
     Option("master-addr", "master_addr", "Where the hosts meet: an address of the one with --node-rank 0. On one host: "

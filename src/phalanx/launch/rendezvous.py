@@ -90,7 +90,7 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
     if high == 1:
         return None
     if fields.get("standalone"):
-        problems.append("--standalone and --nnodes: a job that stands alone is on one host. Leave out one of them")
+        problems.append("--standalone and --nnodes: a standalone job runs on one host. Leave out one of them")
         return None
     conf = fields.get("rdzv-conf", {})
     common: dict[str, Any] = {

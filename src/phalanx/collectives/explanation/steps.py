@@ -59,7 +59,7 @@ def require_readable(schedule: Schedule) -> None:
     """Raise ValueError for more ranks than a person can read about."""
     if schedule.world_size > MOST_RANKS:
         raise ValueError(
-            f"at most {MOST_RANKS} ranks can be told step by step, got {schedule.world_size}; "
+            f"at most {MOST_RANKS} ranks can be shown step by step, got {schedule.world_size}; "
             "`phalanx explain simulate` goes further"
         )
 
@@ -113,7 +113,7 @@ def summary(schedule: Schedule) -> Iterator[str]:
                     yield f"  … and {len(snapshot.transfers) - len(shown)} more"
         before = snapshot.state
     yield ""
-    yield f"--all tells all {schedule.num_steps} steps, and what each rank holds: {count_lines(schedule):,} lines."
+    yield f"--all shows all {schedule.num_steps} steps, and what each rank holds: {count_lines(schedule):,} lines."
 
 
 def show(schedule: Schedule, console: Console) -> None:

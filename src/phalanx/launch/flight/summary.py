@@ -14,9 +14,9 @@ _MAX_LINES = 12
 
 # What ended the wait.
 _ENDINGS = {
-    MISMATCH: "until the ranks were found to call different things",
+    MISMATCH: "until the ranks were found to call different operations",
     PEER_LOST: "until a rank was lost",
-    DEADLINE: "until its time ran out",
+    DEADLINE: "until it timed out",
     INTERRUPTED: "until it was interrupted",
     NO_MEMORY: "until memory ran out",
 }

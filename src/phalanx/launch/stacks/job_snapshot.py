@@ -116,8 +116,8 @@ def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[JobSnapshot, 
                 peer = peer_of(sock)
                 if peer.uid != os.getuid() or peer.pid != agent:
                     raise LaunchError(
-                        f"phalanx stacks: job {agent}: another process answers in its name; not asked. "
-                        "If it runs in a container with process numbers of its own, ask inside."
+                        f"phalanx stacks: job {agent}: another process has its address, and was not asked. "
+                        "If it runs in a container with a PID namespace of its own, ask in there."
                     )
                 sock.send(b'{"kind": "look"}')
                 snapshot = _receive(sock, fds)
