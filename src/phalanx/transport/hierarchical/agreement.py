@@ -19,7 +19,7 @@ from phalanx.core_numbers import BYTES, MISMATCH, OK
 from phalanx.deadline import Deadline, timeout_ns
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import HEAD_BYTES, Disagreement, digest_of, foreign_head, rank_call
-from phalanx.transport.hierarchical.exchange import SMALL_BYTES, Came, all_agree
+from phalanx.transport.hierarchical.exchange import SMALL_BYTES, HostMessage, all_agree
 from phalanx.transport.hierarchical.failure_reports import LocalFailure
 from phalanx.transport.hierarchical.rails import ConnectionBroken, data_tag
 from phalanx.transport.hierarchical.session import HierarchicalSession
@@ -127,7 +127,7 @@ class Agreement(HierarchicalSession):
         if self._leaders is not None:
             self._leaders.send(self._heads, payloads, deadline)
 
-    def _agree(self, deadline: Deadline) -> Mapping[int, Came]:
+    def _agree(self, deadline: Deadline) -> Mapping[int, HostMessage]:
         """On a leader: return when all ranks are known to have called the same, with what the other hosts sent.
 
         Raises:

@@ -38,7 +38,7 @@ _JOIN_S = 5.0
 
 
 @dataclass(frozen=True)
-class Came:
+class HostMessage:
     """What another host's ranks call (`heads`, in their order), and where its payload lies until the next operation."""
 
     heads: Sequence[bytes]
@@ -114,7 +114,7 @@ class LeaderExchange:
                 outbox.bytes[start:end_of_heads] = joined
                 outbox.pending = self._engine.send(peer, outbox.first(end), FINGERPRINT)
 
-    def receive(self, deadline: Deadline) -> dict[int, Came]:
+    def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
         """What each other host sent in this operation; it stays as it is until `done`.
 
         Raises:
@@ -122,7 +122,7 @@ class LeaderExchange:
         """
         return {host: self._receive(host, peer, deadline) for host, peer in self._peers.items()}
 
-    def _receive(self, host: int, peer: int, deadline: Deadline) -> Came:
+    def _receive(self, host: int, peer: int, deadline: Deadline) -> HostMessage:
         inbox = self._inboxes[host][self._number % _AHEAD]
         if self._engine.hears_signals or self._sees(inbox):
             assert inbox.pending is not None
@@ -136,7 +136,7 @@ class LeaderExchange:
         first = start - num_distinct * HEAD_BYTES
         distinct = [bytes(inbox.bytes[at : at + HEAD_BYTES]) for at in range(first, start, HEAD_BYTES)]
         heads = [distinct[kind] for kind in inbox.bytes[_PREFIX.size : _PREFIX.size + size]]
-        return Came(heads, inbox.address + start, nbytes)
+        return HostMessage(heads, inbox.address + start, nbytes)
 
     def _sees(self, inbox: _Buffer) -> bool:
         """Whether a message begins to arrive within a moment, in which other threads may have this core."""

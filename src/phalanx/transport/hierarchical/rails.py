@@ -159,7 +159,7 @@ class Rail:
                 at = (view.data_ptr() - buffer.data_ptr()) // view.element_size()
                 view = self._wire.shorten(view, None if lost is None else lost[at : at + view.numel()])
             with talking_to(rank):
-                return Message(Held(self._engine.send(rank, view, tag), view), rank, deadline)
+                return Message(PendingSend(self._engine.send(rank, view, tag), view), rank, deadline)
 
         def recv(src: int, view: Tensor) -> Message:
             rank = self._ranks[src]
@@ -189,7 +189,7 @@ class Rail:
         yield from steps
 
 
-class Held:
+class PendingSend:
     """A send, and the tensor that it reads: the engine does not keep it."""
 
     def __init__(self, pending: Any, tensor: Tensor) -> None:

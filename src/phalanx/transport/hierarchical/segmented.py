@@ -24,7 +24,7 @@ from phalanx.dtypes import dtype_of
 from phalanx.engines.engine import Pending
 from phalanx.transport.base import CallContext
 from phalanx.transport.hierarchical.agreement import Agreement
-from phalanx.transport.hierarchical.rails import Held, Message, plan, talking_to
+from phalanx.transport.hierarchical.rails import Message, PendingSend, plan, talking_to
 from phalanx.transport.hierarchical.segments import Ticks
 from phalanx.transport.numerics import divide, sum_of
 
@@ -337,7 +337,7 @@ class SegmentedCollectives(Agreement):
         self, begin: Callable[[int, Tensor, int], Pending], peer: int, tensor: Tensor, tag: int, deadline: Deadline
     ) -> Message:
         with talking_to(peer):
-            return Message(Held(begin(peer, tensor, tag), tensor), peer, deadline)
+            return Message(PendingSend(begin(peer, tensor, tag), tensor), peer, deadline)
 
     def _reduce_here(
         self, rails: Sequence[Tensor], mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline
