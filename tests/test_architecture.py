@@ -25,10 +25,10 @@ LAYERS = [
     {"trainer", "launch", "testing", "doctor", "bench"},
     {"cli"},
 ]
-LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 FEATURES = 4
 
-# The facade, `python -m phalanx` and the entry point that torch calls stand outside the layers: they only name rooms.
+# The facade, `python -m phalanx` and the entry point that torch calls are outside the layers: they only name packages.
 OUTSIDE = {"__init__", "__main__", "_autoload"}
 
 # An import that goes sideways or up on purpose, with the reason.
@@ -81,7 +81,7 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(module: Path) -> str:
+def package_of(module: Path) -> str:
     return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -147,7 +147,7 @@ def where(module: Path, line: int) -> str:
 
 
 def test_every_module_lies_in_a_room_of_the_picture():
-    assert {room_of(module) for module in modules()} <= LAYER_OF.keys() | OUTSIDE
+    assert {package_of(module) for module in modules()} <= LAYER_OF.keys() | OUTSIDE
 
 
 @pytest.mark.parametrize("document", ["docs/architecture.md", "CONTRIBUTING.md"])
@@ -156,30 +156,35 @@ def test_the_picture_shows_the_rooms_that_there_are(document):
     text = (PACKAGE.parents[1] / document).read_text()
     drawn = [set(line.split()[1:]) for line in text.splitlines() if re.match(r" \d  +\w", line)]
     assert drawn == LAYERS[::-1]
-    assert set.union(*LAYERS) == {room_of(module) for module in modules()} - OUTSIDE | {"_core"}
+    assert set.union(*LAYERS) == {package_of(module) for module in modules()} - OUTSIDE | {"_core"}
 
 
 def test_imports_only_go_down():
     wrong = []
     for module in modules():
-        room = room_of(module)
-        if room in OUTSIDE:
+        package = package_of(module)
+        if package in OUTSIDE:
             continue
         for imported in imports(module):
             parts = imported.name.split(".")
-            if parts[0] != "phalanx" or len(parts) == 1 or parts[1] not in LAYER_OF or parts[1] == room:
+            if parts[0] != "phalanx" or len(parts) == 1 or parts[1] not in LAYER_OF or parts[1] == package:
                 continue
             target = parts[1]
-            down = LAYER_OF[target] < LAYER_OF[room]
-            beside = LAYER_OF[target] == LAYER_OF[room] != FEATURES
-            if not (down or beside or (room, target) in ALLOWED):
-                wrong.append(f"{where(module, imported.line)}: {room} must not import {target}")
+            down = LAYER_OF[target] < LAYER_OF[package]
+            beside = LAYER_OF[target] == LAYER_OF[package] != FEATURES
+            if not (down or beside or (package, target) in ALLOWED):
+                wrong.append(f"{where(module, imported.line)}: {package} must not import {target}")
     assert wrong == []
 
 
 def test_no_rooms_import_each_other_in_a_circle():
-    edges = {(room_of(m), i.name.split(".")[1]) for m in modules() for i in imports(m) if i.name.startswith("phalanx.")}
-    assert without_ends({room: {b for a, b in edges if a == room != b and b in LAYER_OF} for room in LAYER_OF}) == {}
+    edges = {
+        (package_of(m), i.name.split(".")[1]) for m in modules() for i in imports(m) if i.name.startswith("phalanx.")
+    }
+    assert (
+        without_ends({package: {b for a, b in edges if a == package != b and b in LAYER_OF} for package in LAYER_OF})
+        == {}
+    )
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -190,10 +195,10 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_what_must_start_fast_never_imports_torch_at_module_level():
-    """Neither do the files that it imports: a room may have some that the agent reads, and others with tensors."""
+    """Neither do the files that it imports: a package may have some that the agent reads, and others with tensors."""
     wrong = []
     for place, reason in TORCH_FREE.items():
-        ways = {m: (m,) for m in modules() if room_of(m) == place}
+        ways = {m: (m,) for m in modules() if package_of(m) == place}
         while ways:
             module, way = ways.popitem()
             if any(i.at_module_level and i.name.split(".")[0] == "torch" for i in imports(module)):
@@ -208,7 +213,7 @@ def test_only_the_rooms_that_face_the_user_read_the_environment():
     wrong = []
     for module in modules():
         place = module.relative_to(PACKAGE).as_posix()
-        if room_of(module) in READS_ENVIRONMENT or place in READS_ENVIRONMENT:
+        if package_of(module) in READS_ENVIRONMENT or place in READS_ENVIRONMENT:
             continue
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.Attribute | ast.Name):
@@ -219,11 +224,11 @@ def test_only_the_rooms_that_face_the_user_read_the_environment():
 
 
 def test_no_module_has_a_name_that_says_nothing():
-    assert [str(module) for module in modules() if module.stem in VAGUE or room_of(module) in VAGUE] == []
+    assert [str(module) for module in modules() if module.stem in VAGUE or package_of(module) in VAGUE] == []
 
 
 def test_every_exception_to_a_rule_is_still_needed():
-    present = {room_of(module) for module in modules()} | {m.relative_to(PACKAGE).as_posix() for m in modules()}
+    present = {package_of(module) for module in modules()} | {m.relative_to(PACKAGE).as_posix() for m in modules()}
     assert READS_ENVIRONMENT.keys() <= present
 
 
