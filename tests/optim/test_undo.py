@@ -24,32 +24,32 @@ def _die():
 
 def _die_after_saying(phase):
     """Die when the phase has just been written."""
-    say = undo.Undo._say
+    say = undo.Undo._publish
 
     def said(self, spoken):
         say(self, spoken)
         if spoken == phase and self._number == 2:
             _die()
 
-    undo.Undo._say = said
+    undo.Undo._publish = said
 
 
 def _die_before_saying(phase):
-    say = undo.Undo._say
+    say = undo.Undo._publish
 
     def silent(self, spoken):
         if spoken == phase and self._number == 2:
             _die()
         say(self, spoken)
 
-    undo.Undo._say = silent
+    undo.Undo._publish = silent
 
 
 def _die_while_saving():
     def save(self, rank):
         start, stop = self.ranges[rank][0]
         half = (start + stop) // 2
-        self.aside[start:half].copy_(self.memory[start:half])
+        self.backup[start:half].copy_(self.memory[start:half])
         _die()
 
     undo._Region.save = save
@@ -150,14 +150,14 @@ def _sleep_until_woken():
 
 
 def _sleep_before_saying(phase):
-    say = undo.Undo._say
+    say = undo.Undo._publish
 
     def late(self, spoken):
         if spoken == phase:
             _sleep_until_woken()
         say(self, spoken)
 
-    undo.Undo._say = late
+    undo.Undo._publish = late
 
 
 class Dozing(optim.SGD):
@@ -212,7 +212,7 @@ def test_a_rank_that_was_stopped_in_the_update_comes_back_to_the_step_that_the_o
 
 
 def test_what_one_rank_has_decided_holds_for_those_who_pass_the_sync_as_well():
-    """Ranks looked at the words at different times, and each judged for itself."""
+    """Ranks looked at the words at different times, and each decided for itself."""
 
     class Impatient(optim.SGD):
         def step(self, closure=None):
@@ -220,7 +220,7 @@ def test_what_one_rank_has_decided_holds_for_those_who_pass_the_sync_as_well():
             if dist.get_rank() == 0 and undone:
                 while min(undone[0]._word(rank) for rank in (1, 2)) < 8 + undo._DONE:
                     os.sched_yield()
-                undone[0]._judge(undo._OLD)
+                undone[0]._decide(undo._OLD)
 
     undone = []
 

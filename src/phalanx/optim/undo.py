@@ -11,7 +11,7 @@ until every rank has got to `done`, has given up, is dead or has had its time, a
                                   copied aside is written back; by every survivor, the same bytes
 
 Ranks that look at different times can see different words: one that was stopped between `saved` and `done` may go on
-when the others have put everything back. So there is one verdict for each step, a word in which the first to judge
+when the others have put everything back. So there is one decision for each step, a word in which the first to decide
 writes old or new, with a compare-and-exchange; who comes later, through the sync or not, does as it says. Parameters
 are of one step when the last rank has done so: one that wakes in its update still writes, and then puts back.
 
@@ -39,7 +39,7 @@ from phalanx.optim.plan import Plan
 from phalanx.optim.shared_parameters import SharedParameters
 
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
-_OLD, _NEW = range(2)  # verdicts
+_OLD, _NEW = range(2)  # decisions
 _WORDS_APART = 16  # 64-bit words: each rank's in lines of its own
 _LOOK_S = 0.001
 # A survivor that is still updating needs as long as an update takes; one that let the timeout pass has had its time.
@@ -51,16 +51,16 @@ class _Region:
 
     def __init__(self, shared: SharedParameters, plan: Plan) -> None:
         self.memory = shared.memory
-        self.aside: Tensor = _shared(shared.memory.numel(), torch.uint8, shared.group)
+        self.backup: Tensor = _shared(shared.memory.numel(), torch.uint8, shared.group)
         self.ranges = [_joined([shared.byte_range(part) for part in parts]) for parts in plan]
 
     def save(self, rank: int) -> None:
         for start, stop in self.ranges[rank]:
-            self.aside[start:stop].copy_(self.memory[start:stop])
+            self.backup[start:stop].copy_(self.memory[start:stop])
 
     def restore(self, rank: int) -> None:
         for start, stop in self.ranges[rank]:
-            self.memory[start:stop].copy_(self.aside[start:stop])
+            self.memory[start:stop].copy_(self.backup[start:stop])
 
 
 def _shared(count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
@@ -93,7 +93,7 @@ class Undo:
         self._number = 0
         self._failed_at = 0  # the step that did not end well, or is under way
         self._regions: list[_Region] = []
-        self._words = _shared((self._world_size + 1) * _WORDS_APART, torch.int64, group)  # the last is the verdict
+        self._words = _shared((self._world_size + 1) * _WORDS_APART, torch.int64, group)  # the last is the decision
         self._store(0)
         if self._rank == 0:
             self._words[self._world_size * _WORDS_APART] = 0
@@ -122,13 +122,13 @@ class Undo:
                 "are out of step. Let its error end the job, and start again from a checkpoint."
             )
         self._failed_at = self._number = self._number + 1
-        self._say(_ARRIVED)
+        self._publish(_ARRIVED)
         try:
             dist.barrier(group=self._group)
             self._refuse_if_one_gave_up()
         except BaseException as error:
-            self._say(_GAVE_UP)
-            self._settle(error)
+            self._publish(_GAVE_UP)
+            self._resolve(error)
             raise
         try:
             self._save()
@@ -136,20 +136,20 @@ class Undo:
             yield
         except BaseException:
             self._restore(self._rank)
-            self._say(_GAVE_UP)
+            self._publish(_GAVE_UP)
             raise
-        self._say(_DONE)
+        self._publish(_DONE)
         try:
             dist.barrier(group=self._group)
             self._refuse_if_one_gave_up()
-            self._judge(_NEW)  # unless a rank did not wait for the sync
+            self._decide(_NEW)  # unless a rank did not wait for the sync
             self._refuse_if_undone()
         except BaseException as error:
-            self._settle(error)
+            self._resolve(error)
             raise
         self._failed_at = 0
 
-    def _say(self, phase: int) -> None:
+    def _publish(self, phase: int) -> None:
         self._store(4 * self._number + phase)
 
     def _store(self, word: int) -> None:
@@ -168,7 +168,7 @@ class Undo:
     def _save(self) -> None:
         for region in self._regions:
             region.save(self._rank)
-        self._say(_SAVED)
+        self._publish(_SAVED)
 
     def _restore(self, rank: int) -> None:
         if self._word(rank) in (4 * self._number + _SAVED, 4 * self._number + _DONE):
@@ -186,42 +186,42 @@ class Undo:
             )
 
     def _refuse_if_undone(self) -> None:
-        verdict, judge = self._verdict() or (_NEW, self._rank)
-        if verdict == _OLD:
+        decision, decider = self._decision() or (_NEW, self._rank)
+        if decision == _OLD:
             raise PeerLostError(
-                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {judge} saw it fail and undid "
-                "it, so all parameters are those of the step before. Read the log of that rank first.",
-                ranks=(judge,),
+                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {decider} saw it fail and "
+                "undid it, so all parameters are those of the step before. Read the log of that rank first.",
+                ranks=(decider,),
             )
 
-    def _verdict(self) -> tuple[int, int] | None:
-        """What was judged of this step, and by which rank; None while nobody has."""
+    def _decision(self) -> tuple[int, int] | None:
+        """What was decided on this step, and by which rank; None while nobody has."""
         from phalanx import _core
 
-        number, judged = divmod(_core.load_word(self._address(self._world_size)), 2 * self._world_size)
-        return divmod(judged, self._world_size) if number == self._number else None
+        number, decided = divmod(_core.load_word(self._address(self._world_size)), 2 * self._world_size)
+        return divmod(decided, self._world_size) if number == self._number else None
 
-    def _judge(self, verdict: int) -> int:
-        """Judge of this step, or learn what another rank has judged: the verdict that holds for all."""
+    def _decide(self, decision: int) -> int:
+        """Decide on this step, or learn what another rank has decided: the decision that holds for all."""
         from phalanx import _core
 
         address = self._address(self._world_size)
         before = _core.load_word(address)
         if before < 2 * self._world_size * self._number:  # who loses this race finds the winner's
-            word = 2 * self._world_size * self._number + verdict * self._world_size + self._rank
+            word = 2 * self._world_size * self._number + decision * self._world_size + self._rank
             _core.compare_exchange_word(address, before, word)
-        judged = self._verdict()
-        assert judged is not None  # nobody gets to the next step without this rank
-        return judged[0]
+        decided = self._decision()
+        assert decided is not None  # nobody gets to the next step without this rank
+        return decided[0]
 
-    def _settle(self, error: BaseException) -> None:
+    def _resolve(self, error: BaseException) -> None:
         """Make all parameters those of one step, together with the other survivors, after `error` at a sync."""
         words = [self._word(rank) for rank in range(self._world_size)]
         if min(words) < 4 * self._number:
             return  # somebody never arrived, so nobody passed sync A
         self._await_others(error.missing if isinstance(error, DeadlineError) else ())
         completed = all(_completed(self._word(rank), self._number) for rank in range(self._world_size))
-        if self._judge(_NEW if completed else _OLD) == _NEW:
+        if self._decide(_NEW if completed else _OLD) == _NEW:
             return
         for rank in range(self._world_size):
             self._restore(rank)
