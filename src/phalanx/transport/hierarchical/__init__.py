@@ -2,6 +2,6 @@
 
 layout      who sits where, and who drives the rails
 session     agree, carry out, fail with one report      failure_reports: what it says
-collectives memory, rails, memory                      rails, wire: what happens between the hosts
+collectives memory, rails, memory                      rails, compression: what happens between the hosts
 messages    point to point
 """

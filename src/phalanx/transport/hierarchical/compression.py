@@ -27,7 +27,7 @@ class _Residual:
     met: int  # when it was last asked for, in tensors
 
 
-class Wire:
+class Compression:
     """Rounds float32 to `dtype` on the way out. What is sent is also what the sender keeps, so all ranks end with the
     same bits: a partial sum is given away anyhow, and a finished one must be the same at home as abroad.
 
@@ -89,7 +89,7 @@ class Wire:
         return residual
 
     def shorten(self, view: Tensor, lost: Tensor | None) -> Tensor:
-        """`view` in the wire's type; `view` becomes what arrives, and `lost` grows by the difference."""
+        """`view` in the type that is sent; `view` becomes what arrives, and `lost` grows by the difference."""
         assert self._dtype is not None
         short = view.to(self._dtype)
         if lost is not None:
@@ -103,7 +103,7 @@ class Wire:
 
 
 class Widening:
-    """A receive in the wire's type that ends in `view`."""
+    """A receive in the type that is sent, that ends in `view`."""
 
     def __init__(self, pending: Pending, short: Tensor, view: Tensor) -> None:
         self._pending = pending

@@ -19,7 +19,7 @@ from phalanx.collectives.schedule import Operation
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
 from phalanx.engines.engine import DATA, Engine, Pending
-from phalanx.transport.hierarchical.compression import Widening, Wire
+from phalanx.transport.hierarchical.compression import Compression, Widening
 
 # Tags: below DATA those of the user's messages; from it those of collectives' data; last of all the fingerprints'.
 FINGERPRINT = 0x7FFFFFFE
@@ -100,14 +100,14 @@ class Rail:
         ranks: Sequence[int],
         host: int,
         algorithm: str | None,
-        wire: Wire,
+        compression: Compression,
         link: Link | None = None,
     ) -> None:
         self._engine = engine
         self._ranks = tuple(ranks)
         self._host = host
         self._algorithm = algorithm
-        self._wire = wire
+        self._compression = compression
         self._link = link
 
     def run(
@@ -149,7 +149,7 @@ class Rail:
         `buffer` is scratch: it may be written before the ranks of the rail have agreed.
         """
         reduces = schedule.operation in ("all_reduce", "reduce", "reduce_scatter")
-        shorter = reduces and self._wire.rounds(buffer.dtype)
+        shorter = reduces and self._compression.rounds(buffer.dtype)
         lost: Tensor | None = None
         code = dtype_of(buffer.dtype).code
 
@@ -157,7 +157,7 @@ class Rail:
             rank = self._ranks[dst]
             if shorter:
                 at = (view.data_ptr() - buffer.data_ptr()) // view.element_size()
-                view = self._wire.shorten(view, None if lost is None else lost[at : at + view.numel()])
+                view = self._compression.shorten(view, None if lost is None else lost[at : at + view.numel()])
             with talking_to(rank):
                 return Message(PendingSend(self._engine.send(rank, view, tag), view), rank, deadline)
 
@@ -165,7 +165,7 @@ class Rail:
             rank = self._ranks[src]
             with talking_to(rank):
                 if shorter:
-                    short = self._wire.staging(view)
+                    short = self._compression.staging(view)
                     return Message(Widening(self._engine.recv(rank, short, tag), short, view), rank, deadline)
                 return Message(self._engine.recv(rank, view, tag), rank, deadline)
 
@@ -185,7 +185,7 @@ class Rail:
         next(steps)
         yield
         if shorter:  # only now the buffer holds what this host brings
-            lost = self._wire.begin(buffer, key=key)
+            lost = self._compression.begin(buffer, key=key)
         yield from steps
 
 

@@ -317,11 +317,14 @@ class SegmentedCollectives(Agreement):
         deadline: Deadline,
     ) -> Iterator[None]:
         """As `_cross`, with sums, which may be rounded on their way."""
-        if not receives or not self._wire.rounds(receives[0][1].dtype):
+        if not receives or not self._compression.rounds(receives[0][1].dtype):
             return self._cross(receives, sends, number, deadline)
-        short = [(peer, self._wire.staging(tensor)) for peer, tensor in receives]
+        short = [(peer, self._compression.staging(tensor)) for peer, tensor in receives]
         steps = self._cross(
-            short, lambda: [(peer, self._wire.shorten(tensor, None)) for peer, tensor in sends()], number, deadline
+            short,
+            lambda: [(peer, self._compression.shorten(tensor, None)) for peer, tensor in sends()],
+            number,
+            deadline,
         )
 
         def widened() -> Iterator[None]:

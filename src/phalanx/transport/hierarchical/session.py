@@ -40,7 +40,7 @@ from phalanx.transport.background import BackgroundThread
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.health_monitor import HealthMonitor
-from phalanx.transport.hierarchical.compression import Wire
+from phalanx.transport.hierarchical.compression import Compression
 from phalanx.transport.hierarchical.exchange import LeaderExchange
 from phalanx.transport.hierarchical.failure_reports import LocalFailure, Reports
 from phalanx.transport.hierarchical.layout import Layout
@@ -123,7 +123,7 @@ class HierarchicalSession(Reports):
         self._inside = False
         self._entered_s = 0.0
         self._report: FailureReport | None = None
-        self._wire = Wire(options.wire_dtype, error_feedback=options.error_feedback)
+        self._compression = Compression(options.wire_dtype, error_feedback=options.error_feedback)
         self._engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemoryTransport
         self._failure_store: FailureStore = None  # type: ignore[assignment]
         self._monitor: HealthMonitor | None = None
@@ -141,7 +141,7 @@ class HierarchicalSession(Reports):
         self._failure_store = failure_store
         layout, options = self.layout, self._options
         if layout.rail:
-            self._rail = Rail(engine, layout.rail, layout.host, options.algorithm, self._wire, options.link)
+            self._rail = Rail(engine, layout.rail, layout.host, options.algorithm, self._compression, options.link)
         if layout.local_rank == 0:
             self._leaders = LeaderExchange(self.group, engine, layout)
         self._monitor = HealthMonitor(self.group, failure_store, self._where, self._is_over, self._take_report)

@@ -37,7 +37,7 @@ class SmallCollectives(Agreement):
     def _is_small_sum(self, dtype: torch.dtype, count: int) -> bool:
         """As `_is_small`, for a sum of so many elements, unless the options say how one of this size travels."""
         size = count * (torch.float32 if dtype in HALF else dtype).itemsize
-        if self._options.algorithm is not None or self._wire.rounds(torch.float32 if dtype in HALF else dtype):
+        if self._options.algorithm is not None or self._compression.rounds(torch.float32 if dtype in HALF else dtype):
             return size <= PAYLOAD_BYTES
         return self._is_small(size)
 
