@@ -49,7 +49,7 @@ def build_engine(
 
         runtime, places = start_together(PrefixStore(f"mpi/{bootstrap}", store), rank, size, name, deadline)
         try:
-            return MpiEngine(runtime, places, rank, _span_of(deadline))
+            return MpiEngine(runtime, places, rank, _timedelta_of(deadline))
         except RuntimeError as error:
             raise PhalanxError(
                 f"init_process_group of group {name!r} on rank {rank}: no communicator from {runtime.vendor}: "
@@ -74,7 +74,7 @@ def open_gloo(
     def connect() -> GlooEngine:
         address, interface = infos[rank].address, settings.interface or ""
         prefixed = PrefixStore(f"gloo/{bootstrap}", store)
-        return GlooEngine(prefixed, rank, size, _span_of(deadline), address=address, interface=interface)
+        return GlooEngine(prefixed, rank, size, _timedelta_of(deadline), address=address, interface=interface)
 
     def check_others() -> None:
         report = failure_store.report()
@@ -139,7 +139,7 @@ def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[],
     return outcome
 
 
-def _span_of(deadline: Deadline) -> timedelta:
+def _timedelta_of(deadline: Deadline) -> timedelta:
     return timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
 
 

@@ -33,7 +33,7 @@ class SharedReducer:
         self._tensors = list(tensors)  # the heap's blocks stay ours as long as the reducer does
         words = _core.reducer_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
-        ctx = self._span(WAITS)
+        ctx = self._call_context(WAITS)
         group.in_order(lambda: self._memory.barrier(ctx))  # nobody raises a flag before all flags are down
         self._reducer = _core.Reducer(
             self._memory.core,
@@ -45,7 +45,7 @@ class SharedReducer:
         """Where in the heap the tensor lies; it is the same on every rank."""
         return int(self._memory.symm_mem.heap_offset(tensor.data_ptr()))
 
-    def _span(self, role: int = STEP) -> CallContext:
+    def _call_context(self, role: int = STEP) -> CallContext:
         return CallContext(self._group._timeout_s, self._memory.call_site(calling_site(3)), role)
 
     def begin(self) -> None:
@@ -80,7 +80,7 @@ class SharedReducer:
         """
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
-        ctx = self._span()
+        ctx = self._call_context()
         with self._group.postponing():  # a handler's collective would pass the others, who stand here, too
             status = self._reducer.finish(ctx.timeout_ns, ctx.call_site)
         if status == RETRY_UNEVEN:

@@ -28,18 +28,18 @@ class RejoinChannel:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def _span(self) -> CallContext:
+    def _call_context(self) -> CallContext:
         return CallContext(self._group._timeout_s, self._group.transport.call_site(("", 0)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """`tensor` becomes that of rank `src`."""
-        self._group.transport.broadcast(tensor, src, self._span())
+        self._group.transport.broadcast(tensor, src, self._call_context())
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of whole numbers, all of one length."""
         mine = torch.tensor(list(row), dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]
-        self._group.transport.gather(rows, mine, self._span())
+        self._group.transport.gather(rows, mine, self._call_context())
         return [one.tolist() for one in rows]
 
 

@@ -96,7 +96,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
         return [*super()._executors(), self._futures]
 
     def _deadline(self) -> Deadline:
-        return Deadline.after(self._span(None, 5).timeout_s)
+        return Deadline.after(self._call_context(None, 5).timeout_s)
 
     def _under_way(self, tensor: Tensor, message: Underway, end: Callable[[], int]) -> dist.Work:
         work = MessageWork([tensor], message, end, self._futures)

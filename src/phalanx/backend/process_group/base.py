@@ -201,7 +201,7 @@ class ProcessGroupBase(dist.ProcessGroup):
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def _span(self, options: Any, depth: int, role: int = WAITS) -> CallContext:
+    def _call_context(self, options: Any, depth: int, role: int = WAITS) -> CallContext:
         if self._closed or self.transport.closed:  # the latter alone in a forked child, which has no executors
             raise closed(self._name)
         return CallContext(timeout_of(options, self._timeout_s), self.transport.call_site(calling_site(depth)), role)
@@ -225,7 +225,7 @@ class ProcessGroupBase(dist.ProcessGroup):
     def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
         waits = not getattr(options, "asyncOp", True)
-        ctx = self._span(options, 4, self._role(waits=waits))
+        ctx = self._call_context(options, 4, self._role(waits=waits))
         ctx.awaited = waits
         if waits and self._executor.idle:
             operation(ctx)

@@ -115,7 +115,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         As an all_reduce with AVG, which sparse tensors do not have, without c10d's way there and a copy of the result.
         """
-        ctx = self._span(None, 4)
+        ctx = self._call_context(None, 4)
         return self.in_order(lambda: sparse.add_up(self.transport, tensor, ctx, divisor=self._size))
 
     @without_fakes

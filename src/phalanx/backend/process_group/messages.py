@@ -56,7 +56,7 @@ class ProcessGroupMessages(ProcessGroupBase):
         """Over when the tensor may be changed again; the receiver may not have it yet."""
         tensor = one(tensors, "send")
         self._check_peer(dst, "send", "dst")
-        ctx = self._span(None, 3)
+        ctx = self._call_context(None, 3)
         executor = self._channels.get(("send", dst, 0))
         if self._shared_memory is not None and (executor is None or executor.idle):
             try:
@@ -84,7 +84,7 @@ class ProcessGroupMessages(ProcessGroupBase):
         return self._receive(tensor, _ANYBODY, tag)
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> dist.Work:
-        ctx = self._span(None, 4)
+        ctx = self._call_context(None, 4)
         if self._inbox is not None:
             posted = self._inbox.post(tensor, src, tag, ctx)
             if isinstance(posted, PhalanxWork):

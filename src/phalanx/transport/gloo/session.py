@@ -248,7 +248,7 @@ class GlooSession(Transport):
 
         def carry_out() -> None:
             with talking():
-                self._engine.begin(method, arguments, span_of(deadline), **options).wait()
+                self._engine.begin(method, arguments, timedelta_of(deadline), **options).wait()
 
         if threading.current_thread() is threading.main_thread():
             self._background.run(carry_out, self.interrupted)
@@ -354,7 +354,7 @@ def talking() -> Iterator[None]:
         raise GlooFailed(str(error)) from error
 
 
-def span_of(deadline: Deadline) -> timedelta:
+def timedelta_of(deadline: Deadline) -> timedelta:
     """What is left, for Gloo's own wait."""
     return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_S))
 

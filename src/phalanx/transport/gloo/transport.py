@@ -14,7 +14,7 @@ from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement, compare_splits
 from phalanx.transport.gloo.numerics import is_reducible, operation_of, result_of, summand
-from phalanx.transport.gloo.session import GlooSession, bytes_of, span_of, talking
+from phalanx.transport.gloo.session import GlooSession, bytes_of, talking, timedelta_of
 from phalanx.transport.tensors import dense, nbytes, scaled, write_back
 
 
@@ -220,7 +220,7 @@ class GlooTransport(GlooSession):
         with self._reporting(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst), talking():
             under_way = [self._engine.send(dst, part, tag) for part in (header, bytes_of(data)) if len(part)]
             for message in under_way:
-                message.wait(span_of(deadline))
+                message.wait(timedelta_of(deadline))
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
@@ -238,17 +238,17 @@ class GlooTransport(GlooSession):
                 self._refuse(source, header.tolist(), data)
             if nbytes(data):
                 with talking():
-                    self._engine.recv(source, bytes_of(data), tag).wait(span_of(deadline))
+                    self._engine.recv(source, bytes_of(data), tag).wait(timedelta_of(deadline))
             if data is not tensor:
                 write_back(tensor, data)
         return source
 
     def _recv_header(self, header: Tensor, src: int, tag: int, deadline: Deadline) -> int:
         if src >= 0:
-            self._engine.recv(src, header, tag).wait(span_of(deadline))
+            self._engine.recv(src, header, tag).wait(timedelta_of(deadline))
             return src
         pending = self._engine.recv_any(header, tag)
-        pending.wait(span_of(deadline))
+        pending.wait(timedelta_of(deadline))
         return int(pending._source_rank())
 
     def _refuse(self, source: int, sent: Sequence[int], data: Tensor) -> None:

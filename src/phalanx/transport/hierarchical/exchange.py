@@ -24,7 +24,7 @@ from phalanx.deadline import Deadline
 from phalanx.engines.engine import Engine, Pending
 from phalanx.transport.call import HEAD_BYTES, agree
 from phalanx.transport.hierarchical.layout import Layout
-from phalanx.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, span_of, talking_to
+from phalanx.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, talking_to, timedelta_of
 
 # What a rank may bring to, or take from, an operation whose data travel with its heads, for each other host.
 SMALL_BYTES = 2**18
@@ -104,7 +104,7 @@ class LeaderExchange:
             outbox = self._outboxes[host][slot]
             with talking_to(peer):
                 if outbox.pending is not None:  # of the operation before the last: it is over, most likely
-                    outbox.pending.wait(span_of(deadline))
+                    outbox.pending.wait(timedelta_of(deadline))
                 end = end_of_heads
                 for address, size in payloads.get(host, ()):
                     ctypes.memmove(outbox.address + end, address, size)
@@ -127,7 +127,7 @@ class LeaderExchange:
         if self._engine.hears_signals or self._sees(inbox):
             assert inbox.pending is not None
             with talking_to(peer):
-                inbox.pending.wait(span_of(deadline))
+                inbox.pending.wait(timedelta_of(deadline))
         else:
             self._await(inbox, peer, deadline)
         num_distinct, nbytes = _PREFIX.unpack_from(inbox.bytes)
@@ -153,7 +153,7 @@ class LeaderExchange:
         assert inbox.pending is not None
         self._posted.put((peer, inbox.pending))
         try:
-            broken = self._arrived.get(timeout=span_of(deadline).total_seconds())
+            broken = self._arrived.get(timeout=timedelta_of(deadline).total_seconds())
         except queue.Empty:
             raise ConnectionBroken(peer, "nothing came in time") from None
         if broken is not None:

@@ -45,7 +45,7 @@ def talking_to(peer: int) -> Iterator[None]:
         raise ConnectionBroken(peer, str(error)) from error
 
 
-def span_of(deadline: Deadline) -> timedelta:
+def timedelta_of(deadline: Deadline) -> timedelta:
     """What is left, for an engine's wait."""
     return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_WAIT_S))
 
@@ -61,7 +61,7 @@ class Message:
     def wait(self) -> None:
         """Return when it is done; raise ConnectionBroken if it can't be."""
         with talking_to(self.peer):
-            self.pending.wait(span_of(self.deadline))
+            self.pending.wait(timedelta_of(self.deadline))
 
 
 def data_tag(call: int, number: int) -> int:
