@@ -34,7 +34,7 @@ class Engine(Protocol):
     """
 
     @property
-    def hears_signals(self) -> bool:
+    def is_interruptible(self) -> bool:
         """Whether a wait is interrupted by Ctrl-C, and by signal handlers that raise."""
         ...
 

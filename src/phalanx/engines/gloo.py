@@ -46,7 +46,7 @@ class GlooEngine:
     """
 
     name = "gloo"
-    hears_signals = False  # it waits in C++
+    is_interruptible = False  # it waits in C++
     num_tags = DATA
 
     def __init__(

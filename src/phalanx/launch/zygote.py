@@ -118,11 +118,11 @@ class _Zygote:
                     if self._target:
                         remove(self._target["folder"])  # the agent would do it, if it had not been killed
                     os._exit(0)
-                assignment = self._obey(*received)
+                assignment = self._execute(*received)
                 if assignment is not None:
                     return assignment
 
-    def _obey(self, message: dict[str, Any], fds: list[int]) -> Assignment | None:
+    def _execute(self, message: dict[str, Any], fds: list[int]) -> Assignment | None:
         command = message["command"]
         if command == "target":
             self._target = message["target"]

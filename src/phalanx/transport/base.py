@@ -83,7 +83,7 @@ class Transport(ABC):
 
     # -- what it can do ------------------------------------------------------------------------------------------
 
-    hears_signals = True
+    is_interruptible = True
     """Whether its waits end with Ctrl-C. Else the main thread leaves them to another one."""
 
     closes_in_flight = False

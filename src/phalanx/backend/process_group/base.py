@@ -65,7 +65,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._name = name
         self._desc = ""
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
-        self._interrupted = None if transport.hears_signals else transport.interrupted
+        self._interrupted = None if transport.is_interruptible else transport.interrupted
         self._executor = SerialExecutor(
             f"phalanx-{name}",
             callbacks_first=True,

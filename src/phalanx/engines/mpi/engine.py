@@ -169,7 +169,7 @@ class MpiEngine:
     """
 
     name = "mpi"
-    hears_signals = True  # it asks, again and again
+    is_interruptible = True  # it asks, again and again
 
     def __init__(self, runtime: Runtime, world_ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
         mpi = runtime.mpi

@@ -59,7 +59,7 @@ class GlooSession(Transport):
     known to be gone.
     """
 
-    hears_signals = False
+    is_interruptible = False
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class GlooSession(Transport):
             MismatchError: some rank called something else; no tensor was changed.
             PeerLostError, DeadlineError: a rank is gone or late.
         """
-        self._take_turn(ctx.timeout_s)
+        self._acquire_lock(ctx.timeout_s)
         self._holder = threading.get_ident()
         try:
             with torch.no_grad():
@@ -205,7 +205,7 @@ class GlooSession(Transport):
             self._holder = 0
             self.lock.release()
 
-    def _take_turn(self, timeout_s: float) -> None:
+    def _acquire_lock(self, timeout_s: float) -> None:
         """Take `lock`, for one collective.
 
         Raises:

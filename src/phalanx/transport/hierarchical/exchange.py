@@ -124,7 +124,7 @@ class LeaderExchange:
 
     def _receive(self, host: int, peer: int, deadline: Deadline) -> HostMessage:
         inbox = self._inboxes[host][self._number % _AHEAD]
-        if self._engine.hears_signals or self._sees(inbox):
+        if self._engine.is_interruptible or self._sees(inbox):
             assert inbox.pending is not None
             with talking_to(peer):
                 inbox.pending.wait(timedelta_of(deadline))

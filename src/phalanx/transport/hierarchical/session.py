@@ -66,7 +66,7 @@ class Running:
 
     def __enter__(self) -> Deadline:
         session = self._session
-        session._take_turn(self._ctx.timeout_s)
+        session._acquire_lock(self._ctx.timeout_s)
         session._holder = threading.get_ident()
         try:
             self._record = session._begin(self._call, self._ctx)
@@ -248,7 +248,7 @@ class HierarchicalSession(Reports):
         me = threading.get_ident()
         return self._holder == me or (self._background is not None and self._background.caller == me)
 
-    def _take_turn(self, timeout_s: float) -> None:
+    def _acquire_lock(self, timeout_s: float) -> None:
         """Take `lock`, for one collective.
 
         Raises:
@@ -272,7 +272,7 @@ class HierarchicalSession(Reports):
         Another thread does, and this one waits for that. Ctrl-C ends the operation, and the group. So does a connection
         that is gone: Gloo tells that to whoever waits for a message, but not if the message had begun to come.
         """
-        if self._engine.hears_signals or self.closed:
+        if self._engine.is_interruptible or self.closed:
             operation()
             return
         if self.in_collective:

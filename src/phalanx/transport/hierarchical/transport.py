@@ -10,7 +10,7 @@ from phalanx.transport.hierarchical.messages import HierarchicalMessages
 class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Transport):
     """Ranks on several hosts: shared memory in each, an engine between."""
 
-    hears_signals = False  # an engine's wait hears none
+    is_interruptible = False  # its engine may wait in C++
 
     @property
     def hierarchical(self) -> HierarchicalTransport:
