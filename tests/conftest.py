@@ -13,8 +13,10 @@ from phalanx.testing.namespaces import enter_own_network, why_no_hosts
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Under `nohup` it is ignored, by everything that a test starts as well.
+    # `nohup` ignores the one and a shell that puts us into the background the other, for all that a test starts as well.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Tests run side by side (pytest-xdist). A rank of Gloo whose peer was killed may otherwise connect to the port that
     # the peer had, and that a rank of another test has now: that one's connections break.
     if hasattr(config, "workerinput") and sys.platform == "linux" and not why_no_hosts():

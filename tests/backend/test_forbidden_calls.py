@@ -43,7 +43,7 @@ def train(rank, world_size):
     pair = dist.new_group([0, 1])
     if rank < 2:
         dist.all_reduce(total, group=pair)
-    return total[0].item(), shared[7].item(), type(dist.group.WORLD).__name__
+    return total[0].item(), shared[7].item(), type(dist.group.WORLD.transport).__name__
 
 
 def _run(rank, world_size, path, forbidden):
@@ -63,7 +63,7 @@ def _results(tmp_path, world_size, forbidden):
 def test_without_memfd_the_memory_is_an_unlinked_file_and_the_first_rank_says_so_once(tmp_path) -> None:
     before = sorted(os.listdir("/dev/shm"))
     groups, lines = _results(tmp_path, 3, {r: ("memfd_create",) for r in range(3)})
-    assert groups == ["PhalanxProcessGroup"] * 3
+    assert groups == ["SharedMemoryTransport"] * 3
     said = "shared memory lies in files without a name in /dev/shm, because memfd_create: Operation not permitted"
     assert lines == [[said], [], []]
     assert sorted(os.listdir("/dev/shm")) == before
@@ -72,13 +72,13 @@ def test_without_memfd_the_memory_is_an_unlinked_file_and_the_first_rank_says_so
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_without_pidfds_all_goes_on(tmp_path, ranks) -> None:
     groups, lines = _results(tmp_path, 2, dict.fromkeys(ranks, ("pidfd_open",)))
-    assert groups == ["PhalanxProcessGroup"] * 2
+    assert groups == ["SharedMemoryTransport"] * 2
     assert lines == [[], []]
 
 
 def test_without_unix_sockets_on_one_rank_all_use_gloo_and_each_says_so_once(tmp_path) -> None:
     groups, lines = _results(tmp_path, 2, {1: (UNIX_SOCKETS,)})
-    assert groups == ["ProcessGroup"] * 2
+    assert groups == ["GlooTransport"] * 2
     for rank in lines:
         assert rank[0] == (
             "backend 'phalanx': on rank 1 Unix sockets cannot be had (Operation not permitted); "
