@@ -31,8 +31,8 @@ def _comparison(dp, *, ddp=None, world_size=2):
     return Comparison(WORKLOADS["many-small"], world_size, samples)
 
 
-def _meeting():
-    """Replicas that meet at the interpreter."""
+def _contending():
+    """Replicas that contend for the interpreter."""
     return _sample(0.040, stops=60, computing=0.008, waiting=0.002, replicate=0.012, scatter=0.001, threads=0.003)
 
 
@@ -56,8 +56,8 @@ def test_the_slowest_rank_is_the_one_that_counts():
     assert slowest_of([_sample(1), _sample(3), _sample(2)]).step == 3
 
 
-def test_threads_that_meet_at_the_interpreter_are_told_with_the_figures():
-    text = _text(_comparison(_meeting()))
+def test_threads_that_contend_for_the_interpreter_are_told_with_the_figures():
+    text = _text(_comparison(_contending()))
     assert "A step of DataParallel takes 40 ms: 3.33 times that of DistributedDataParallel (12 ms), and 2.50" in text
     assert "makes 2 replicas of the model (12 ms), cuts and joins the batch (1 ms), and starts and ends" in text
     assert ": 40% of its time" in text
@@ -67,9 +67,9 @@ def test_threads_that_meet_at_the_interpreter_are_told_with_the_figures():
     assert "Fastest here: DistributedDataParallel, 2 processes, 12 ms. Threads inside each operation" in text
 
 
-def test_threads_that_do_not_meet_are_told_so():
+def test_threads_that_do_not_contend_are_told_so():
     text = _text(_comparison(_apart()))
-    assert "hardly meet at the interpreter" in text
+    assert "hardly contend for the interpreter" in text
     assert "as long." not in text
 
 
@@ -132,7 +132,7 @@ def test_where_stops_are_not_counted_none_are_told():
 
 
 def test_the_table_has_a_row_per_contestant_and_a_dash_for_what_it_does_not_have():
-    lines = list(as_text([_comparison(_meeting())], 2))
+    lines = list(as_text([_comparison(_contending())], 2))
     rows = [line for line in lines if line.startswith(("one process", "DataParallel", "DistributedDataParallel"))]
     assert len(rows) == len(CONTESTANTS)
     assert rows[0].split()[-7:] == ["-", "-", "-", "4.00", "0.00", "6.00", "1.00"]
@@ -140,7 +140,7 @@ def test_the_table_has_a_row_per_contestant_and_a_dash_for_what_it_does_not_have
 
 
 def test_json_has_every_round_and_the_sentences():
-    comparison = _comparison(_meeting())
+    comparison = _comparison(_contending())
     (told,) = json.loads(as_json([comparison], 2))["comparisons"]
     assert told["rounds"][DP][0]["parts"]["replicate"] == 0.012
     assert told["medians"][DDP]["step"] == 0.012
@@ -148,7 +148,7 @@ def test_json_has_every_round_and_the_sentences():
 
 
 def test_the_picture_has_a_bar_per_contestant_as_long_as_its_step():
-    text = draw([_comparison(_meeting()), _comparison(_apart())])
+    text = draw([_comparison(_contending()), _comparison(_apart())])
     root = ET.fromstring(text)
     rests = [shape for shape in root.iter() if shape.get("fill") == "#c3cad2" and shape.get("height") == "20"]
     assert len(rests) == 2 * len(CONTESTANTS)

@@ -27,7 +27,7 @@ OLD, NEW = b"old" * 1000, b"new" * 1000
 
 @pytest.fixture(params=["without a name", "hidden"])
 def kind(request, monkeypatch):
-    """Both ways to write: file systems without nameless files get the other."""
+    """Both ways to write: file systems without anonymous files get the other."""
     if request.param == "hidden":
         monkeypatch.delattr(os, "O_TMPFILE")
     return request.param
@@ -224,7 +224,7 @@ def test_files_that_are_not_ours_are_left_alone(tmp_path):
 
 
 def test_what_is_written_is_written_once(tmp_path, kind):
-    """Naming the nameless file failed every time, and all was written again under a hidden name."""
+    """Naming the anonymous file failed every time, and all was written again under a hidden name."""
     calls = []
 
     def write(file):

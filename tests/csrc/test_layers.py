@@ -75,16 +75,16 @@ def defined_in(path):
 
 def test_calls_only_go_down():
     """A declaration in a header below would hide a call that goes up."""
-    home = {name: unit(path) for path in sources() if path.suffix == ".c" for name in defined_in(path)}
-    assert len(home) > 100
+    unit_of = {name: unit(path) for path in sources() if path.suffix == ".c" for name in defined_in(path)}
+    assert len(unit_of) > 100
     wrong = []
     for path in sources():
         if path.suffix != ".c":
             continue
         own = unit(path)
-        for name in set(re.findall(r"\b(?:plx|py)_\w+\b", code(path))) & home.keys():
-            if home[name] != own and LAYER_OF[home[name]] >= LAYER_OF[own]:
-                wrong.append(f"{path.name} calls {name} of {home[name]}")
+        for name in set(re.findall(r"\b(?:plx|py)_\w+\b", code(path))) & unit_of.keys():
+            if unit_of[name] != own and LAYER_OF[unit_of[name]] >= LAYER_OF[own]:
+                wrong.append(f"{path.name} calls {name} of {unit_of[name]}")
     assert wrong == []
 
 

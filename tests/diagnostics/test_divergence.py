@@ -187,8 +187,8 @@ def test_a_rank_that_crashed_is_no_rank_that_cannot_come():
     assert "if rank == 0" not in run_ranks(check, 2)[0]
 
 
-def call(kind, seq, site, dtype=12):
-    return Record(seq, kind, dtype, 0, -1, -1, 1, (1,), 5, 0, 0, site)
+def call(kind, seq, call_site, dtype=12):
+    return Record(seq, kind, dtype, 0, -1, -1, 1, (1,), 5, 0, 0, call_site)
 
 
 ALL_REDUCE, BARRIER, BROADCAST, GRADIENTS = 3, 1, 2, 12
@@ -201,7 +201,8 @@ def test_ranks_in_one_line_have_not_parted_whatever_else_differs():
 
 def test_the_few_are_named_before_the_many_and_those_without_a_call_last():
     a, b, c = (
-        call(kind, 4, site).place for kind, site in [(ALL_REDUCE, "a.py:1"), (BARRIER, "b.py:2"), (BROADCAST, "c.py:3")]
+        call(kind, 4, call_site).place
+        for kind, call_site in [(ALL_REDUCE, "a.py:1"), (BARRIER, "b.py:2"), (BROADCAST, "c.py:3")]
     )
     assert describe_divergence({0: a, 1: a, 2: b}) == (
         "Rank 2 is in barrier #4 (b.py:2), which ranks 0, 1 have not reached: they are in all_reduce #4 (a.py:1)."

@@ -40,9 +40,9 @@ def seen():
 def test_what_a_rank_did_is_read_from_outside_also_after_it_left(seen):
     symm_mem, looker = seen
     assert looker.read().ranks[0].records == ()
-    site = symm_mem.core.add_call_site("train.py:88")
-    assert symm_mem.core.barrier(HOUR_NS, site, 0, ()) == 0  # number 0, where all meet; it is not shown
-    assert symm_mem.core.barrier(HOUR_NS, site, 0, ()) == 0
+    call_site = symm_mem.core.add_call_site("train.py:88")
+    assert symm_mem.core.barrier(HOUR_NS, call_site, 0, ()) == 0  # number 0, where all meet; it is not shown
+    assert symm_mem.core.barrier(HOUR_NS, call_site, 0, ()) == 0
     rank = looker.read().ranks[0]
     assert (rank.rank, rank.came, rank.left) == (3, True, False)
     assert rank.records[-1].place == "barrier #1 (train.py:88)"

@@ -98,7 +98,7 @@ def explain(comparison: Comparison, usable_cores: int) -> Iterator[str]:
             f"{took / own:.1f} times as long."
         )
     else:
-        yield "The threads hardly meet at the interpreter (GIL): these operations are long, and run without it."
+        yield "The threads hardly contend for the interpreter (GIL): these operations are long, and run without it."
     pieces = {part: dp.parts.get(part, 0.0) - ddp.parts.get(part, 0.0) for part in PARTS}
     largest = sorted(pieces.items(), key=lambda piece: -abs(piece[1]))[:3]
     listed = ", ".join(f"{PARTS[part]} {_signed(seconds)}" for part, seconds in largest)

@@ -66,7 +66,7 @@ def name_process(symm_mem: SymmetricMemory, rank: int) -> str:
 
 
 def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
-    """How a rank's process ended, from the best witness that there is."""
+    """How a rank's process ended, from the best source that there is."""
     life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
     if exit_reason:
         return exit_reason

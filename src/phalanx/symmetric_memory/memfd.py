@@ -19,7 +19,7 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class Sparse:
-    """A nameless file whose pages exist once they are touched; `reserve` before you touch them."""
+    """An anonymous file whose pages exist once they are touched; `reserve` before you touch them."""
 
     fd: int
     in_folder: str = ""
@@ -40,7 +40,7 @@ class Sparse:
 
 @contextlib.contextmanager
 def memory(name: str, nbytes: int) -> Iterator[int]:
-    """`nbytes` that can be written, nameless, for as long as somebody has the descriptor open or mapped.
+    """`nbytes` that can be written, anonymous, for as long as somebody has the descriptor open or mapped.
 
     Raises:
         PhalanxError: there is neither a memfd nor a folder with room; the message says of each why not.
@@ -61,7 +61,7 @@ def sparse_memory(name: str, nbytes: int) -> Iterator[Sparse]:
 
 
 def create(name: str) -> int:
-    """An empty nameless file that grows as it is written; the caller closes it.
+    """An empty anonymous file that grows as it is written; the caller closes it.
 
     Raises:
         PhalanxError: as `memory`.
@@ -71,7 +71,7 @@ def create(name: str) -> int:
 
 
 def obstacle() -> str:
-    """Why there can be no nameless memory in this process, in words, or nothing."""
+    """Why there can be no anonymous memory in this process, in words, or nothing."""
     try:
         with _first_that_works("phalanx-probe", 0, reserved=False, warns=False):
             return ""

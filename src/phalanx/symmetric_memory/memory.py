@@ -131,7 +131,7 @@ class SymmetricMemory:
         control, heap, *liveness_pipes = fds
         self._control_bytes = os.fstat(control).st_size
         self._heap_bytes = os.fstat(heap).st_size // self.world_size
-        self._witnesses = _witnesses(liveness_pipes, members, rank)
+        self._watchers = _watchers(liveness_pipes, members, rank)
         self._heap_file: Sparse | None = None
         try:
             self._control = _core.map(control, self._control_bytes)
@@ -140,10 +140,10 @@ class SymmetricMemory:
             if heap_folder:  # the leader reserves room there
                 self._heap_file = Sparse(os.dup(heap), heap_folder)
         except BaseException:
-            self._witnesses.close()
+            self._watchers.close()
             raise
         self.core = _core.Group(
-            self._control, self._control_bytes, rank, SPIN_NS, _background_spin_ns(members), self._witnesses.fds, idle
+            self._control, self._control_bytes, rank, SPIN_NS, _background_spin_ns(members), self._watchers.fds, idle
         )
         me = members[rank].process
         self.core.join(me.pid, me.start_ticks)
@@ -324,7 +324,7 @@ class SymmetricMemory:
     def _let_go_of_memory(self) -> None:
         """Nobody is inside, and nobody will be."""
         _core.unmap(self._control, self._control_bytes)
-        self._witnesses.close()
+        self._watchers.close()
         with self._lock:
             if self._heap_file is not None:
                 os.close(self._heap_file.fd)
@@ -337,8 +337,8 @@ class SymmetricMemory:
         """In a forked child: this memory is the parent's, touch nothing that is shared."""
         self._closed = True
         self.core.abandon()
-        if isinstance(self._witnesses, LivenessPipes):
-            self._witnesses.close()  # or the parent would live on in them after its end
+        if isinstance(self._watchers, LivenessPipes):
+            self._watchers.close()  # or the parent would live on in them after its end
 
 
 _all: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
@@ -348,7 +348,7 @@ def _processes(members: Sequence[Member]) -> list[ProcessId]:
     return [member.process for member in members]
 
 
-def _witnesses(liveness_pipes: Sequence[int], members: Sequence[Member], rank: int) -> Pidfds | LivenessPipes:
+def _watchers(liveness_pipes: Sequence[int], members: Sequence[Member], rank: int) -> Pidfds | LivenessPipes:
     """What tells that a member is gone."""
     return LivenessPipes(liveness_pipes, rank) if liveness_pipes else Pidfds(_processes(members), rank)
 

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
-_HOME = {
+_MODULE_OF = {
     "allreduce_hook": _TORCH + "default_hooks",
     "bf16_compress_hook": _TORCH + "default_hooks",
     "bf16_compress_wrapper": _TORCH + "default_hooks",
@@ -24,7 +24,7 @@ _HOME = {
     "quantize_hook": "phalanx.ddp.hooks.quantize",
 }
 
-__all__ = list(_HOME)
+__all__ = list(_MODULE_OF)
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as allreduce_hook
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    module = _MODULE_OF.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(module), name)
