@@ -13,7 +13,7 @@ from phalanx.testing.namespaces import enter_own_network, why_no_hosts
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # `nohup` ignores the one and a shell that puts us into the background the other, for all that a test starts as well.
+    # `nohup` ignores the one, a shell that puts us into the background the other, for all that a test starts as well.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
