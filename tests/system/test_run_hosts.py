@@ -194,11 +194,13 @@ def test_ctrl_c_on_any_host_ends_all(tmp_path: Path, where: int) -> None:
 def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> None:
     """All three say who has gone, those that are left and the one that was cut off, and so does every rank.
 
-    No process is left anywhere.
+    No process is left anywhere. A killed agent was noticed by its silence alone; now it is told at once, however long
+    a host may be silent.
     """
     script = write_script(tmp_path, _FOR_EVER)
     with hosts(3) as machines:
-        lines = numbered(machines, "--host-timeout", "2", "--grace", "2", script=(script,), nproc="1")
+        timeout = "600" if how == "killed" else "2"
+        lines = numbered(machines, "--host-timeout", timeout, "--grace", "2", script=(script,), nproc="1")
         with commands(machines, *lines) as jobs:
             jobs[0].read_until_all("running", 3)
             jobs[1].process.kill() if how == "killed" else machines[1].cut_off()
@@ -206,10 +208,13 @@ def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> No
     name = os.uname().nodename
     assert [finished[0].code, finished[2].code] == [1, 1]
     last = finished[0].lines[-1]
-    assert last.startswith(
-        f"First failure: {name}#1 (10.77.0.2), with rank 1 of 3, is lost: the coordinator did not hear"
-    )
-    assert "(2 s are allowed)" in last
+    begins = f"First failure: {name}#1 (10.77.0.2), with rank 1 of 3, is lost: "
+    if how == "killed":
+        assert last.startswith(f"{begins}{name} (member ")
+        assert f"says: `phalanx run` (pid {jobs[1].process.pid}) was killed there, and its ranks with it" in last
+    else:
+        assert last.startswith(f"{begins}the coordinator did not hear")
+        assert "(2 s are allowed)" in last
     assert f"{name}#1 (10.77.0.2), with rank 1, is lost" in finished[2].out
     lost = "phalanx.errors.PeerLostError: all_reduce #"
     for rank, told in (

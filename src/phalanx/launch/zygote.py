@@ -8,6 +8,7 @@ the zygote dies, the kernel kills the ranks (their death signal) and the agent a
 
 Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
+           membership {membership}, for the first host to be told when the agent is killed;
 Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept
 """
 
@@ -91,6 +92,7 @@ class _Zygote:
         self._agent = agent
         self._ranks: dict[int, int] = {}  # pid -> rank, of those that were not reaped yet
         self._target: dict[str, Any] = {}
+        self._membership: dict[str, Any] = {}  # of the agent, in a job on several hosts
         self._wake: tuple[int, int] = (-1, -1)  # a pipe on which SIGCHLD is a byte
 
     def serve(self) -> Assignment:
@@ -117,6 +119,8 @@ class _Zygote:
                     kill_descendants(list(self._ranks))
                     if self._target:
                         remove(self._target["folder"])  # the agent would do it, if it had not been killed
+                    if self._membership:
+                        self._tell_first_host()
                     os._exit(0)
                 assignment = self._execute(*received)
                 if assignment is not None:
@@ -128,6 +132,8 @@ class _Zygote:
             self._target = message["target"]
             if self._target["kind"] != "program":
                 from multiprocessing import process  # noqa: F401  once for all ranks: each says where its sockets go
+        elif command == "membership":
+            self._membership = message["membership"]
         elif command == "signal":
             self._signal(message["signum"], message["ranks"], message["group"])
         elif command == "sweep":
@@ -136,6 +142,15 @@ class _Zygote:
         elif command == "fork":
             return self._fork(message, fds)
         return None
+
+    def _tell_first_host(self) -> None:
+        """The agent was killed; nothing else is left here to do."""
+        try:
+            from phalanx.launch.hosts.orphaned import tell_first_host
+
+            tell_first_host(self._membership, self._agent)
+        except Exception:
+            pass  # the first host finds out by our silence
 
     def _fork(self, message: dict[str, Any], fds: list[int]) -> Assignment | None:
         """Fork one rank; returns its assignment in the child, None in the zygote."""

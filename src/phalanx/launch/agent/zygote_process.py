@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from phalanx.launch import control_protocol
 from phalanx.launch.processes import SUPPORTED
@@ -67,6 +68,10 @@ class ZygoteProcess:
     def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
         """Have `rank` forked, with `fds`: stdout, stderr, reports, dump, stacks."""
         self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
+
+    def remember(self, membership: Mapping[str, Any]) -> None:
+        """Say how to tell the first host of the job that we were killed (`phalanx.launch.hosts.orphaned`)."""
+        self.control.put({"command": "membership", "membership": membership})
 
     def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
         """Have `signum` sent to `ranks`."""

@@ -14,6 +14,7 @@
     gather      the first host, until all have come
     leader      the first host, while ranks run
     follower    every other host
+    orphaned    what is told to the first host when the agent of another one was killed
     start       which of both this one is
 
 Nothing here is imported by a job on one host.

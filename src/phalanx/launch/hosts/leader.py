@@ -18,7 +18,7 @@ from phalanx.launch.agent.supervision import Action
 from phalanx.launch.failure import Exit, Loss, Report
 from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.mail import Letter, Mail, decode_lines
-from phalanx.launch.hosts.roster import Node, describe_unfit, find_node
+from phalanx.launch.hosts.roster import HostFacts, Node, describe_unfit, find_node
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.stacks.job_snapshot import answer_others
 
@@ -186,7 +186,7 @@ class LeaderAttempt(Attempt):
             self._lose(letter.member, letter.body["why"])
         elif letter.kind == "joined" and (unfit := describe_unfit(letter.body)):
             self._host.display.say(f"phalanx run: {unfit}")
-        elif letter.kind == "joined":
+        elif letter.kind == "joined" and HostFacts.from_json(letter.member, letter.body) is not None:
             self._team.late.append(letter)
             self._team.mail.put(letter.member, "late")
         elif letter.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended

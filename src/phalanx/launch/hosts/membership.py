@@ -23,6 +23,7 @@ from phalanx.launch.environment import Place, describe_ranks
 from phalanx.launch.hosts.addresses import find_interface
 from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost
 from phalanx.launch.hosts.mail import Letter, Mail
+from phalanx.launch.hosts.orphaned import describe_membership
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
 from phalanx.launch.hosts.roster import HostFacts
 from phalanx.launch.hosts.terms import KEY, Terms
@@ -195,6 +196,7 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
         client.close()
         raise LaunchError(f"phalanx run: {error}") from None
     host.pump.viewer.connect(mail)
+    host.zygote.remember(describe_membership(client))
     followed = _Followed(plan, host, joined, mail, own)
     try:
         return followed.run()
