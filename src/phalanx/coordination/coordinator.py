@@ -189,10 +189,19 @@ class Coordinator:
         for session in list(self.sessions.values()):
             silent_s = now - session.heard_at
             if silent_s > UNPARKED_AFTER_S and session.parked:
-                self._unpark_all(session)
-            if silent_s > FORGOTTEN_AFTER_S and session.member is None and not session.parked:
+                self._unpark_repeatable(session)
+            if silent_s > FORGOTTEN_AFTER_S and session.member is None:
+                for number in list(session.parked):
+                    self._unpark(session, number)
                 del self.sessions[session.route]
         return said
+
+    def forgive(self, pause_s: float, now: float) -> None:
+        """Nobody could be heard for so long, because the coordinator did not listen: no member is lost by that, and no
+        session forgets what it has done already for a client that asks again."""
+        self.members.forgive(pause_s, now)
+        for session in self.sessions.values():
+            session.heard_at = min(now, session.heard_at + pause_s)
 
     @property
     def _limit(self) -> str:
@@ -204,7 +213,7 @@ class Coordinator:
         assert isinstance(session, Session)
         self.members.remove(member, b"lost", why)
         session.member, session.gone = None, why
-        self._unpark_all(session)
+        self._unpark_repeatable(session)
         self._send(session, pack(Status.UNKNOWN, 0, why.encode(), pack_number(member.id)))
         self._tell_all()
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
@@ -388,7 +397,7 @@ class Coordinator:
         if who in (-1, me.id):
             self.members.remove(me, b"left", why)
             session.member, session.gone = None, why or "it left"
-            self._unpark_all(session)
+            self._unpark_repeatable(session)
             self._tell_all()
         elif (member := self.members.get(who)) is not None:
             self.lose(member, f"{self.name_of(me)} (member {me.id}) says: {why}")
@@ -452,6 +461,7 @@ class Coordinator:
 
     def _barrier(self, session: Session, message: Message) -> Answer | None:
         key, size = message.fields[0], unpack_number(message.fields[1])
+        self._check_room_to_park(session, 1)  # before it is counted
         count, ready = self.store.add(key, 1)
         self._wake(ready)
         gate = b"\0barrier/" + key
@@ -464,14 +474,17 @@ class Coordinator:
     # Waiting, and being told.
 
     def _park(self, session: Session, message: Message, waiter: Waiter) -> bool:
-        if len(session.parked) >= MAX_PARKED or session.num_parked_keys + len(waiter.keys) > MAX_PARKED_KEYS:
-            raise RefusedError(f"{len(session.parked)} calls of this process wait already")
+        self._check_room_to_park(session, len(waiter.keys))
         waiter.owner = (session, message)
         if not self.store.wait(waiter):
             return False
         session.parked[message.number] = waiter
         session.num_parked_keys += len(waiter.keys)
         return True
+
+    def _check_room_to_park(self, session: Session, num_keys: int) -> None:
+        if len(session.parked) >= MAX_PARKED or session.num_parked_keys + num_keys > MAX_PARKED_KEYS:
+            raise RefusedError(f"{len(session.parked)} calls of this process wait already")
 
     def _unpark(self, session: Session, number: int) -> Waiter | None:
         waiter = session.parked.pop(number, None)
@@ -480,9 +493,11 @@ class Coordinator:
             self.store.forget(waiter)
         return waiter
 
-    def _unpark_all(self, session: Session) -> None:
-        for number in list(session.parked):
-            self._unpark(session, number)
+    def _unpark_repeatable(self, session: Session) -> None:
+        """Let go of what the client starts anew by asking again. A barrier stays: it would be counted a second time."""
+        for number, waiter in list(session.parked.items()):
+            if waiter.owner[1].what != Op.BARRIER:
+                self._unpark(session, number)
 
     def _wake(self, ready: list[Waiter]) -> None:
         for waiter in ready:

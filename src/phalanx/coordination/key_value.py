@@ -70,7 +70,9 @@ class KeyValueStore:
         return []
 
     def multi_set(self, keys: Sequence[bytes], values: Sequence[bytes]) -> list[Waiter]:
-        """Let each key have its value: all of them, or none where there is no room."""
+        """Let each key have its value: all of them, or none where one is too long or there is no room."""
+        for key, value in zip(keys, values, strict=True):
+            _check_lengths(key, len(value))
         grows = sum(len(key) + len(value) + _OVERHEAD_BYTES for key, value in zip(keys, values, strict=True))
         if self.num_bytes + grows > self.max_bytes:
             self._full()
@@ -189,12 +191,7 @@ class KeyValueStore:
         return ready
 
     def _room(self, key: bytes, value: bytes, grows: int) -> None:
-        if len(key) > MAX_KEY_BYTES:
-            raise RefusedError(f"a key of {len(key)} bytes; the longest may have {MAX_KEY_BYTES}")
-        if len(value) > MAX_VALUE_BYTES:
-            raise RefusedError(
-                f"the value of {_shown(key)} would have {len(value)} bytes; the longest may have {MAX_VALUE_BYTES}"
-            )
+        _check_lengths(key, len(value))
         if self.num_bytes + grows > self.max_bytes:
             self._full()
         self.num_bytes += grows
@@ -202,6 +199,15 @@ class KeyValueStore:
     def _full(self) -> None:
         raise RefusedError(
             f"the job's store is full: {len(self._values)} keys, {self.num_bytes} bytes, of {self.max_bytes}"
+        )
+
+
+def _check_lengths(key: bytes, value_bytes: int) -> None:
+    if len(key) > MAX_KEY_BYTES:
+        raise RefusedError(f"a key of {len(key)} bytes; the longest may have {MAX_KEY_BYTES}")
+    if value_bytes > MAX_VALUE_BYTES:
+        raise RefusedError(
+            f"the value of {_shown(key)} would have {value_bytes} bytes; the longest may have {MAX_VALUE_BYTES}"
         )
 
 

@@ -111,10 +111,10 @@ class Membership:
         """Those that have not been heard for longer than they may."""
         return [member for member in self if now - member.heard_at > self.lost_after_s]
 
-    def forgive(self, pause_s: float) -> None:
+    def forgive(self, pause_s: float, now: float) -> None:
         """Nobody could be heard for so long, because the coordinator did not listen."""
         for member in self:
-            member.heard_at += pause_s
+            member.heard_at = min(now, member.heard_at + pause_s)
 
     def post(self, sender: int, to: Member, detail: bytes) -> bool:
         """A message from one member to another; False: there is no room yet."""

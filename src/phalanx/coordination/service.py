@@ -241,7 +241,7 @@ class Service:
                     self._read(router, now)
             if now - ticked_at >= _TICK_S:
                 if now - ticked_at > 4 * _TICK_S:  # we were stopped, or the machine was asleep: nobody else's fault
-                    self.coordinator.members.forgive(now - ticked_at - _TICK_S)
+                    self.coordinator.forgive(now - ticked_at - _TICK_S, now)
                 ticked_at = now
                 for line in self.coordinator.tick(now):
                     self._say(line)
