@@ -13,7 +13,7 @@ from phalanx.launch.stacks.jobs import RunningJob, choose_job, find_jobs, parse_
 from phalanx.launch.stacks.report import format_report
 from phalanx.launch.stacks.survey import ask_ranks, decide_silence, explain_silence
 
-LOOK = JobSnapshot(7, "train.py", 3, 8, ((0, 100), (2, 102)), (GroupInfo("dp", 3, (0, 1, 2), (100, 101, 102)),))
+SNAPSHOT = JobSnapshot(7, "train.py", 3, 8, ((0, 100), (2, 102)), (GroupInfo("dp", 3, (0, 1, 2), (100, 101, 102)),))
 HANDLED = f"{1 << (signal.SIGURG - 1):016x}"
 STATUS = {"PPid": "8", "State": "S (sleeping)", "SigCgt": HANDLED, "SigBlk": "0"}
 
@@ -78,7 +78,7 @@ def test_a_process_that_is_no_child_of_the_zygote_is_never_sent_a_signal():
 @pytest.fixture
 def listener():
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.bind(f"\0phalanx-test-look-{os.getpid()}")
+        sock.bind(f"\0phalanx-test-snapshot-{os.getpid()}")
         sock.listen()
         yield sock
 
@@ -95,7 +95,7 @@ def test_an_agent_that_does_not_answer_is_given_up(listener):
 
 def test_what_the_agent_says_arrives_with_more_descriptors_than_a_packet_holds():
     ranks = tuple((rank, 100 + rank) for rank in range(150))
-    snapshot = JobSnapshot(7, "train.py", 150, 8, ranks, LOOK.groups)
+    snapshot = JobSnapshot(7, "train.py", 150, 8, ranks, SNAPSHOT.groups)
     fd = os.memfd_create("x")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     from phalanx.launch.stacks import job_snapshot as module
@@ -114,7 +114,7 @@ def test_what_the_agent_says_arrives_with_more_descriptors_than_a_packet_holds()
 
 def test_the_report_shows_each_living_rank_with_its_operations_and_its_stack():
     group = GroupLog("dp", 3, tuple(RankLog(r, 100 + r, True, False, "", ()) for r in range(3)))
-    text = format_report(LOOK, [group], {0: "Thread 1:\n  File a", 2: "is stopped"}, 0)
+    text = format_report(SNAPSHOT, [group], {0: "Thread 1:\n  File a", 2: "is stopped"}, 0)
     assert text.splitlines()[:9] == [
         "Job 7: train.py, 2 of 3 ranks running",
         "",

@@ -1,4 +1,4 @@
-"""A host that is not the first, while its ranks run: it tells what becomes of them, and obeys.
+"""A host that is not the first, while its ranks run: it reports what becomes of them, and does as the first one says.
 
 When nothing is heard of the first host any more, it stops its ranks by itself, says so, and ends.
 """
@@ -18,8 +18,8 @@ from phalanx.launch.agent.attempt import Attempt, Host
 from phalanx.launch.agent.supervision import LOSS_SETTLE_S, Action, Kill, Signal, Supervision
 from phalanx.launch.environment import Place
 from phalanx.launch.failure import Exit, Report
+from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage, decode_lines, encode_lines
 from phalanx.launch.hosts.flights import logs_to_json
-from phalanx.launch.hosts.mail import Letter, Mail, decode_lines, encode_lines
 from phalanx.launch.output.display import Display
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
@@ -33,19 +33,19 @@ class Forward:
     """Sends the lines of this host's ranks to the first host, which shows them; a viewer of the pump."""
 
     def __init__(self) -> None:
-        self._mail: Mail | None = None
+        self._channel: ControlChannel | None = None
         self.attempt = 0
         self._items: list[list[Any]] = []  # rank, stream, lines, status, whether it was the last of both streams
         self._shown: dict[tuple[int, int], bytes] = {}
 
-    def connect(self, mail: Mail) -> None:
+    def connect(self, channel: ControlChannel) -> None:
         """From now on there is a way."""
-        self._mail = mail
+        self._channel = channel
 
     @property
     def full(self) -> bool:
         """Whether so much is still to be sent that the ranks should wait."""
-        return self._mail is not None and self._mail.full
+        return self._channel is not None and self._channel.full
 
     def begin(self, ranks: Sequence[int]) -> None:
         """The first host knows."""
@@ -62,29 +62,29 @@ class Forward:
 
     def say_once(self, what: str, text: str) -> None:
         """Have the first host say it."""
-        if self._mail is not None:
-            self._mail.put(FIRST, "say", attempt=self.attempt, text=text)
+        if self._channel is not None:
+            self._channel.put(FIRST, "say", attempt=self.attempt, text=text)
 
     def show_here(self, display: Display) -> None:
         """The first host is lost: what it has not seen is shown on this one."""
         self.flush()
-        for message in self._mail.take_back("lines") if self._mail is not None else ():
+        for message in self._channel.take_back("lines") if self._channel is not None else ():
             for rank, stream, lines, _, _ in message["items"]:
                 display.show(rank, stream, decode_lines(lines), b"")
 
     def flush(self) -> None:
         """Send what there is."""
-        if self._items and self._mail is not None:
+        if self._items and self._channel is not None:
             items, self._items = self._items, []
-            self._mail.put(FIRST, "lines", attempt=self.attempt, items=items)
+            self._channel.put(FIRST, "lines", attempt=self.attempt, items=items)
 
 
 @dataclass
-class Obedience(Supervision):
+class FollowerSupervision(Supervision):
     """What a host that is not the first does about each thing: it tells the first, and does what that says."""
 
     place: Place = field(default_factory=lambda: Place.alone(1))
-    mail: Mail | None = None
+    channel: ControlChannel | None = None
     attempt: int = 0
     times_asked: int = 0
     abandoned_by: str = ""  # why the first host is not there any more
@@ -95,8 +95,8 @@ class Obedience(Supervision):
         return tuple(rank for rank in self.place.ranks if rank not in self.exits and rank not in self.abandoned)
 
     def _tell(self, kind: str, **body: Any) -> None:
-        if self.mail is not None:
-            self.mail.put(FIRST, kind, attempt=self.attempt, **body)
+        if self.channel is not None:
+            self.channel.put(FIRST, kind, attempt=self.attempt, **body)
 
     def on_started(self, rank: int) -> None:
         """Tell the first host."""
@@ -131,7 +131,7 @@ class Obedience(Supervision):
         self._tell("signal", signum=signum)  # the first host decides, for all
         return []
 
-    def obey(self, signum: int, ranks: Iterable[int], group: bool) -> list[Action]:
+    def on_remote_signal(self, signum: int, ranks: Iterable[int], group: bool) -> list[Action]:
         """The first host wants `signum` to be sent."""
         chosen = tuple(rank for rank in ranks if rank in self.running)
         if signum in ENDING_SIGNALS and self.phase == "running":
@@ -153,58 +153,60 @@ class Obedience(Supervision):
         return self._settle(now, LOSS_SETTLE_S)
 
 
-def say_host_lost(letter: Letter, display: Display) -> None:
+def say_host_lost(message: ControlMessage, display: Display) -> None:
     """The first host tells that another one is lost."""
-    ranks = letter.body["ranks"]
-    display.say(f"phalanx run: {letter.body['host']}, with {name_ranks(ranks)}, is lost: {letter.body['why']}")
+    ranks = message.body["ranks"]
+    display.say(f"phalanx run: {message.body['host']}, with {name_ranks(ranks)}, is lost: {message.body['why']}")
 
 
 class FollowerAttempt(Attempt):
     """An attempt under the first host's orders."""
 
     def __init__(
-        self, plan: JobPlan, host: Host, number: int, place: Place, mail: Mail, store: tuple[str, str]
+        self, plan: JobPlan, host: Host, number: int, place: Place, channel: ControlChannel, store: tuple[str, str]
     ) -> None:
-        self._mail = mail
+        self._channel = channel
         self._number = number
-        self._meeting_place = store
+        self._store_location = store
         assert isinstance(host.pump.viewer, Forward)
         self._forward = host.pump.viewer
         self._forward.attempt = number
-        self.ended: dict[str, Any] | None = None  # the first host's last words, if they came
+        self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
         super().__init__(plan, host, number, place)
 
-    def supervise(self) -> Obedience:
+    def supervise(self) -> FollowerSupervision:
         """Nobody here: the first host."""
         grace_s = self._plan.settings.grace_s
-        return Obedience(self.place.world_size, grace_s, place=self.place, mail=self._mail, attempt=self._number)
+        return FollowerSupervision(
+            self.place.world_size, grace_s, place=self.place, channel=self._channel, attempt=self._number
+        )
 
     @property
-    def obedience(self) -> Obedience:
+    def supervision(self) -> FollowerSupervision:
         """Our state, as what it is."""
-        assert isinstance(self.state, Obedience)
+        assert isinstance(self.state, FollowerSupervision)
         return self.state
 
     @property
     def fds(self) -> tuple[int, ...]:
         """What else to wait on."""
-        return (self._mail.fileno(),)
+        return (self._channel.fileno(),)
 
     @property
     def due(self) -> float | None:
         """When to look again although nothing has come."""
-        return time.monotonic() + _FULL_S if self._mail.full else None
+        return time.monotonic() + _FULL_S if self._channel.full else None
 
     def receive(self, ready: set[int]) -> None:
         """Read what the other hosts say."""
-        if self._mail.fileno() in ready:
-            for letter in self._mail.take():
-                self._read(letter)
+        if self._channel.fileno() in ready:
+            for message in self._channel.take():
+                self._read(message)
         self._forward.flush()
 
     def create_store(self) -> tuple[int | None, str]:
         """The coordinator, by the way that leads there from this host."""
-        return create_agent_file(*self._meeting_place)
+        return create_agent_file(*self._store_location)
 
     def run(self) -> None:
         """As on one host; returns when this one is done."""
@@ -217,37 +219,39 @@ class FollowerAttempt(Attempt):
         ended_ns = {str(pid): at for pid, at in self.ended_ns.items()}
         groups = logs_to_json(self.collect_logs())
         if groups:
-            self._mail.put(FIRST, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
-        self._mail.put(FIRST, "swept", attempt=self._number)
+            self._channel.put(FIRST, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
+        self._channel.put(FIRST, "swept", attempt=self._number)
 
-    def _read(self, letter: Letter) -> None:
-        state = self.obedience
-        if letter.kind in ("unreachable", "expelled") or (letter.member == FIRST and letter.kind in ("left", "lost")):
-            self._lose_first(letter.body["why"])
-        elif letter.member == FIRST and letter.kind == "host lost":
-            say_host_lost(letter, self._host.display)
-            self._tell_ranks(letter.body["ranks"], describe_loss(letter.body["host"], letter.body["why"]))
-        elif letter.member == FIRST and letter.kind == "end":
-            self.ended = letter.body
+    def _read(self, message: ControlMessage) -> None:
+        state = self.supervision
+        if message.kind in ("unreachable", "expelled") or (
+            message.member == FIRST and message.kind in ("left", "lost")
+        ):
+            self._lose_first(message.body["why"])
+        elif message.member == FIRST and message.kind == "host lost":
+            say_host_lost(message, self._host.display)
+            self._tell_ranks(message.body["ranks"], describe_loss(message.body["host"], message.body["why"]))
+        elif message.member == FIRST and message.kind == "end":
+            self.ended = message.body
             self.do(state.sweep() if state.running else [])
-        elif letter.member == FIRST and letter.body.get("attempt") == self._number:
-            if letter.kind == "signal":
-                signum = int(letter.body["signum"])
+        elif message.member == FIRST and message.body.get("attempt") == self._number:
+            if message.kind == "signal":
+                signum = int(message.body["signum"])
                 if signum in ENDING_SIGNALS:
                     self.abandon_rest()
-                self.do(state.obey(signum, letter.body["ranks"], bool(letter.body["group"])))
-            elif letter.kind == "stacks":
-                threading.Thread(target=self._tell_stacks, args=(letter.body["look"],), daemon=True).start()
-            elif letter.kind == "sweep":
+                self.do(state.on_remote_signal(signum, message.body["ranks"], bool(message.body["group"])))
+            elif message.kind == "stacks":
+                threading.Thread(target=self._tell_stacks, args=(message.body["request"],), daemon=True).start()
+            elif message.kind == "sweep":
                 self.abandon_rest()
                 self.do(state.sweep())
 
-    def _tell_stacks(self, look: Any) -> None:
+    def _tell_stacks(self, request: Any) -> None:
         """In a thread: the ranks are given a second to answer, and the agent itself is asked who they are."""
-        self._mail.put(FIRST, "stacks", attempt=self._number, look=look, text=report_own_stacks())
+        self._channel.put(FIRST, "stacks", attempt=self._number, request=request, text=report_own_stacks())
 
     def _lose_first(self, why: str) -> None:
-        if self.obedience.abandoned_by or self.ended is not None:
+        if self.supervision.abandoned_by or self.ended is not None:
             return
         running = len(self.state.running)
         self._host.display.say(
@@ -257,7 +261,7 @@ class FollowerAttempt(Attempt):
         self.abandon_rest()
         others = [rank for rank in range(self.place.world_size) if rank not in self.place.ranks]
         self._tell_ranks(others, f"this host and the first one do not hear each other any more ({why})")
-        self.do(self.obedience.on_first_host_lost(why, time.monotonic()))
+        self.do(self.supervision.on_first_host_lost(why, time.monotonic()))
 
     def _tell_ranks(self, ranks: Sequence[int], reason: str) -> None:
         if self._store is not None:

@@ -16,22 +16,22 @@ from phalanx.launch.agent.attempt import Host
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.environment import describe_ranks
 from phalanx.launch.hosts.addresses import OwnAddress, find_interface
-from phalanx.launch.hosts.leader import LeaderAttempt, Team, tell_start
-from phalanx.launch.hosts.mail import Letter, Mail
+from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
+from phalanx.launch.hosts.job_spec import choose_environment
+from phalanx.launch.hosts.leader import LeaderAttempt, PeerHosts, tell_start
 from phalanx.launch.hosts.membership import name_own_address
+from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.reach import TRY_S, Target, describe, try_all
-from phalanx.launch.hosts.roster import HostFacts, Node, describe_unfit, find_conflict, plan_nodes
-from phalanx.launch.hosts.terms import choose_environment
 from phalanx.launch.plan import JobPlan, find_free_port
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal
 from phalanx.launch.rendezvous import Rendezvous, join_endpoint
 
 _TELL_AFTER_S = 3.0
-_FAREWELL_S = 5.0
+_END_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Guest:
+class JoinedHost:
     """A host that has come: what it says of itself, and under which address it found us."""
 
     facts: HostFacts
@@ -46,7 +46,7 @@ class Gathering:
         plan: JobPlan,
         rendezvous: Rendezvous,
         host: Host,
-        mail: Mail,
+        channel: ControlChannel,
         key: Key,
         advertised: Sequence[OwnAddress],
         port: int,
@@ -54,15 +54,15 @@ class Gathering:
         self._plan = plan
         self._rendezvous = rendezvous
         self._host = host
-        self._mail = mail
+        self._channel = channel
         self._key = key
         self._advertised = advertised
         self._port = port
-        self._guests: dict[int, Guest] = {}  # in the order of coming
+        self._joined_hosts: dict[int, JoinedHost] = {}  # in the order of coming
         self._trial = 0
         self._ports: dict[int, tuple[int, str]] = {}  # of this trial: where each member answers; 0, and why it does not
         self._results: dict[int, dict[int, str]] = {}  # of this trial: member -> node -> what came back
-        self._team: Team | None = None
+        self._peers: PeerHosts | None = None
 
     def begin(self, restart_count: int, local_store: str) -> LeaderAttempt:
         """The next attempt, with all that have come; every other host has been told to start.
@@ -70,17 +70,17 @@ class Gathering:
         Raises:
             LaunchError: too few came in time; two want one number; they cannot reach each other; or a signal came.
         """
-        if self._team is not None:
-            for letter in self._team.late:
-                self._read(letter)
-            for member in self._team.lost:
-                self._guests.pop(member, None)
+        if self._peers is not None:
+            for message in self._peers.late:
+                self._read(message)
+            for member in self._peers.lost:
+                self._joined_hosts.pop(member, None)
         while True:
             nodes = self._gather()
             if self._rendezvous.is_local or self._try_reach(nodes):
                 break
-        own = next(node for node in nodes if node.facts.member == self._mail.member)
-        self._team = team = Team(self._mail, nodes, own, self._rendezvous.host_timeout_s)
+        own = next(node for node in nodes if node.facts.member == self._channel.member)
+        self._peers = peers = PeerHosts(self._channel, nodes, own, self._rendezvous.host_timeout_s)
         address = own.facts.address
         settings = self._plan.settings
         named = choose_environment(self._plan.environ, settings.environment)
@@ -98,35 +98,35 @@ class Gathering:
             f"phalanx run: {len(nodes)} hosts: "
             + "; ".join(f"{node.where} {describe_ranks(node.place)}" for node in nodes)
         )
-        attempt = LeaderAttempt(plan, self._host, restart_count, team, (local_store, ""))
-        tell_start(team, restart_count, plan.run_id, (address, plan.master_port))
+        attempt = LeaderAttempt(plan, self._host, restart_count, peers, (local_store, ""))
+        tell_start(peers, restart_count, plan.run_id, (address, plan.master_port))
         return attempt
 
     def end(self, code: int, why: str) -> None:
         """Tell all that the job is over, and wait a moment until they have heard it."""
-        for letter in self._team.late if self._team is not None else ():
-            self._refuse(letter.member, "the job is over, and had begun without this host")
-        self._mail.put(-1, "end", code=code, why=why)
-        waiting = set(self._guests) - set(self._team.lost if self._team is not None else ())
-        end = time.monotonic() + _FAREWELL_S
+        for message in self._peers.late if self._peers is not None else ():
+            self._refuse(message.member, "the job is over, and had begun without this host")
+        self._channel.put(-1, "end", code=code, why=why)
+        waiting = set(self._joined_hosts) - set(self._peers.lost if self._peers is not None else ())
+        end = time.monotonic() + _END_TIMEOUT_S
         while waiting and time.monotonic() < end:
-            select.select([self._mail], [], [], 0.1)
-            for letter in self._mail.take():
-                if letter.kind in ("left", "lost", "unreachable", "expelled"):
-                    waiting.discard(letter.member)
-                elif letter.kind == "joined":  # too late
-                    self._mail.put(letter.member, "end", code=code or 1, why=why or "phalanx run: that job is over")
-        self._mail.flush(1.0)
+            select.select([self._channel], [], [], 0.1)
+            for message in self._channel.take():
+                if message.kind in ("left", "lost", "unreachable", "expelled"):
+                    waiting.discard(message.member)
+                elif message.kind == "joined":  # too late
+                    self._channel.put(message.member, "end", code=code or 1, why=why or "phalanx run: that job is over")
+        self._channel.flush(1.0)
 
     @property
     def _own(self) -> HostFacts:
         address = self._advertised[0].address
-        found = [guest.reached for guest in self._guests.values()]
+        found = [joined_host.reached for joined_host in self._joined_hosts.values()]
         if found:  # what leads here for the others is what they are to use; of several, the first to come knows best
             address = found[0]
         settings = self._plan.settings
         return HostFacts(
-            self._mail.member, socket.gethostname(), os.getpid(), self._plan.num_ranks, settings.role, address,
+            self._channel.member, socket.gethostname(), os.getpid(), self._plan.num_ranks, settings.role, address,
             self._rendezvous.node_rank, self._plan.run_id,
         )  # fmt: skip
 
@@ -138,7 +138,7 @@ class Gathering:
         tell_at = time.monotonic() + (0.0 if self._is_inviting else _TELL_AFTER_S)
         while True:
             now = time.monotonic()
-            count = 1 + len(self._guests)
+            count = 1 + len(self._joined_hosts)
             if count >= rendezvous.max_nodes:
                 break
             if count >= rendezvous.min_nodes:
@@ -153,10 +153,10 @@ class Gathering:
                 tell_at = float("inf")
                 self._host.display.say(self._invite(count))
             self._wait(min(at for at in (end, tell_at, last_call) if at is not None) - now)
-        guests = list(self._guests.values())[: rendezvous.max_nodes - 1]
-        for late in list(self._guests)[rendezvous.max_nodes - 1 :]:
+        joined_hosts = list(self._joined_hosts.values())[: rendezvous.max_nodes - 1]
+        for late in list(self._joined_hosts)[rendezvous.max_nodes - 1 :]:
             self._refuse(late, f"the job has its {rendezvous.max_nodes} hosts")
-        hosts = [self._own, *(guest.facts for guest in guests)]
+        hosts = [self._own, *(joined_host.facts for joined_host in joined_hosts)]
         conflict = find_conflict(hosts, rendezvous.max_nodes)
         if conflict:
             raise LaunchError(f"phalanx run: {conflict}.", exit_code=2)
@@ -179,7 +179,7 @@ class Gathering:
         return text
 
     def _explain_missing(self, count: int) -> str:
-        here = ", ".join(["this one", *(f"{g.facts.name} ({g.facts.address})" for g in self._guests.values())])
+        here = ", ".join(["this one", *(f"{g.facts.name} ({g.facts.address})" for g in self._joined_hosts.values())])
         places = ", ".join(join_endpoint(own.address, self._port) for own in self._advertised)
         return (
             f"phalanx run: {count} of {self._rendezvous.min_nodes} hosts came within "
@@ -192,7 +192,7 @@ class Gathering:
         """Take what comes within `span_s`."""
         poll = select.poll()
         control = self._host.zygote.control
-        for fd in (self._mail.fileno(), self._mail.notices.fileno(), self._host.signals, control.fileno()):
+        for fd in (self._channel.fileno(), self._channel.notices.fileno(), self._host.signals, control.fileno()):
             poll.register(fd, select.POLLIN)
         self._host.display.tick()
         span_s = 0.05 if self._host.display.writers else min(max(span_s, 0.0), 3600.0)
@@ -211,34 +211,34 @@ class Gathering:
                     "phalanx run: the process from which the ranks are forked (the zygote) has ended while it imported "
                     "torch. If nobody killed it, memory is the first suspect; or try --no-preload."
                 )
-        for line in self._mail.notices.take():
+        for line in self._channel.notices.take():
             self._host.display.say(f"phalanx run: {line}")
-        for letter in self._mail.take() if self._mail.fileno() in ready else ():
-            self._read(letter)
+        for message in self._channel.take() if self._channel.fileno() in ready else ():
+            self._read(message)
 
-    def _read(self, letter: Letter) -> None:
-        if letter.kind == "joined":
-            if unfit := describe_unfit(letter.body):
+    def _read(self, message: ControlMessage) -> None:
+        if message.kind == "joined":
+            if unfit := describe_unfit(message.body):
                 self._host.display.say(f"phalanx run: {unfit}")
-            facts = HostFacts.from_json(letter.member, letter.body)
+            facts = HostFacts.from_json(message.member, message.body)
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 if facts is not None:
-                    self._guests[letter.member] = Guest(facts, str(letter.body["reached"]))
-        elif letter.kind in ("left", "lost"):
-            self._guests.pop(letter.member, None)
-        elif letter.kind == "answering" and letter.body.get("trial") == self._trial:
+                    self._joined_hosts[message.member] = JoinedHost(facts, str(message.body["reached"]))
+        elif message.kind in ("left", "lost"):
+            self._joined_hosts.pop(message.member, None)
+        elif message.kind == "answering" and message.body.get("trial") == self._trial:
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                self._ports[letter.member] = int(letter.body["port"]), str(letter.body["problem"])
-        elif letter.kind == "reached" and letter.body.get("trial") == self._trial:
+                self._ports[message.member] = int(message.body["port"]), str(message.body["problem"])
+        elif message.kind == "reached" and message.body.get("trial") == self._trial:
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                results = {int(node): str(answer) for node, answer in letter.body["results"]}
-                self._results[letter.member] = results
-        elif letter.kind in ("unreachable", "expelled"):
-            raise LaunchError(f"phalanx run: the coordinator on this host has failed: {letter.body['why']}")
+                results = {int(node): str(answer) for node, answer in message.body["results"]}
+                self._results[message.member] = results
+        elif message.kind in ("unreachable", "expelled"):
+            raise LaunchError(f"phalanx run: the coordinator on this host has failed: {message.body['why']}")
 
     def _refuse(self, member: int, why: str) -> None:
-        self._guests.pop(member, None)
-        self._mail.put(member, "end", code=1, why=f"phalanx run: {why}")
+        self._joined_hosts.pop(member, None)
+        self._channel.put(member, "end", code=1, why=f"phalanx run: {why}")
 
     def _try_reach(self, nodes: Sequence[Node]) -> bool:
         """Let every host try every other one; False if one has gone meanwhile.
@@ -246,22 +246,22 @@ class Gathering:
         Raises:
             LaunchError: some cannot reach some other one.
         """
-        guests = [node for node in nodes if node.facts.member != self._mail.member]
+        joined_hosts = [node for node in nodes if node.facts.member != self._channel.member]
         self._trial += 1
         self._ports, self._results = {}, {}
-        for node in guests:
-            self._mail.put(node.facts.member, "answer", trial=self._trial)
-        if not self._await_all(guests, lambda: len(self._ports) == len(guests)):
+        for node in joined_hosts:
+            self._channel.put(node.facts.member, "answer", trial=self._trial)
+        if not self._await_all(joined_hosts, lambda: len(self._ports) == len(joined_hosts)):
             return False
         targets = []
         lines = []
-        for node in guests:
+        for node in joined_hosts:
             port, problem = self._ports.get(node.facts.member, (0, "it did not say"))
             targets.append(Target(node.place.node, node.label, node.facts.address, port))
             if not port:
                 lines.append(f"  {node.label} cannot be tried at {node.facts.address}: {problem}")
         if not lines:
-            results = self._try_targets(nodes, guests, targets)
+            results = self._try_targets(nodes, joined_hosts, targets)
             if results is None:
                 return False
             lines = describe([node.label for node in nodes], results, targets)
@@ -275,7 +275,7 @@ class Gathering:
         return True
 
     def _try_targets(
-        self, nodes: Sequence[Node], guests: Sequence[Node], targets: Sequence[Target]
+        self, nodes: Sequence[Node], joined_hosts: Sequence[Node], targets: Sequence[Target]
     ) -> dict[int, dict[int, str]] | None:
         """What came back to each host from each target; None if a host has gone meanwhile."""
         expected, trial = set(), self._trial
@@ -284,22 +284,22 @@ class Gathering:
             if not theirs:
                 continue  # the first host was reached: they have come
             expected.add(node.facts.member)
-            if node.facts.member == self._mail.member:
+            if node.facts.member == self._channel.member:
                 try_all(
                     theirs,
                     self._key.reach_secret(),
-                    lambda results: self._mail.put(
-                        self._mail.member, "reached", trial=trial, results=list(results.items())
+                    lambda results: self._channel.put(
+                        self._channel.member, "reached", trial=trial, results=list(results.items())
                     ),
                 )
             else:
-                self._mail.put(
+                self._channel.put(
                     node.facts.member,
                     "reach",
                     trial=trial,
                     targets=[[each.node, each.label, each.address, each.port] for each in theirs],
                 )
-        if not self._await_all(guests, lambda: expected <= set(self._results)):
+        if not self._await_all(joined_hosts, lambda: expected <= set(self._results)):
             return None
         silent = {target.node: "did not say" for target in targets}
         return {
@@ -308,12 +308,12 @@ class Gathering:
             if node.facts.member in expected
         }
 
-    def _await_all(self, guests: Sequence[Node], done: Callable[[], bool]) -> bool:
+    def _await_all(self, joined_hosts: Sequence[Node], done: Callable[[], bool]) -> bool:
         """Wait until all have said something, or time is up; False if one has gone."""
         end = time.monotonic() + 2 * TRY_S
         while not done() and time.monotonic() < end:
             self._wait(end - time.monotonic())
-            if any(node.facts.member not in self._guests for node in guests):
-                self._mail.put(-1, "tried")
+            if any(node.facts.member not in self._joined_hosts for node in joined_hosts):
+                self._channel.put(-1, "tried")
                 return False
         return True

@@ -15,7 +15,7 @@ from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
 from phalanx.launch.agent.agent import run_job
 from phalanx.launch.command import plan_job
 from phalanx.launch.hosts.membership import Joined, connect
-from phalanx.launch.hosts.roster import UNFIT
+from phalanx.launch.hosts.node_plan import UNFIT
 from phalanx.launch.options import OPTIONS
 from phalanx.launch.output.standard import guarded, open_standard_descriptors
 from phalanx.launch.output.text import show
@@ -114,18 +114,18 @@ def _join(endpoint: str, settings: Settings) -> int:
             exit_code=USAGE_EXIT_CODE,
         )
     joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, say=_say)
-    terms = joined.terms
+    job_spec = joined.job_spec
     try:
-        if os.path.isdir(terms.folder):
-            os.chdir(terms.folder)
-        plan = plan_job(terms.to_settings(settings), os.environ)
+        if os.path.isdir(job_spec.folder):
+            os.chdir(job_spec.folder)
+        plan = plan_job(job_spec.to_settings(settings), os.environ)
     except (LaunchError, OSError) as error:
         _tell_first_host(joined, str(error))
         where = (
             ""
-            if os.path.isdir(terms.folder)
+            if os.path.isdir(job_spec.folder)
             else (
-                f"\nThe first host runs it in {terms.folder}, which is not here; so it was looked for in "
+                f"\nThe first host runs it in {job_spec.folder}, which is not here; so it was looked for in "
                 f"{os.getcwd()}. Type "
                 "`phalanx join` in the folder that holds the script."
             )
@@ -133,7 +133,7 @@ def _join(endpoint: str, settings: Settings) -> int:
         raise LaunchError(
             f"{error}{where}", exit_code=error.exit_code if isinstance(error, LaunchError) else 1
         ) from None
-    return run_job(replace(plan, run_id=terms.run_id), joined)
+    return run_job(replace(plan, run_id=job_spec.run_id), joined)
 
 
 def _tell_first_host(joined: Joined, why: str) -> None:

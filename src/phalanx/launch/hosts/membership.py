@@ -21,12 +21,12 @@ from phalanx.launch.agent.attempt import Host
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.environment import Place, describe_ranks
 from phalanx.launch.hosts.addresses import find_interface
+from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost
-from phalanx.launch.hosts.mail import Letter, Mail
+from phalanx.launch.hosts.job_spec import KEY, JobSpec
+from phalanx.launch.hosts.node_plan import HostFacts
 from phalanx.launch.hosts.orphaned import describe_membership
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
-from phalanx.launch.hosts.roster import HostFacts
-from phalanx.launch.hosts.terms import KEY, Terms
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal
 from phalanx.launch.rendezvous import Rendezvous
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _PAUSE_S = 0.1
 _TRY_S = 20.0
 _TELL_AFTER_S = 3.0
-_LAST_WORDS_S = 5.0
+_LEAVE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Joined:
 
     client: Client
     key: Key | None
-    terms: Terms
+    job_spec: JobSpec
 
 
 def connect(
@@ -58,7 +58,7 @@ def connect(
 ) -> Joined:
     """Connect to the coordinator, which may start later than we do, at the first of `endpoints` where `job` answers.
 
-    Its terms follow at once.
+    Its job spec follows at once.
 
     Raises:
         LaunchError: it cannot be reached in time, has another key or another version; the message says which.
@@ -83,11 +83,11 @@ def connect(
             say(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
         time.sleep(_PAUSE_S)
     try:
-        terms = Terms.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
+        job_spec = JobSpec.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
     except (PhalanxError, ValueError) as error:
         client.close()
         raise LaunchError(f"phalanx run: {endpoint}: {error}") from None
-    return Joined(client, key, terms)
+    return Joined(client, key, job_spec)
 
 
 def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined:
@@ -186,35 +186,35 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
         ) from None
     facts = HostFacts(
         -1, socket.gethostname(), os.getpid(), plan.num_ranks, plan.settings.role, own, rendezvous.node_rank,
-        joined.terms.run_id,
+        joined.job_spec.run_id,
     )  # fmt: skip
     assert isinstance(host.pump.viewer, Forward)
     try:
         client.join({**facts.to_json(), "reached": client.address.host})
-        mail = Mail(client)
+        channel = ControlChannel(client)
     except PhalanxError as error:
         client.close()
         raise LaunchError(f"phalanx run: {error}") from None
-    host.pump.viewer.connect(mail)
+    host.pump.viewer.connect(channel)
     host.zygote.remember(describe_membership(client))
-    followed = _Followed(plan, host, joined, mail, own)
+    followed = _Followed(plan, host, joined, channel, own)
     try:
         return followed.run()
     finally:
         followed.stop_answering()
         if not followed.is_alone:
-            mail.leave(_LAST_WORDS_S)
-        mail.close()
+            channel.leave(_LEAVE_TIMEOUT_S)
+        channel.close()
 
 
 class _Followed:
     """This host in a job: start after start, until the first host says that it is over."""
 
-    def __init__(self, plan: JobPlan, host: Host, joined: Joined, mail: Mail, own: str) -> None:
+    def __init__(self, plan: JobPlan, host: Host, joined: Joined, channel: ControlChannel, own: str) -> None:
         self._plan = plan
         self._host = host
         self._joined = joined
-        self._mail = mail
+        self._channel = channel
         self._own = own
         self._responder: Responder | None = None
         self._has_begun = False
@@ -222,21 +222,21 @@ class _Followed:
 
     def run(self) -> int:
         while True:
-            letter = self._await_orders()
-            if letter.kind == "end":
-                return self._end(letter.body)
-            attempt = self._begin(letter.body)
+            message = self._await_orders()
+            if message.kind == "end":
+                return self._end(message.body)
+            attempt = self._begin(message.body)
             try:
                 attempt.run()
             finally:
                 attempt.close()
             if attempt.zygote_lost and not attempt.zygote_given_up:
                 why = "the process from which its ranks are forked (the zygote) has ended"
-                self._mail.put(FIRST, "failed", attempt=int(letter.body["attempt"]), why=why)
+                self._channel.put(FIRST, "failed", attempt=int(message.body["attempt"]), why=why)
             if attempt.ended is not None:
                 return self._end(attempt.ended)
-            if attempt.obedience.abandoned_by:
-                self._raise_lost(attempt.obedience.abandoned_by)
+            if attempt.supervision.abandoned_by:
+                self._raise_lost(attempt.supervision.abandoned_by)
 
     def stop_answering(self) -> None:
         """Close the port at which other hosts have tried to reach this one, if it is open."""
@@ -252,7 +252,7 @@ class _Followed:
             port = self._responder.port
         except OSError as error:
             problem = error.strerror or str(error)
-        self._mail.put(FIRST, "answering", trial=trial, port=port, problem=problem)
+        self._channel.put(FIRST, "answering", trial=trial, port=port, problem=problem)
 
     def _raise_lost(self, why: str) -> NoReturn:
         self.is_alone = True
@@ -271,10 +271,10 @@ class _Followed:
             raise LaunchError(str(body["why"]), exit_code=int(body["code"]))
         return int(body["code"])
 
-    def _await_orders(self) -> Letter:
+    def _await_orders(self) -> ControlMessage:
         """The next start, or the end; meanwhile it is tried whether this host reaches the others."""
         poll = select.poll()
-        poll.register(self._mail.fileno(), select.POLLIN)
+        poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(self._host.signals, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poll.poll(100 if self._host.display.writers else 1000)}
@@ -286,38 +286,40 @@ class _Followed:
                             f"phalanx run: stopped by {signal.Signals(number).name} before the job began",
                             exit_code=128 + number,
                         )
-            orders: Letter | None = None
-            for letter in self._mail.take() if self._mail.fileno() in ready else ():
-                orders = self._read(letter) or orders
+            orders: ControlMessage | None = None
+            for message in self._channel.take() if self._channel.fileno() in ready else ():
+                orders = self._read(message) or orders
             if orders is not None:
                 return orders
 
-    def _read(self, letter: Letter) -> Letter | None:
-        if letter.kind in ("unreachable", "expelled") or (letter.member == FIRST and letter.kind in ("left", "lost")):
-            self._raise_lost(letter.body["why"])
-        if letter.member != FIRST:
+    def _read(self, message: ControlMessage) -> ControlMessage | None:
+        if message.kind in ("unreachable", "expelled") or (
+            message.member == FIRST and message.kind in ("left", "lost")
+        ):
+            self._raise_lost(message.body["why"])
+        if message.member != FIRST:
             return None
-        if letter.kind == "late":
+        if message.kind == "late":
             self._host.display.say(
                 "phalanx run: the job has begun without this host, which waits for its next start: with "
                 "--max-restarts, "
                 "after a failure"
             )
-        if letter.kind == "host lost":
-            say_host_lost(letter, self._host.display)
-        if letter.kind == "answer" and self._joined.key is not None:
-            self._answer(self._joined.key.reach_secret(), letter.body["trial"])
-        if letter.kind in ("start", "end", "tried"):
+        if message.kind == "host lost":
+            say_host_lost(message, self._host.display)
+        if message.kind == "answer" and self._joined.key is not None:
+            self._answer(self._joined.key.reach_secret(), message.body["trial"])
+        if message.kind in ("start", "end", "tried"):
             self.stop_answering()
-        if letter.kind == "reach" and self._joined.key is not None:
-            targets = [Target(int(n), str(label), str(at), int(port)) for n, label, at, port in letter.body["targets"]]
-            trial = letter.body["trial"]
+        if message.kind == "reach" and self._joined.key is not None:
+            targets = [Target(int(n), str(label), str(at), int(port)) for n, label, at, port in message.body["targets"]]
+            trial = message.body["trial"]
             try_all(
                 targets,
                 self._joined.key.reach_secret(),
-                lambda results: self._mail.put(FIRST, "reached", trial=trial, results=list(results.items())),
+                lambda results: self._channel.put(FIRST, "reached", trial=trial, results=list(results.items())),
             )
-        return letter if letter.kind in ("start", "end") else None
+        return message if message.kind in ("start", "end") else None
 
     def _begin(self, body: dict[str, Any]) -> FollowerAttempt:
         self._has_begun = True
@@ -330,7 +332,7 @@ class _Followed:
             master_addr=str(address),
             master_port=int(port),
             rank_variables={
-                **{k: v for k, v in self._joined.terms.environment.items() if k not in self._plan.environ},
+                **{k: v for k, v in self._joined.job_spec.environment.items() if k not in self._plan.environ},
                 **self._plan.rank_variables,
                 **(name_own_address(self._own, interface, self._plan.environ) if self._joined.key is not None else {}),
             },
@@ -340,7 +342,7 @@ class _Followed:
             f"{describe_ranks(place)} of {place.world_size}. What they print is shown there."
         )
         store = (str(self._joined.client.address), str(self._joined.key or ""))
-        return FollowerAttempt(plan, self._host, int(body["attempt"]), place, self._mail, store)
+        return FollowerAttempt(plan, self._host, int(body["attempt"]), place, self._channel, store)
 
 
 def name_own_address(address: str, interface: str, environ: Any) -> dict[str, str]:

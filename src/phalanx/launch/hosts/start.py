@@ -17,12 +17,12 @@ from phalanx.launch.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_att
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.calls.remote import fetch_outcomes
 from phalanx.launch.hosts.addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
+from phalanx.launch.hosts.control_channel import ControlChannel, Notices
 from phalanx.launch.hosts.follower import Forward
 from phalanx.launch.hosts.gather import Gathering
+from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.leader import LeaderAttempt
-from phalanx.launch.hosts.mail import Mail, Notices
 from phalanx.launch.hosts.membership import Joined, follow, join_first_host
-from phalanx.launch.hosts.terms import KEY, Terms
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.rendezvous import Rendezvous, join_endpoint, split_endpoint
 
@@ -50,9 +50,9 @@ def decide_lead(rendezvous: Rendezvous) -> bool:
 
 def _lead(plan: JobPlan, rendezvous: Rendezvous, zygote: ZygoteProcess, signals: int) -> int:
     key = Key.generate() if rendezvous.is_local else find_or_make_key(plan, rendezvous)
-    with opened_host(plan, zygote, signals) as host, _serving(plan, rendezvous, key) as (service, mail, advertised):
+    with opened_host(plan, zygote, signals) as host, _serving(plan, rendezvous, key) as (service, channel, advertised):
         port = service.address.port if service.address is not None else 0
-        gathering = Gathering(plan, rendezvous, host, mail, key, advertised, port)
+        gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
 
         def begin(restart_count: int) -> LeaderAttempt:
             return gathering.begin(restart_count, service.local)
@@ -73,7 +73,9 @@ def _lead(plan: JobPlan, rendezvous: Rendezvous, zygote: ZygoteProcess, signals:
 
 
 @contextlib.contextmanager
-def _serving(plan: JobPlan, rendezvous: Rendezvous, key: Key) -> Iterator[tuple[Service, Mail, list[OwnAddress]]]:
+def _serving(
+    plan: JobPlan, rendezvous: Rendezvous, key: Key
+) -> Iterator[tuple[Service, ControlChannel, list[OwnAddress]]]:
     """The coordinator of the job, with this agent as its first member, and the addresses where others find it."""
     notices = Notices()
     service, advertised = _open_service(plan, rendezvous, key, notices)
@@ -81,13 +83,13 @@ def _serving(plan: JobPlan, rendezvous: Rendezvous, key: Key) -> Iterator[tuple[
         if rendezvous.announce is not None:
             rendezvous.announce(service.local)
         client = Client(service.local)
-        client.set(KEY, Terms.of(plan.settings, plan.run_id, plan.environ).to_bytes())
+        client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ).to_bytes())
         client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
-        mail = Mail(client, notices)
+        channel = ControlChannel(client, notices)
         try:
-            yield service, mail, advertised
+            yield service, channel, advertised
         finally:
-            mail.close()
+            channel.close()
 
 
 def _open_service(

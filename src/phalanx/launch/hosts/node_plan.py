@@ -65,7 +65,7 @@ def describe_unfit(facts: Mapping[str, Any]) -> str:
     if facts.get("kind") != UNFIT:
         return ""
     words = f"{facts.get('host')} has come, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS]
-    return "".join(letter if letter.isprintable() else "?" for letter in words)  # it goes to a terminal
+    return "".join(message if message.isprintable() else "?" for message in words)  # it goes to a terminal
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:

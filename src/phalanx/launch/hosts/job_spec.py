@@ -12,7 +12,7 @@ from phalanx.launch.options import Streams
 from phalanx.launch.settings import Settings
 from phalanx.launch.target import Kind, Target
 
-KEY = "launch/terms"  # where they lie in the coordinator's store
+KEY = "launch/job_spec"  # where it lies in the coordinator's store
 VERSION = 1
 
 # Of the first host's environment these go to the ranks of all hosts, where a host does not set them itself.
@@ -22,7 +22,7 @@ _OF_ONE_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "TORCH_HO
 
 
 @dataclass(frozen=True)
-class Terms:
+class JobSpec:
     """The job as the first host was asked for it."""
 
     kind: Kind
@@ -50,7 +50,7 @@ class Terms:
     version: int = VERSION
 
     @classmethod
-    def of(cls, settings: Settings, run_id: str, environ: Mapping[str, str]) -> Terms:
+    def of(cls, settings: Settings, run_id: str, environ: Mapping[str, str]) -> JobSpec:
         """Those of the job that was asked for here."""
         rendezvous = settings.rendezvous
         assert rendezvous is not None
@@ -68,7 +68,7 @@ class Terms:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Terms:
+    def from_bytes(cls, data: bytes) -> JobSpec:
         """The inverse of `to_bytes`.
 
         Raises:

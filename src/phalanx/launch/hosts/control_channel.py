@@ -25,7 +25,7 @@ _MAX_BATCH = 64
 
 
 @dataclass(frozen=True)
-class Letter:
+class ControlMessage:
     """What has come: a message (`kind` is its own) from `member`; or of the coordinator: joined, left, lost, expelled,
     unreachable, reachable; then `body` holds the facts, or why.
     """
@@ -74,7 +74,7 @@ class Notices:
         os.close(self._write)
 
 
-class Mail:
+class ControlChannel:
     """The agent's part in the coordinator's messages. Owns `client`, and the thread that sends."""
 
     def __init__(self, client: Client, notices: Notices | None = None) -> None:
@@ -88,7 +88,7 @@ class Mail:
         self._number = 0
         self._taken: dict[int, int] = {}  # member -> number of its last message: one may come twice after a cut
         self._offsets: dict[int, float] = {}  # member -> how much its clock is behind ours, at most
-        self._thread = threading.Thread(target=self._send, name="phalanx-mail", daemon=True)
+        self._thread = threading.Thread(target=self._send, name="phalanx-control", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
@@ -109,13 +109,13 @@ class Mail:
             self._queue.append((member, data))
             self._lock.notify()
 
-    def take(self) -> list[Letter]:
+    def take(self) -> list[ControlMessage]:
         """What has come; does not wait."""
-        letters = []
+        messages = []
         for event in self._client.take():
             if event.kind != "message":
                 body = event.facts if event.kind == "joined" else {"why": event.why}
-                letters.append(Letter(event.kind, event.member, body, 0.0))
+                messages.append(ControlMessage(event.kind, event.member, body, 0.0))
                 continue
             try:
                 body = json.loads(event.body)
@@ -127,8 +127,8 @@ class Mail:
             self._taken[event.member] = number
             behind = time.monotonic() - sent_at
             self._offsets[event.member] = min(behind, self._offsets.get(event.member, behind))
-            letters.append(Letter(kind, event.member, body, sent_at))
-        return letters
+            messages.append(ControlMessage(kind, event.member, body, sent_at))
+        return messages
 
     def to_own_clock(self, member: int, at: float) -> float:
         """A time that `member` told, on this host's monotonic clock: late by the shortest way of a message so far."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.launch.hosts.addresses import is_own, own_addresses
-from phalanx.launch.hosts.mail import decode_lines, encode_lines
-from phalanx.launch.hosts.roster import HostFacts, find_conflict, find_node, name_apart, plan_nodes
+from phalanx.launch.hosts.control_channel import decode_lines, encode_lines
+from phalanx.launch.hosts.node_plan import HostFacts, find_conflict, find_node, name_apart, plan_nodes
 
 
 def host(member: int, num_ranks: int = 1, role: str = "default", node_rank: int | None = None) -> HostFacts:
