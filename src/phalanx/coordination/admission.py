@@ -1,4 +1,4 @@
-"""Who is let in through the network: those who know the key. Who is not is counted, and told with its address.
+"""Who is admitted through the network: those who know the key. Who is not is counted, and told with its address.
 
 ZeroMQ does the cryptography (CURVE) and asks here about each public key (its protocol ZAP). Somebody with another key
 fails before that question, in the handshake; so the monitor of the socket is read as well.
@@ -21,13 +21,13 @@ _MAX_REMEMBERED = 1024
 _PAUSE_S = 10.0  # between two lines that say the same
 _MAX_LINES = 20  # in such a pause, whatever they say
 _EVENT_BYTES = 6
-_LOOK_S = 1.0  # between two looks at the kernel's table, which may be long
+_READ_S = 1.0  # between two readings of the kernel's table, which may be long
 _MAX_GUESSES = 4
 _ENDED = (4, 5, 6, 8, 9, 11)  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK, CLOSING
 
 
 class Complaints:
-    """What strangers and members do wrong, in few lines however often they do it."""
+    """What members, and processes without the key, do wrong, in few lines however often they do it."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -36,7 +36,7 @@ class Complaints:
         self.num_refused = 0
 
     def refused(self, peer: str, why: str, now: float) -> None:
-        """A connection from `peer` was not let in."""
+        """A connection from `peer` was not admitted."""
         self.num_refused += 1
         self.add(f"refused a connection from {peer}: {why}", now)
 
@@ -57,7 +57,7 @@ class Complaints:
 
 
 class Admission:
-    """The answers to ZAP's questions, for one context of ZeroMQ: only this public key is let in."""
+    """The answers to ZAP's questions, for one context of ZeroMQ: only this public key is admitted."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], member_key: bytes, complaints: Complaints) -> None:
         self._known = z85.decode(member_key)
@@ -80,17 +80,17 @@ class Admission:
             self.socket.send_multipart((version, request, *status, b"", b""))
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Nobody is admitted any more."""
         self.socket.close()
 
 
-class Doorkeeper:
+class ConnectionMonitor:
     """Watches the connections of a listening socket: who was refused in the handshake, and how many are open."""
 
     def __init__(self, watched: zmq.Socket[bytes], port: int, complaints: Complaints) -> None:
         self._watched = watched
         self._port = port
-        self._looked_at = -_LOOK_S
+        self._read_at = -_READ_S
         self._complaints = complaints
         self.socket = watched.get_monitor_socket(
             zmq.EVENT_ACCEPTED
@@ -104,11 +104,11 @@ class Doorkeeper:
 
     @property
     def num_open(self) -> int:
-        """How many connections are open, known or strange."""
+        """How many connections are open, authenticated or not yet."""
         return len(self._peers)
 
-    def look(self, now: float) -> None:
-        """Take note of what has happened."""
+    def read_events(self, now: float) -> None:
+        """Read what has happened since."""
         while True:
             try:
                 frame, _ = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -122,8 +122,8 @@ class Doorkeeper:
             elif event == zmq.EVENT_DISCONNECTED:
                 peer = self._peers.pop(value, "")
                 if self._failed:
-                    if not peer and now - self._looked_at >= _LOOK_S:
-                        self._looked_at, peer = now, gone_peers(self._port)
+                    if not peer and now - self._read_at >= _READ_S:
+                        self._read_at, peer = now, gone_peers(self._port)
                     peer = peer or "an address that was gone before it could be seen"
                     self._complaints.refused(peer, "it does not know the job's key, or speaks another language", now)
                 self._failed = False

@@ -21,7 +21,7 @@ from types import TracebackType
 import zmq
 
 from phalanx.coordination.address import Address, listen
-from phalanx.coordination.admission import Admission, Complaints, Doorkeeper
+from phalanx.coordination.admission import Admission, Complaints, ConnectionMonitor
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
 from phalanx.coordination.wire import MAX_FRAME_BYTES, frames
@@ -77,7 +77,7 @@ class Service:
         self._context.max_sockets = 64
         self._complaints = Complaints(self._say)
         self._admission: Admission | None = None
-        self._doorkeeper: Doorkeeper | None = None
+        self._monitor: ConnectionMonitor | None = None
         self._listener: socket.socket | None = None
         self._is_listening = False
         self._endpoint = ""
@@ -125,8 +125,8 @@ class Service:
         self.close()
 
     def _free(self) -> None:
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        if self._monitor is not None:
+            self._monitor.close()
         if self._admission is not None:
             self._admission.close()
         if self._listener is not None:
@@ -166,7 +166,7 @@ class Service:
         router.zap_domain = b"phalanx"
         router.ipv6 = True
         self.address = Address(place.host, self._listener.getsockname()[1])
-        self._doorkeeper = Doorkeeper(router, self.address.port, self._complaints)
+        self._monitor = ConnectionMonitor(router, self.address.port, self._complaints)
         self._remote = router
         self._listen(True)
         return router
@@ -220,8 +220,8 @@ class Service:
             poller.register(router, _POLLIN)
         if self._admission is not None:
             poller.register(self._admission.socket, _POLLIN)
-        if self._doorkeeper is not None:
-            poller.register(self._doorkeeper.socket, _POLLIN)
+        if self._monitor is not None:
+            poller.register(self._monitor.socket, _POLLIN)
         poller.register(self._alarm, _POLLIN)
         max_open = _descriptors_left()
         ticked_at = time.monotonic()
@@ -230,9 +230,9 @@ class Service:
                 socket for socket, _ in poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
             }
             now = time.monotonic()
-            if self._doorkeeper is not None and self._doorkeeper.socket in ready:
-                self._doorkeeper.look(now)
-                if self._is_listening != (fits := self._doorkeeper.num_open < max_open):
+            if self._monitor is not None and self._monitor.socket in ready:
+                self._monitor.read_events(now)
+                if self._is_listening != (fits := self._monitor.num_open < max_open):
                     self._listen(fits)
             if self._admission is not None and self._admission.socket in ready:
                 self._admission.answer(now)
