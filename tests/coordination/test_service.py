@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from phalanx.coordination.admission import gone_peers
-from phalanx.coordination.client import Client, Event
+from phalanx.coordination.client import Client
+from phalanx.coordination.event import Event
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError

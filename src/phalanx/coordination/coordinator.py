@@ -1,24 +1,19 @@
 """What the coordinator does with a request: the state of a job, without sockets and without a clock.
 
-    frame from a session ──► handle() ──► answers, for this session and for those who waited   ──► outgoing
-                    time ──► tick()   ──► members that are lost, events for the others         ──► outgoing
-
-A session is one connection of a client, through all its reconnections. A client sends a request again when no answer
-came; one that changes something is done once, since the session remembers its last answers.
+frame from a session ──► handle() ──► answers, for this session and for those who waited   ──► outgoing
+                time ──► tick()   ──► members that are lost, events for the others         ──► outgoing
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx.coordination.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
 from phalanx.coordination.reports import Reports
+from phalanx.coordination.session import Answer, Session
 from phalanx.coordination.wire import (
     MAX_FIELDS,
     MAX_VALUE_BYTES,
@@ -34,8 +29,6 @@ from phalanx.coordination.wire import (
     unpack_text,
 )
 
-MAX_ANSWERS = 1024  # kept per session; a client never has half as many requests under way that change something
-MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
 MAX_POPS = 16  # that are undone if their taker had just given up
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES  # for one member, of events that nobody was asked about: who joined, who went
 MAX_PARKED = 1024  # requests of one session that wait
@@ -53,43 +46,6 @@ _CHANGES = frozenset({
 
 # Those that look at everything: one in a frame, so that the next member's turn comes.
 _LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
-
-Answer = bytes
-
-
-@dataclass(eq=False)
-class Session:
-    """One client. `route` is what the service needs in order to answer it."""
-
-    route: Any
-    heard_at: float
-    member: Member | None = None
-    gone: str = ""  # why it is no member any more
-    parked: dict[int, Waiter] = field(default_factory=dict)
-    num_parked_keys: int = 0
-    outgoing: list[Answer] = field(default_factory=list)
-    outgoing_bytes: int = 0
-    popped: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)  # queue and item, of late
-    num_unsent_pops: int = 0  # how many of them are among `outgoing`
-    _answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
-    _answer_bytes: int = 0
-
-    def answered(self, number: int) -> Answer | None:
-        """What was answered to this request already."""
-        return self._answers.get(number)
-
-    def remember(self, number: int, answer: Answer) -> None:
-        """Give the same answer if the request comes again."""
-        self._answers[number] = answer
-        self._answer_bytes += len(answer)
-        while len(self._answers) > MAX_ANSWERS or (self._answer_bytes > MAX_ANSWER_BYTES and len(self._answers) > 1):
-            self._answer_bytes -= len(self._answers.popitem(last=False)[1])
-
-    def unanswer(self, number: int) -> None:
-        """The answer never reached the client, and what it said is not so any more."""
-        answer = self._answers.pop(number, None)
-        if answer is not None:
-            self._answer_bytes -= len(answer)
 
 
 class Coordinator:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
-from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket, Request
 from phalanx.launch.agent.flights import Flights
+from phalanx.launch.agent.scratch import create_scratch, create_store
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.stragglers import describe_stragglers
 from phalanx.launch.agent.supervision import Action, Kill, Supervision, Tell
@@ -30,9 +28,8 @@ from phalanx.launch.output.display import Display
 from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import ENDING_SIGNALS, name_signal
+from phalanx.launch.processes import ENDING_SIGNALS
 from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer, answer_others
-from phalanx.symmetric_memory.memfd import create
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
@@ -101,7 +98,7 @@ class Attempt:
 
     def create_store(self) -> tuple[int | None, str]:
         """Where the ranks meet: a descriptor, ours, that leads there, and what PHALANX_STORE says."""
-        store = _create_store()
+        store = create_store()
         return store, "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
@@ -187,8 +184,8 @@ class Attempt:
         self._next = self.place.num_ranks
 
     def _fork(self, rank: int) -> None:
-        dump = self._dumps[rank] = _create_scratch("phalanx-dump")
-        stacks = self._stacks[rank] = _create_scratch("phalanx-stacks")
+        dump = self._dumps[rank] = create_scratch("phalanx-dump")
+        stacks = self._stacks[rank] = create_scratch("phalanx-stacks")
         ends = []
         try:
             for stream in (1, 2):
@@ -429,39 +426,3 @@ class Attempt:
 
 def _count(ranks: int) -> str:
     return f"{ranks} rank{'s' * (ranks != 1)}"
-
-
-def _create_scratch(name: str) -> int:
-    """A file without a name that a rank writes, and we read when it can't speak any more; a write adds to its end."""
-    if sys.platform != "linux":
-        return os.open(os.devnull, os.O_RDWR)
-    fd = create(name)
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
-    return fd
-
-
-def _create_store() -> int | None:
-    """A file without a name, which the ranks open through this process: gone with it, and no port opened."""
-    return create("phalanx-store") if sys.platform == "linux" else None
-
-
-def describe_overdue(state: Supervision) -> str:
-    """One line on ranks that had to be stopped because the others had ended."""
-    return (
-        f"phalanx run: {name_ranks(state.overdue)} did not end within "
-        f"{state.exit_timeout_s:g} s of the first (--exit-timeout), and had to be "
-        f"{'killed' if state.killed else 'stopped'}"
-    )
-
-
-def describe_signal_end(state: Supervision) -> str:
-    """One line on how a job ended that was told to stop."""
-    assert state.interrupted is not None
-    name = name_signal(state.interrupted)
-    if not state.killed:
-        return f"phalanx run: stopped by {name}"
-    ranks = ", ".join(str(rank) for rank in state.killed)
-    return (
-        f"phalanx run: stopped by {name}; rank{'s' * (len(state.killed) > 1)} {ranks} did not end within "
-        f"{state.grace_s:g} s and had to be killed (--grace gives them more)"
-    )

@@ -12,7 +12,8 @@ from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket
-from phalanx.launch.agent.attempt import Attempt, Host, describe_overdue, describe_signal_end
+from phalanx.launch.agent.attempt import Attempt, Host
+from phalanx.launch.agent.last_words import describe_overdue, describe_signal_end
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess

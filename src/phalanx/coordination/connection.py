@@ -1,0 +1,493 @@
+"""A process's connection to the coordinator: requests that block, with a deadline; and events, without blocking.
+
+Any number of threads may call. Whoever waits reads the socket, for itself and for the others:
+
+    call ──► send ──► is somebody reading? ── no ──► read until mine has come, then let another one read
+                                           └─ yes ─► sleep until the reader wakes me
+
+so that a lone thread pays for no switch to another one. A member has a thread besides, which says that it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+
+import zmq
+
+from phalanx.coordination.address import Address
+from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, open_dealer
+from phalanx.coordination.event import Event
+from phalanx.coordination.key import Key
+from phalanx.coordination.refusal import explain_refusal
+from phalanx.coordination.route import NoRouteError, Route, find_route
+from phalanx.coordination.service import heartbeat_s
+from phalanx.coordination.wakeup import drain, new_wakeup, release, ring
+from phalanx.coordination.wire import (
+    MAX_FRAME_BYTES,
+    MAX_MESSAGES,
+    VERSION,
+    Op,
+    Status,
+    WireError,
+    pack,
+    pack_number,
+    unpack,
+    unpack_number,
+)
+from phalanx.deadline import Deadline
+from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
+
+_RESEND_S = 3.0
+_MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
+_HANDSHAKES = 2  # that must fail before we believe it is not by accident
+
+# As plain numbers: pyzmq's enumerations take longer than what is done with them.
+_NOBLOCK, _POLLIN, _READY = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
+
+Timeout = float | timedelta | None
+
+
+class _Call:
+    __slots__ = ("answer", "error", "fields", "message", "number", "sent_at", "wake", "what")
+
+    def __init__(self, number: int, what: int, message: bytes) -> None:
+        self.number = number
+        self.what = what
+        self.message = message
+        self.sent_at = 0.0
+        self.answer: int | None = None
+        self.fields: list[bytes] = []
+        self.error: Exception | None = None
+        self.wake: threading.Lock | None = None
+
+
+class Connection:
+    """A connection to the coordinator at `address`, which is found, tried and authenticated on construction.
+
+    Arguments:
+        address: HOST:PORT, or the path of the coordinator's socket on this host.
+        key: the job's key; a path needs none.
+        timeout: of each call that is given none of its own, and of the construction.
+        job: compared with the coordinator's, where both have one.
+
+    Raises:
+        AuthenticationError: the coordinator has another key, or there is none.
+        CoordinationError: the address leads nowhere, or to something else; the message says what came back from where.
+        DeadlineError: no answer in time.
+    """
+
+    def __init__(
+        self,
+        address: str | Address,
+        key: Key | None = None,
+        *,
+        timeout: Timeout = 30.0,
+        job: str = "",
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self.address = Address.parse(address) if isinstance(address, str) else address
+        if key is None and not self.address.path:
+            raise AuthenticationError(
+                f"the coordinator at {self.address} lets in who knows the job's key, and there is none here.\n"
+                "Give the key of the host where it runs: a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key), or "
+                "PHALANX_KEY."
+            )
+        self.timeout = timeout
+        self.member = -1
+        self.job = job
+        self.key = key
+        self._given_context = context
+        self._is_closed = False
+        self._reset()
+        try:
+            self._connect(Deadline.after(timeout))
+        except BaseException:
+            self._free()
+            raise
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # of the socket, and of all that follows
+        self._reading = threading.Lock()
+        self._room = threading.BoundedSemaphore(_MAX_CALLS)
+        self._calls: dict[int, _Call] = {}
+        self._number = 0
+        self._epoch = b""
+        self._was_connected = False
+        self._cut_at: float | None = None
+        self._failed = 0
+        self._heard_at = time.monotonic()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._route: Route | None = None
+        self._reader: int | None = None
+        self._wake_fds: tuple[int, int] | None = None
+        self._events: deque[Event] = deque()
+        self._event_fds: tuple[int, int] | None = None
+        self._last_event = 0
+        self._taken_event = 0
+        self._untold_bytes = 0  # of what was taken since the coordinator was told
+        self._beat_s = 1.0
+        self._lost_after_s = 10.0
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._is_silent = False
+
+    # Connecting.
+
+    def _connect(self, deadline: Deadline) -> None:
+        endpoint = self.address.endpoint
+        if not self.address.path:
+            self._route = self._find(deadline)
+            endpoint = self._route.address.endpoint
+        elif not os.path.exists(self.address.path):
+            raise CoordinationError(
+                f"there is no coordinator at {self.address.path}: it has ended, or never began.", reason="unreachable"
+            )
+        self._context = self._given_context or zmq.Context(io_threads=1)
+        dealer = self._socket = open_dealer(self._context, None if self.address.path else self.key)
+        self._monitor = dealer.get_monitor_socket(EVENTS)
+        self._wake_fds, self._event_fds = new_wakeup(), new_wakeup()
+        self._poll = select.poll()
+        for fd in (int(dealer.fd), int(self._monitor.fd), self._wake_fds[0]):
+            self._poll.register(fd, select.POLLIN)
+        dealer.connect(endpoint)
+        try:
+            said, lost_after = self._call(Op.HELLO, pack_number(VERSION), deadline=deadline)
+        except ValueError as error:  # it speaks another version of the protocol
+            raise CoordinationError(f"{self._where}: {error}.", reason="stranger") from None
+        job = said.decode()
+        if self.job and job and self.job != job:
+            raise CoordinationError(f"{self._where} is that of job {job!r}, not of {self.job!r}.", reason="another job")
+        self.job = self.job or job
+        self._lost_after_s = float(lost_after)
+        self._beat_s = heartbeat_s(self._lost_after_s)
+
+    def _find(self, deadline: Deadline) -> Route:
+        while True:
+            try:
+                return find_route(self.address, deadline)
+            except NoRouteError as error:
+                raise CoordinationError(
+                    f"the coordinator at {self.address} cannot be reached from {_hostname()}. Tried {error}.\n"
+                    "Check that it runs there, that this host can route to it, and that no firewall is in between.",
+                    reason="unreachable",
+                ) from None
+
+    @property
+    def own_host(self) -> str:
+        """The address of this host from which the coordinator was reached; empty on the coordinator's own socket."""
+        return self._route.own_host if self._route is not None else ""
+
+    @property
+    def _where(self) -> str:
+        return f"the coordinator at {self.address}"
+
+    def close(self) -> None:
+        """Let go of the connection. A member that has not left will be counted as lost. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if os.getpid() == self._pid:
+            self._stop.set()
+            self._ring()
+            if self._thread is not None:
+                self._thread.join()
+            for call in list(self._calls.values()):
+                self._finish(call, ClosedError(f"{self._where}: this client was closed"))
+            with self._reading:
+                self._free()
+
+    def _free(self) -> None:
+        with self._lock:
+            if self._socket is not None:
+                self._socket.disable_monitor()
+                if self._monitor is not None:
+                    self._monitor.close(0)
+                self._socket.close(0)
+                self._socket = None
+            if self._context is not None and self._given_context is None:
+                self._context.term()
+            for fds in (self._wake_fds, self._event_fds):
+                for fd in fds or ():
+                    os.close(fd)
+            self._wake_fds = self._event_fds = None
+
+    # Requests.
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        return Deadline.after(self.timeout if timeout is None else timeout)
+
+    def _call(
+        self, what: int, *fields: bytes, deadline: Deadline | None = None, waits_for: Iterable[str] = ()
+    ) -> list[bytes]:
+        if deadline is None:
+            deadline = Deadline.after(self.timeout)
+        if os.getpid() != self._pid:
+            self._revive(deadline)
+        if self._is_closed:
+            raise ClosedError(f"{self._where}: this client was closed")
+        if not self._room.acquire(timeout=min(deadline.left_s, threading.TIMEOUT_MAX)):
+            raise DeadlineError(f"{self._where}: {_MAX_CALLS} calls of this process wait already.")
+        try:
+            with self._lock:
+                if self._socket is None:
+                    raise ClosedError(f"{self._where}: this client was closed")
+                self._number += 1
+                message = pack(what, self._number, *fields)
+                if len(message) > MAX_FRAME_BYTES:
+                    raise ValueError(f"a request of {len(message)} bytes; the longest may have {MAX_FRAME_BYTES}")
+                call = _Call(self._number, what, message)
+                self._calls[call.number] = call
+                self._transmit(call)
+                self._read()
+            try:
+                while call.answer is None and call.error is None and not deadline.passed:
+                    self._wait(call, deadline)
+            finally:
+                if call.answer is None and call.error is None:  # time is up, or Ctrl-C
+                    self._withdraw(call)
+        finally:
+            self._room.release()
+        if call.answer is None and call.error is None:
+            raise self._late(deadline, waits_for)
+        if call.error is not None:
+            raise call.error
+        if call.answer == Status.OK:
+            return call.fields
+        if call.answer == Status.EMPTY:
+            return []
+        if call.answer == Status.BUSY:
+            return [b"busy"]
+        said = call.fields[0].decode(errors="replace") if call.fields else ""
+        if call.answer == Status.UNKNOWN:
+            raise CoordinationError(
+                f"{self._where} does not count this process as a member: {said}.", reason="expelled"
+            )
+        raise ValueError(said)
+
+    def _withdraw(self, call: _Call) -> None:
+        with self._lock:
+            if self._calls.pop(call.number, None) is not None and self._socket is not None:
+                self._transmit_raw(pack(Op.CANCEL, 0, pack_number(call.number)))
+
+    def _late(self, deadline: Deadline, waits_for: Iterable[str]) -> DeadlineError:
+        silent_s = time.monotonic() - self._heard_at
+        keys = list(waits_for)
+        if keys and silent_s < 3 * _RESEND_S and self._cut_at is None:
+            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            return DeadlineError(f"wait timeout after {deadline.timeout_s * 1000:.0f}ms, keys: {shown}")
+        return DeadlineError(
+            f"{self._where} did not answer within {deadline.timeout_s:.1f} s; it was last heard {silent_s:.1f} s ago"
+            f"{', and the connection is cut' if self._cut_at is not None else ''}."
+        )
+
+    def _transmit(self, call: _Call) -> None:
+        call.sent_at = time.monotonic()
+        self._transmit_raw(call.message)
+
+    def _transmit_raw(self, message: bytes) -> None:
+        try:
+            assert self._socket is not None
+            self._socket.send(message, _NOBLOCK)
+        except zmq.Again:  # its queue is full: it will be sent again
+            pass
+
+    def _wait(self, call: _Call, deadline: Deadline) -> None:
+        if self._reading.acquire(blocking=False):
+            try:
+                self._reader = threading.get_ident()
+                while call.answer is None and call.error is None and not deadline.passed and not self._is_closed:
+                    self._poll_once(deadline.left_s)
+            finally:
+                self._reader = None
+                self._reading.release()
+                self._appoint()
+            return
+        wake = call.wake = threading.Lock()
+        wake.acquire()
+        if call.answer is None and call.error is None:
+            wake.acquire(timeout=min(deadline.left_s, 0.5))
+        call.wake = None
+
+    def _appoint(self) -> None:
+        """The reader stops: one who waits takes over."""
+        with self._lock:
+            for call in self._calls.values():
+                if call.wake is not None:
+                    release(call.wake)
+                    return
+
+    def _poll_once(self, limit_s: float) -> None:
+        """Wait for something to read, and read it. Only the one who has `_reading`."""
+        ready = self._poll.poll(min(limit_s, _RESEND_S) * 1000 + 1)
+        with self._lock:
+            if self._socket is None:
+                return
+            if any(fd == self._wake_fds[0] for fd, _ in ready):  # type: ignore[index]
+                drain(self._wake_fds)
+            self._read()
+            now = time.monotonic()
+            if self._cut_at is not None and now - self._cut_at > 3 * self._lost_after_s:
+                self._fail_all(
+                    CoordinationError(
+                        f"{self._where} cannot be reached any more: the connection was cut {now - self._cut_at:.0f} s "
+                        "ago, and nobody answers there.\nEither it has ended (read the output of its host first), or "
+                        "the network between the hosts is down.",
+                        reason="lost",
+                    )
+                )
+            late = [call for call in self._calls.values() if now - call.sent_at > _RESEND_S]
+            for call in late[:MAX_MESSAGES]:
+                self._transmit(call)
+
+    def _read(self) -> None:
+        """Take what has arrived. Under the lock."""
+        dealer, monitor = self._socket, self._monitor
+        assert dealer is not None
+        assert monitor is not None
+        while int(monitor.get(_READY)) & _POLLIN:
+            self._note(int.from_bytes(monitor.recv_multipart(_NOBLOCK)[0][:2], "little"))
+        while int(dealer.get(_READY)) & _POLLIN:
+            frame = dealer.recv(_NOBLOCK)
+            self._heard_at = time.monotonic()
+            epoch = frame[:EPOCH_BYTES]
+            if epoch != self._epoch:
+                if self._epoch:
+                    self._fail_all(
+                        CoordinationError(
+                            f"{self._where} is another one than before: it was started again, and the job's "
+                            "keys, members and queues are gone.\nStart the job again.",
+                            reason="lost",
+                        )
+                    )
+                    return
+                self._epoch = epoch
+            try:
+                messages = unpack(frame[EPOCH_BYTES:])
+            except WireError:
+                continue
+            for status, number, fields in messages:
+                if status <= Status.UNKNOWN:
+                    call = self._calls.pop(number, None)
+                    if call is not None:
+                        if call.what == Op.JOIN:  # what comes from here on is numbered anew
+                            self._last_event = self._taken_event = self._untold_bytes = 0
+                        call.fields = fields
+                        call.answer = status
+                        self._awaken(call)
+                    elif status == Status.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]:
+                        self._expelled(fields[0])
+                elif status == Status.EVENT:
+                    self._happened(number, fields)
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if self._was_connected:  # again: what was under way may be lost
+                for call in list(self._calls.values())[:_MAX_CALLS]:
+                    self._transmit(call)
+            self._was_connected, self._cut_at, self._failed = True, None, 0
+        elif event == zmq.EVENT_DISCONNECTED:
+            if self._was_connected and self._cut_at is None:
+                self._cut_at = time.monotonic()
+        elif event != zmq.EVENT_CONNECTED:
+            self._failed += 1
+            if self._failed == _HANDSHAKES and self._route is not None:
+                self._diagnose(self._route)
+
+    def _diagnose(self, route: Route) -> None:
+        error = explain_refusal(self.address, route, self.key)
+        if error is not None:
+            self._fail_all(error)
+        else:
+            self._failed = 0
+
+    def _happened(self, number: int, fields: list[bytes]) -> None:
+        if number != self._last_event + 1:  # sent twice, or one is missing, which will be sent again
+            return
+        self._last_event = number
+        self._tell(Event(fields[0].decode(), unpack_number(fields[1]), fields[2]))
+
+    def _expelled(self, why: bytes) -> None:
+        self._tell(Event("expelled", self.member, why))
+        self._stop.set()
+        self.member = -1
+
+    def _tell(self, event: Event) -> None:
+        self._events.append(event)
+        ring(self._event_fds)
+
+    def _awaken(self, call: _Call) -> None:
+        if call.wake is not None:
+            release(call.wake)
+        elif self._reader is not None and self._reader != threading.get_ident():
+            ring(self._wake_fds)
+
+    def _finish(self, call: _Call, error: Exception) -> None:
+        call.error = error
+        self._calls.pop(call.number, None)
+        self._awaken(call)
+
+    def _fail_all(self, error: Exception) -> None:
+        for call in list(self._calls.values()):
+            self._finish(call, error)
+        if self.member >= 0:
+            self._expelled(str(error).encode())
+
+    def _ring(self) -> None:
+        ring(self._wake_fds)
+
+    # The member's thread.
+
+    def _beat(self) -> None:
+        next_at = time.monotonic()
+        while not self._stop.is_set():
+            now = time.monotonic()
+            if now >= next_at:
+                next_at = now + self._beat_s
+                with self._lock:
+                    self._send_heartbeat()
+                    self._read()
+                    self._judge(now)
+            left_s = max(0.0, next_at - time.monotonic())
+            if self._reading.acquire(timeout=left_s):
+                try:
+                    self._reader = threading.get_ident()
+                    self._poll_once(left_s)
+                finally:
+                    self._reader = None
+                    self._reading.release()
+
+    def _send_heartbeat(self) -> None:
+        if self.member >= 0:
+            beat = (pack_number(self._last_event), pack_number(self.member))
+            self._transmit_raw(pack(Op.HEARTBEAT, self._taken_event, *beat))
+            self._untold_bytes = 0
+
+    def _judge(self, now: float) -> None:
+        """Say once when the coordinator falls silent, and once when it is back."""
+        silent_s = now - self._heard_at
+        if silent_s > self._lost_after_s and not self._is_silent:
+            self._is_silent = True
+            self._tell(Event("unreachable", -1, f"nothing was heard from it for {silent_s:.1f} s".encode()))
+        elif silent_s <= self._lost_after_s and self._is_silent:
+            self._is_silent = False
+            self._tell(Event("reachable"))
+
+    def _revive(self, deadline: Deadline) -> None:
+        """In a forked child: a connection of its own. It is no member, and has nothing under way."""
+        self._reset()
+        self.member = -1
+        self._given_context = None
+        self._connect(deadline)
+
+
+def _hostname() -> str:
+    return os.uname().nodename

@@ -1,0 +1,38 @@
+"""The socket of a client, as it is set up."""
+
+from __future__ import annotations
+
+import os
+
+import zmq
+
+from phalanx.coordination.key import Key
+from phalanx.coordination.wire import MAX_FRAME_BYTES
+
+EPOCH_BYTES = 8  # in front of each frame of the coordinator
+EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+)
+
+
+def open_dealer(context: zmq.Context[zmq.Socket[bytes]], key: Key | None) -> zmq.Socket[bytes]:
+    """A socket that is not connected yet; `key` is None for the coordinator's socket on this host."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.routing_id = b"\x01" + os.urandom(15)
+    dealer.maxmsgsize = MAX_FRAME_BYTES + EPOCH_BYTES
+    dealer.sndhwm = dealer.rcvhwm = 1000
+    dealer.ipv6 = True
+    dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 1000
+    dealer.connect_timeout = 3000
+    dealer.handshake_ivl = 10000
+    dealer.heartbeat_ivl, dealer.heartbeat_timeout = 1000, 4000
+    if key is not None:
+        pair = key.member_pair()
+        dealer.curve_publickey, dealer.curve_secretkey = pair.public, pair.secret
+        dealer.curve_serverkey = key.coordinator_pair().public
+    return dealer

@@ -1,0 +1,31 @@
+"""What a client is told of without having asked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, in the order in which the coordinator saw it.
+
+    kind: "joined" (facts), "left" or "lost" (why) of `member`; "message" (body) from `member`; or of this process
+    itself: "expelled" (why): the coordinator does not count it as a member any more; "unreachable", "reachable" (why):
+    the coordinator itself has been silent for too long, or is back.
+    """
+
+    kind: str
+    member: int = -1
+    body: bytes = b""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a member that joined has told of itself."""
+        return dict(json.loads(self.body))
+
+    @property
+    def why(self) -> str:
+        """Why a member has gone."""
+        return self.body.decode(errors="replace")
