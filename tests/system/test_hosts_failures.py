@@ -70,6 +70,25 @@ def test_a_rank_that_dies_in_the_middle_of_a_large_transfer_is_named_before_the_
     assert on_hosts((1, 1), check, lost=(1,), timeout_s=10.0, rate="1gbit")[0] == (1,)
 
 
+def test_after_a_death_in_the_middle_of_a_transfer_the_next_operation_tells_the_same():
+    """The thread that waited in Gloo kept the group's lock: a barrier in an `except` waited until the timeout, and said
+    in the end that another thread's collective was still under way.
+    """
+
+    def check(rank, world_size, machines):
+        tensor = torch.ones(2 * 2**20)
+        dist.barrier()
+        if rank == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with pytest.raises(PeerLostError) as caught:
+            _broadcast_until_it_fails(tensor, is_async=False)
+        with pytest.raises(PeerLostError, match=r"barrier.* in group '0' on rank 0: rank 1 "):
+            dist.barrier()
+        return caught.value.ranks
+
+    assert on_hosts((1, 1), check, lost=(1,), timeout_s=90.0, rate="1gbit")[0] == (1,)
+
+
 def _broadcast_until_it_fails(tensor, is_async):
     while True:
         work = dist.broadcast(tensor, src=1, async_op=is_async)

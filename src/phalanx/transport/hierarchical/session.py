@@ -49,6 +49,7 @@ from phalanx.transport.options import Options
 from phalanx.transport.shared_memory import SharedMemoryTransport
 
 _logger = get_logger(__name__)
+_LOOK_EVERY_S = 0.2  # whether the group is over, while another thread's collective is waited for
 _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 
 
@@ -66,7 +67,7 @@ class Running:
 
     def __enter__(self) -> Deadline:
         session = self._session
-        session._acquire_lock(self._ctx.timeout_s)
+        session._acquire_lock(self._call, self._ctx.timeout_s)
         session._holder = threading.get_ident()
         try:
             self._record = session._begin(self._call, self._ctx)
@@ -248,23 +249,31 @@ class HierarchicalSession(Reports):
         me = threading.get_ident()
         return self._holder == me or (self._background is not None and self._background.caller == me)
 
-    def _acquire_lock(self, timeout_s: float) -> None:
-        """Take `lock`, for one collective.
+    def _acquire_lock(self, call: Call, timeout_s: float) -> None:
+        """Take `lock`, for `call`.
 
         Raises:
-            PhalanxError: this is a signal handler, and the collective that it interrupted waits for its end.
+            PhalanxError: the group is over, and the thread that has `lock` may be stuck in the engine; or this is a
+                signal handler, and the collective that it interrupted waits for its end.
             DeadlineError: the other thread's collective was not over in time.
         """
         if self.lock.acquire(blocking=False):
             return
         if self.in_collective:
             raise nested("a collective", self.group, self.rank)
-        if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            raise DeadlineError(
-                f"group {self.group!r} on rank {self.rank}: another thread's collective was still under way after "
-                f"{timeout_s:.1f} s, so this one could not begin.\n"
-                "Let one thread call the collectives of a group, or give each thread a group of its own."
-            )
+        deadline = Deadline.after(timeout_s)
+        while True:
+            if self._report is not None:
+                raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+            if self.lock.acquire(timeout=min(max(deadline.left_s, 0.0), _LOOK_EVERY_S)):
+                return
+            if deadline.passed:
+                break
+        raise DeadlineError(
+            f"group {self.group!r} on rank {self.rank}: another thread's collective was still under way after "
+            f"{timeout_s:.1f} s, so this one could not begin.\n"
+            "Let one thread call the collectives of a group, or give each thread a group of its own."
+        )
 
     def _interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.
