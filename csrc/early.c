@@ -19,7 +19,9 @@ int plx_broadcast_buffers(struct plx_group *g, struct plx_wait *w, const struct 
   uint64_t recorded = atomic_load_explicit(&plx_rank_of(g, g->rank)->next_record, memory_order_relaxed);
   if (is_root && g->world > 1) {
     if (is_large) call.heap = plx_heap_offset(g, area, bytes);
-    plx_copy(is_large ? area : plx_stage_of(g, g->rank, g->phase), data, bytes);
+    /* After the group's end the stage is one that nobody reads, and the area may still be read. */
+    if (!is_large) plx_copy(plx_stage_of(g, g->rank, g->phase), data, bytes);
+    else if (!g->over) plx_copy(area, data, bytes);
   }
   plx_publish(g, &call);
   code = plx_arrive(g, w);

@@ -1,6 +1,7 @@
 """Buffers before each forward: rank 0's, bit for bit as with PyTorch's wrapper, and rank 0 waits for nobody."""
 
 import copy
+import threading
 from datetime import timedelta
 
 import pytest
@@ -170,3 +171,76 @@ def test_two_wrappers_of_one_group_keep_their_buffers_apart():
 
     for mine, *theirs in zip(*run_ranks(fn, 3), strict=True):
         assert all(torch.equal(mine, other) for other in theirs)
+
+
+def test_a_forward_of_rank_0_alone_is_told_in_the_next_step():
+    """The others took its buffers for those of their step, and from then on those of the step before, without a word:
+    rank 0 waits for nobody, so every broadcast found one to pair with.
+    """
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, inputs):
+            seen.append(self.count.item())
+            self.count += 1
+            return self.linear(inputs)
+
+    seen = []
+
+    def check(rank, world_size):
+        ddp = DistributedDataParallel(Counting())
+
+        def train():
+            for step in range(8):
+                if rank == 0 and step == 5:
+                    ddp(torch.randn(2, 4))
+                steps.append(step)
+                ddp(torch.randn(2, 4)).sum().backward()
+
+        with pytest.raises(MismatchError):
+            train()
+        return max(steps)
+
+    steps = []
+    assert all(last <= 6 for last in run_ranks(check, 2))
+
+
+def test_a_broadcast_that_is_refused_leaves_its_places_in_turn():
+    """The next one used the place that the others may still read from."""
+
+    def check(rank, world_size):
+        group = dist.group.WORLD
+        large = torch.zeros(200_000, dtype=torch.uint8)
+        for number in range(3):
+            group.broadcast_buffers(large, 0, number=number)
+        (places,) = group.transport._areas.values()
+        before = [id(place) for place in places]
+        group.set_timeout(timedelta(seconds=0.05))
+        with group.transport.lock, pytest.raises(DeadlineError):
+            in_thread(lambda: group.broadcast_buffers(large, 0, number=3))
+        group.set_timeout(timedelta(seconds=30))
+        assert [id(place) for place in places] == before
+        group.broadcast_buffers(large, 0, number=3)
+        assert [id(place) for place in places] == before[::-1]
+        return True
+
+    def in_thread(call):
+        raised = []
+
+        def run():
+            try:
+                call()
+            except DeadlineError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if raised:
+            raise raised[0]
+
+    assert run_ranks(check, 2) == [True, True]

@@ -224,7 +224,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         if self._join_config.enable:
             broadcast_tensors(self._synced_buffers(), self.process_group, source)
         elif getattr(self.process_group, "_uneven_inputs", None) is None:
-            self._buffer_broadcast.from_first(self._synced_buffers())
+            self._buffer_broadcast.from_first(self._synced_buffers(), self._reducer.rounds[0])
         else:
             # In evaluation it is where ranks that have run out of data wait for the others.
             with training_step(self.process_group) if grad_enabled else nullcontext():

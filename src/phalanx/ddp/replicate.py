@@ -72,8 +72,12 @@ class BufferBroadcast:
         self._packed = torch.empty(0, dtype=torch.uint8)
         self._places: list[Tensor] = []  # in `_packed`, one for each tensor
 
-    def from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite `tensors` with rank 0's, bit by bit; version counters stay, as in `replicate`."""
+    def from_first(self, tensors: Iterable[Tensor], num_rounds: int = 0) -> None:
+        """Overwrite `tensors` with rank 0's, bit by bit; version counters stay, as in `replicate`.
+
+        `num_rounds`: of gradients until now, the same on all ranks. With a forward of one rank alone the others would
+        get the buffers of its step before from then on, and no rank would wait where another does not.
+        """
         members = [tensor.data for tensor in tensors if tensor.numel()]
         if not self._shares or not all(member.is_cpu for member in members):
             broadcast_tensors(members, self._group)
@@ -87,8 +91,8 @@ class BufferBroadcast:
         is_source = self._group.rank() == 0
         if is_source:
             torch._foreach_copy_(self._places, members)
-        self._group.broadcast_buffers(self._packed, 0, number=self._number)
-        self._number += 1
+        self._group.broadcast_buffers(self._packed, 0, number=num_rounds << 32 | self._number)
+        self._number = (self._number + 1) & 0xFFFFFFFF
         if not is_source:
             torch._foreach_copy_(members, self._places)
 

@@ -126,13 +126,14 @@ class SharedMemoryCollectives(SharedMemorySession):
         """
         data = dense(tensor)
         # Held here until the call is over: the heap may go with the last block of it.
-        area = self._area(nbytes(data), ctx) if nbytes(data) > STAGE_BYTES and self.world_size > 1 else None
-        self._collective(
-            ctx,
-            lambda: self.core.broadcast_buffers(
+        areas = self._two_areas(nbytes(data), ctx) if nbytes(data) > STAGE_BYTES and self.world_size > 1 else []
+
+        def call() -> int:
+            areas.reverse()  # in turn with the phases: not before this call has the lock, nor if it is refused
+            status = self.core.broadcast_buffers(
                 data.data_ptr(),
                 nbytes(data),
-                ctypes.addressof(area) if area is not None else 0,
+                ctypes.addressof(areas[0]) if areas else 0,
                 dtype_of(data.dtype).code,
                 root,
                 number,
@@ -140,13 +141,17 @@ class SharedMemoryCollectives(SharedMemorySession):
                 ctx.call_site,
                 ctx.flags,
                 tensor.shape,
-            ),
-        )
+            )
+            if status:
+                areas.reverse()
+            return status
+
+        self._collective(ctx, call)
         if data is not tensor and root != self.symm_mem.rank:
             write_back(tensor, data)
 
-    def _area(self, size: int, ctx: CallContext) -> Buffer:
-        """Where in this rank's heap `size` bytes lie this time; two areas take turns. Collective where they are new."""
+    def _two_areas(self, size: int, ctx: CallContext) -> list[Buffer]:
+        """Where in this rank's heap `size` bytes lie, in alternation. Collective where they are new."""
         areas = self._areas.get(size)
         if areas is None:
             with self.exclusive(ctx.timeout_s):
@@ -156,8 +161,7 @@ class SharedMemoryCollectives(SharedMemorySession):
                     for _ in range(2)
                 ]
             self._areas[size] = areas
-        areas.reverse()
-        return areas[0]
+        return areas
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
