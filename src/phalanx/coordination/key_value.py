@@ -14,6 +14,7 @@ from phalanx.coordination.wire import MAX_VALUE_BYTES
 
 MAX_KEY_BYTES = 64 << 10
 _OVERHEAD_BYTES = 200  # of a key, or of an item of a queue, in this process's memory
+_NUMBER_BYTES = 64  # a value that is longer is no number: it need not be read
 
 
 class RefusedError(ValueError):
@@ -40,7 +41,7 @@ class KeyValueStore:
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._values: dict[bytes, bytes] = {}
+        self._values: dict[bytes, bytes | bytearray] = {}  # a bytearray: something was appended since it was read
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waiters: dict[bytes, dict[Waiter, None]] = {}  # for keys and for queues: the oldest first
 
@@ -49,7 +50,10 @@ class KeyValueStore:
 
     def get(self, key: bytes) -> bytes | None:
         """The value, or None."""
-        return self._values.get(key)
+        value = self._values.get(key)
+        if isinstance(value, bytearray):
+            value = self._values[key] = bytes(value)
+        return value
 
     def has(self, keys: Iterable[bytes]) -> bool:
         """Whether all are there, as keys or as queues with something in them."""
@@ -62,10 +66,10 @@ class KeyValueStore:
         """Let `key` have `value`."""
         old = self._values.get(key)
         if old is None:
-            self._room(key, value, len(key) + len(value) + _OVERHEAD_BYTES)
+            self._room(key, len(value), len(key) + len(value) + _OVERHEAD_BYTES)
             self._values[key] = value
             return self._came(key) if key in self._waiters else []
-        self._room(key, value, len(value) - len(old))
+        self._room(key, len(value), len(value) - len(old))
         self._values[key] = value
         return []
 
@@ -83,8 +87,9 @@ class KeyValueStore:
 
     def add(self, key: bytes, amount: int) -> tuple[int, list[Waiter]]:
         """Add to the number at `key`, zero if it is not there; the sum is kept in decimal digits."""
+        old = self._values.get(key, b"0")
         try:
-            total = int(self._values.get(key, b"0")) + amount
+            total = int(old if len(old) <= _NUMBER_BYTES else b"none") + amount
         except ValueError:
             raise RefusedError(f"add: the value of {_shown(key)} is not a number") from None
         if not -(1 << 63) <= total < 1 << 63:
@@ -96,7 +101,7 @@ class KeyValueStore:
 
         As in TCPStore: where the key is not there and something else was expected, the answer is what was expected.
         """
-        old = self._values.get(key)
+        old = self.get(key)
         if old is None and expected:
             return expected, []
         if old is not None and old != expected:
@@ -105,7 +110,14 @@ class KeyValueStore:
 
     def append(self, key: bytes, value: bytes) -> list[Waiter]:
         """Let the value of `key` end with `value`."""
-        return self.set(key, self._values.get(key, b"") + value)
+        old = self._values.get(key)
+        if old is None:
+            return self.set(key, value)
+        self._room(key, len(old) + len(value), len(value))
+        if not isinstance(old, bytearray):  # so that many of them do not copy a large value each
+            old = self._values[key] = bytearray(old)
+        old += value
+        return []
 
     def delete(self, key: bytes) -> bool:
         """Whether it was there."""
@@ -120,7 +132,7 @@ class KeyValueStore:
 
     def push(self, queue: bytes, value: bytes) -> list[Waiter]:
         """Append to a queue. Of those who wait for an item one is ready: give it `pop`."""
-        self._room(queue, value, len(queue) + len(value) + _OVERHEAD_BYTES)
+        self._room(queue, len(value), len(queue) + len(value) + _OVERHEAD_BYTES)
         self._queues.setdefault(queue, deque()).append(value)
         return self._came(queue) if queue in self._waiters else []
 
@@ -190,8 +202,8 @@ class KeyValueStore:
             del self._waiters[key]
         return ready
 
-    def _room(self, key: bytes, value: bytes, grows: int) -> None:
-        _check_lengths(key, len(value))
+    def _room(self, key: bytes, value_bytes: int, grows: int) -> None:
+        _check_lengths(key, value_bytes)
         if self.num_bytes + grows > self.max_bytes:
             self._full()
         self.num_bytes += grows

@@ -31,7 +31,7 @@ from phalanx.symmetric_memory.private import new_listener
 BACKLOG = 4096
 _HANDSHAKE_S = 5.0
 _QUEUE_FRAMES = 32  # of a client that we have yet to read, or that has yet to read
-_ROUND_FRAMES = 256  # read before answers are sent
+_ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
 _TICK_S = 0.25
 # As plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
@@ -250,7 +250,10 @@ class Service:
     def _read(self, router: zmq.Socket[bytes], now: float) -> None:
         recv = router.recv
         handle = self.coordinator.handle
+        ends_at = time.monotonic() + _ROUND_S  # ZeroMQ gives frames by turns, one of each connection
         for _ in range(_ROUND_FRAMES):
+            if time.monotonic() >= ends_at:
+                return
             try:
                 route = recv(_NOBLOCK)
             except zmq.Again:

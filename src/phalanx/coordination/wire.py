@@ -90,20 +90,21 @@ def pack(what: int, number: int, *fields: bytes) -> bytes:
 _ONE = struct.Struct("<HBQI")
 
 
-def unpack(frame: bytes) -> list[Message]:
+def unpack(frame: bytes, max_fields: int | None = None) -> list[Message]:
     """The messages of a frame.
 
     Raises:
-        WireError: it is not made of messages, or of too many.
+        WireError: it is not made of messages, or of too many, or they have more than `max_fields` fields in all.
     """
     messages: list[Message] = []
-    at, end = 0, len(frame)
+    at, end, num_fields = 0, len(frame), 0
     while at < end:
         if end - at < _HEAD.size or len(messages) == MAX_MESSAGES:
             raise WireError(f"{end - at} bytes after {len(messages)} messages")
         n, what, number = _HEAD.unpack_from(frame, at)
         at += _HEAD.size
-        if end - at < n * _FIELD_BYTES:
+        num_fields += n
+        if end - at < n * _FIELD_BYTES or (max_fields is not None and num_fields > max_fields):
             raise WireError(f"{n} fields, and {end - at} bytes")
         lengths = struct.unpack_from(f"<{n}I", frame, at)
         at += n * _FIELD_BYTES
