@@ -56,9 +56,9 @@ def test_connections_that_send_nothing_make_room_for_others(agent_socket):
     silent = [connect(agent_socket) for _ in range(70)]
     assert len(agent_socket.fds) == 1 + 64
     assert silent[0].recv(1) == b""
-    silent[-1].send(b'{"kind": "look"}')
+    silent[-1].send(b'{"kind": "snapshot"}')
     heard = agent_socket.read(agent_socket.fds[-1])
-    assert heard.message == {"kind": "look"}
+    assert heard.message == {"kind": "snapshot"}
     heard.close()
     for sock in silent:
         sock.close()
@@ -70,9 +70,9 @@ def test_who_was_shown_out_meanwhile_is_nobody_and_who_came_in_its_place_is_hear
     with connect(agent_socket) as sock:
         fd = agent_socket.fds[1]
         assert agent_socket.read(fd) is None
-        sock.send(b'{"kind": "look"}')
+        sock.send(b'{"kind": "snapshot"}')
         heard = agent_socket.read(fd)
-        assert heard.message == {"kind": "look"}
+        assert heard.message == {"kind": "snapshot"}
         heard.close()
     assert len(agent_socket.fds) == 1
 

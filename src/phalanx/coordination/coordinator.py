@@ -420,11 +420,11 @@ class Coordinator:
         self._check_room_to_park(session, 1)  # before it is counted
         count, ready = self.store.add(key, 1)
         self._wake(ready)
-        gate = b"\0barrier/" + key
+        barrier = b"\0barrier/" + key
         if count < size:
-            self._park(session, message, Waiter(session, (gate,), takes_queues=True))
+            self._park(session, message, Waiter(session, (barrier,), takes_queues=True))
             return None
-        self._wake(self.store.release(gate))
+        self._wake(self.store.release(barrier))
         return pack(Status.OK, message.number)
 
     # Waiting, and being told.

@@ -170,9 +170,9 @@ class KeyValueStore:
             self._waiters.setdefault(key, {})[waiter] = None
         return bool(waiter.missing)
 
-    def release(self, gate: bytes) -> list[Waiter]:
+    def release(self, key: bytes) -> list[Waiter]:
         """Those who wait for a key that never comes: let them go."""
-        return self._came(gate) if gate in self._waiters else []
+        return self._came(key) if key in self._waiters else []
 
     def forget(self, waiter: Waiter) -> None:
         """Let `waiter` go."""

@@ -34,7 +34,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class RankLog:
-    """What one rank did in a group. `came` and `left`: it has joined and left; `exit_reason` are its last words."""
+    """What one rank did in a group. `came` and `left`: it has joined and left; `exit_reason` is why, if it said."""
 
     rank: int
     pid: int

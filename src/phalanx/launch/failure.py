@@ -159,7 +159,7 @@ def decide_failures(
 def describe_failures(
     failures: Sequence[Failure], world_size: int, host: str, *, abandoned: Collection[int] = ()
 ) -> str:
-    """The last words of the command: consequences in one line each, then the first failure with its traceback.
+    """What the command says at the end: consequences in one line each, then the first failure with its traceback.
 
     `abandoned` are the ranks that were not started any more because of it.
     """

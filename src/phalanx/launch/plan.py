@@ -25,7 +25,7 @@ class JobPlan:
     master_addr: str = ""  # as found out, on several hosts
     master_port: int = 0
     rank_variables: Mapping[str, str] = field(default_factory=dict)  # that all ranks of this host have besides
-    verdict: str = ""  # a file for the last words of the agent, where a program reads them and not a user
+    verdict: str = ""  # a file for how the job ended, where a program reads them and not a user
 
     def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> Job:
         """What the ranks of one attempt have in common; takes a port that is free now, unless one was asked for."""

@@ -20,7 +20,7 @@ from phalanx.errors import DeadlineError, PhalanxError
 
 _BROADCAST_BYTES = 4096
 _PAUSE_S = 0.002
-_LAST_WORDS_S = 1.0
+_EXIT_SWEEP_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _finish(runtime: Runtime, ours: bool) -> None:
         return
     if runtime.failed or runtime.abandoned:
         # MPI_Finalize would wait for ranks that wait for this one. A moment for the others to say what they saw.
-        wait_until(runtime.sweep, lambda: None, _LAST_WORDS_S)
+        wait_until(runtime.sweep, lambda: None, _EXIT_SWEEP_S)
         sys.stdout.flush()
         sys.stderr.flush()
         runtime.mpi.COMM_WORLD.Abort(1)

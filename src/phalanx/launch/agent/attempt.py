@@ -43,7 +43,7 @@ _LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
 
 @dataclass(frozen=True)
 class Host:
-    """What outlives an attempt: the zygote, the way out for lines, where signals arrive, where visitors come."""
+    """What outlives an attempt: the zygote, the way out for lines, where signals arrive, where requests come."""
 
     zygote: ZygoteProcess
     pump: Pump
@@ -113,7 +113,7 @@ class Attempt:
         """Whether no process of the job is left, on any host."""
         return self._swept
 
-    def look_at_others(self, request: Request) -> None:
+    def ask_other_hosts(self, request: Request) -> None:
         """Somebody wants to know where the ranks of other hosts are."""
         answer_others(request.sock, [])
         request.close()
@@ -314,7 +314,7 @@ class Attempt:
             self._swept = True
 
     def _receive(self, fd: int) -> None:
-        """A visitor: a rank that shows us its memory, or somebody who wants to know where the ranks are."""
+        """A request: of a rank that shows us its memory, or somebody who wants to know where the ranks are."""
         request = self._host.agent_socket.read(fd)
         if request is None:
             return
@@ -326,13 +326,13 @@ class Attempt:
         if request.message.get("kind") == "store" and has_token and self._store is not None:
             with contextlib.suppress(OSError):  # it did not wait
                 socket.send_fds(request.sock, [b"store"], [self._store])
-        if request.message.get("kind") == "look at others":
-            self.look_at_others(request)
+        if request.message.get("kind") == "stacks of other hosts":
+            self.ask_other_hosts(request)
             return
-        if request.message.get("kind") == "look":
+        if request.message.get("kind") == "snapshot":
             living = [rank for rank in self.state.running if rank in self._pids]
             observed = self.flights.observed
-            look = JobSnapshot(
+            snapshot = JobSnapshot(
                 os.getpid(),
                 self._plan.settings.target.name,
                 self.place.world_size,
@@ -342,7 +342,9 @@ class Attempt:
                 self.place.node,
                 self.place.num_nodes,
             )
-            answer(request.sock, look, [self._stacks[r] for r in living], [observer.control for observer in observed])
+            answer(
+                request.sock, snapshot, [self._stacks[r] for r in living], [observer.control for observer in observed]
+            )
         request.close()
 
     def _read_reports(self) -> None:

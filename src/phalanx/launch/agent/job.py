@@ -1,4 +1,4 @@
-"""A job on its zygote, to its exit code: attempts, restarts, last words."""
+"""A job on its zygote, to its exit code: attempts, restarts, the summary at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket
 from phalanx.launch.agent.attempt import Attempt, Host
-from phalanx.launch.agent.last_words import describe_overdue, describe_signal_end
+from phalanx.launch.agent.end_summary import describe_overdue, describe_signal_end
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess
@@ -124,7 +124,7 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
 
 
 def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> int:
-    """Say the last words; returns the exit code."""
+    """Say how the job ended; returns the exit code."""
     state = attempt.state
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:

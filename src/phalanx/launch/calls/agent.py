@@ -20,7 +20,7 @@ from phalanx.launch.settings import parse
 def main() -> int:
     """With sys.argv CALLER VERDICT WORDS…: run the job that the words describe.
 
-    The last words go into the file VERDICT; without one (an empty word) they are said, as on the command line.
+    How the job ended goes into the file VERDICT; without one (an empty word) it is said, as on the command line.
     """
     caller, verdict, words = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     die_with_parent(caller, signal.SIGTERM)

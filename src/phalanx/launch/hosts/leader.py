@@ -141,7 +141,7 @@ class LeaderAttempt(Attempt):
         """Whether no process of the job is left, on any host that is still there."""
         return super().is_swept and all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
-    def look_at_others(self, request: Request) -> None:
+    def ask_other_hosts(self, request: Request) -> None:
         """Ask the agents of the other hosts, and answer when they have."""
         self._num_stacks_requests += 1
         waiting = {node.facts.member for node in self._peers.present}

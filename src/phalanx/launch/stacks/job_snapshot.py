@@ -1,6 +1,6 @@
 """What a job's agent tells `phalanx stacks`: a description, and descriptors of what the ranks write.
 
-    command ──{"kind": "look"}──▶ agent
+    command ──{"kind": "snapshot"}──▶ agent
     command ◀──description (a file), the ranks' stacks, the groups' control memory── agent
 
 The description travels as a file because it may be longer than a packet; the descriptors in several packets.
@@ -57,12 +57,12 @@ class JobSnapshot:
 
 def answer(sock: socket.socket, snapshot: JobSnapshot, stacks: Sequence[int], controls: Sequence[int]) -> None:
     """The agent's side; never waits: a client that has gone, or does not read, gets nothing."""
-    description = create("phalanx-look")
+    description = create("phalanx-snapshot")
     try:
         os.write(description, snapshot.to_bytes())
         fds = [description, *stacks, *controls]
         for start in range(0, len(fds), _FDS_PER_PACKET):
-            socket.send_fds(sock, [b"look"], fds[start : start + _FDS_PER_PACKET])
+            socket.send_fds(sock, [b"snapshot"], fds[start : start + _FDS_PER_PACKET])
     except OSError:
         pass
     finally:
@@ -71,7 +71,7 @@ def answer(sock: socket.socket, snapshot: JobSnapshot, stacks: Sequence[int], co
 
 def answer_others(sock: socket.socket, told: Sequence[tuple[str, str]]) -> None:
     """The agent's side of `ask_others`; never waits."""
-    description = create("phalanx-look")
+    description = create("phalanx-snapshot")
     try:
         os.write(description, json.dumps(told).encode())
         socket.send_fds(sock, [b"others"], [description])
@@ -89,7 +89,7 @@ def ask_others(name: str, timeout_s: float) -> list[tuple[str, str]]:
             sock.connect(f"\0{name}")
             if peer_of(sock).uid != os.getuid():
                 return []
-            sock.send(b'{"kind": "look at others"}')
+            sock.send(b'{"kind": "stacks of other hosts"}')
             _, fds, _, _ = socket.recv_fds(sock, 16, 1)
     except OSError:
         return []
@@ -101,8 +101,8 @@ def ask_others(name: str, timeout_s: float) -> list[tuple[str, str]]:
 
 @contextmanager
 def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[JobSnapshot, list[int], list[int]]]:
-    """What the agent with process number `agent` says at the socket `name`: the look, the stacks' descriptors in the
-    order of `ranks`, the control memories' in the order of `groups`. They are closed on exit.
+    """What the agent with process number `agent` says at the socket `name`: the snapshot, the stacks' descriptors in
+    the order of `ranks`, the control memories' in the order of `groups`. They are closed on exit.
 
     Raises:
         LaunchError: it is gone, is another user's, or does not answer.
@@ -119,7 +119,7 @@ def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[JobSnapshot, 
                         f"phalanx stacks: job {agent}: another process has its address, and was not asked. "
                         "If it runs in a container with a PID namespace of its own, ask in there."
                     )
-                sock.send(b'{"kind": "look"}')
+                sock.send(b'{"kind": "snapshot"}')
                 snapshot = _receive(sock, fds)
             except TimeoutError:
                 raise LaunchError(
