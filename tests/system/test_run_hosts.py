@@ -365,10 +365,14 @@ def test_no_port_of_a_joining_agent_is_open_while_ranks_run(tmp_path: Path) -> N
     """Each joining agent kept the port open at which others had tried to reach it, until the job was over."""
     script = write_script(
         tmp_path,
-        "import os, sys\n"
+        "import os, pathlib, sys, time\n"
         "lines = [line.split() for table in ('tcp', 'tcp6') for line in open(f'/proc/net/{table}').readlines()[1:]]\n"
         "ports = [int(words[1].rpartition(':')[2], 16) for words in lines if words[3] == '0A']\n"
         "print('listening', os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT'], ports, flush=True)\n"
+        # Rank 1 fails once all have printed: it may be so early that the others are stopped before.
+        "folder = pathlib.Path(__file__).parent\n"
+        "(folder / f\"said-{os.environ['RANK']}\").touch()\n"
+        "while len(list(folder.glob('said-*'))) < 3: time.sleep(0.01)\n"
         "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1')\n",
     )
     with hosts(3) as machines:
