@@ -89,6 +89,39 @@ def test_after_a_death_in_the_middle_of_a_transfer_the_next_operation_tells_the_
     assert on_hosts((1, 1), check, lost=(1,), timeout_s=90.0, rate="1gbit")[0] == (1,)
 
 
+def test_over_gloo_alone_a_rank_that_dies_in_the_middle_of_a_transfer_is_named_in_every_thread(monkeypatch):
+    """Where ranks cannot share memory, nobody looked at the connections: the death was heard when time was up, and the
+    rank was called late. Outside of the main thread nothing was heard at all.
+    """
+    monkeypatch.setattr("phalanx.backend.create._cannot_share", lambda *_: "the test says so")
+
+    def check(rank, world_size, machines, in_main):
+        tensor = torch.ones(2 * 2**20)
+        dist.barrier()
+        if rank == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        heard = []
+
+        def move():
+            with pytest.raises(PeerLostError) as caught:
+                _broadcast_until_it_fails(tensor, is_async=False)
+            heard.append(caught.value.ranks)
+
+        if in_main:
+            move()
+        else:
+            thread = threading.Thread(target=move)
+            thread.start()
+            thread.join()
+        with pytest.raises(PeerLostError):  # and it stays so
+            dist.barrier()
+        return type(dist.group.WORLD.transport).__name__, heard
+
+    for in_main in (True, False):
+        results = on_hosts((1, 1), check, in_main, lost=(1,), timeout_s=90.0, rate="1gbit")
+        assert results[0] == ("GlooTransport", [(1,)])
+
+
 def _broadcast_until_it_fails(tensor, is_async):
     while True:
         work = dist.broadcast(tensor, src=1, async_op=is_async)

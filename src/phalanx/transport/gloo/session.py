@@ -244,16 +244,28 @@ class GlooSession(Transport):
             raise Disagreement(calls)
 
     def _run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
-        """Carry out one of Gloo's collectives, which hears no signal: the main thread leaves the wait to another."""
+        """Carry out one of Gloo's collectives. Another thread waits for it, and this one for that thread.
+
+        So Ctrl-C is heard, and that a connection is gone: Gloo tells it to whoever waits for a message, but not if the
+        message had begun to come.
+        """
+        connected = set(self._others)
 
         def carry_out() -> None:
             with talking():
                 self._engine.begin(method, arguments, timedelta_of(deadline), **options).wait()
 
-        if threading.current_thread() is threading.main_thread():
-            self._background.run(carry_out, self.interrupted)
-        else:
-            carry_out()
+        def look() -> None:
+            for peer in sorted(connected):
+                try:
+                    self._engine.check(peer)
+                except RuntimeError as error:
+                    _, position = self._failure_store.exit_reason(peer)
+                    if position is None or position.inside or position.seq < self._seq:
+                        raise GlooFailed(str(error)) from error
+                    connected.discard(peer)  # it has done its part of this collective, and left
+
+        self._background.run(carry_out, self.interrupted, look)
 
     def _place(self, ctx: CallContext) -> str:
         return self._places[ctx.call_site]
