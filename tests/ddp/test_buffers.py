@@ -119,7 +119,7 @@ def test_buffers_are_those_of_pytorch_bit_for_bit(world_size):
 
 
 def test_rank_0_goes_on_while_others_have_not_come_to_their_forward():
-    """Each forward was a meeting of all ranks: two waits a step, where one is needed."""
+    """Each forward was a sync of all ranks: two waits a step, where one is needed."""
 
     def fn(rank, world_size):
         ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), check=False)

@@ -29,7 +29,7 @@ def test_who_has_the_key_finds_the_host_and_who_has_another_finds_another_machin
 
 
 def test_the_port_is_closed_at_once_although_a_stranger_keeps_silent_and_he_held_up_nobody() -> None:
-    """One visitor after the other was served, each for up to two seconds: ten silent ones held up a whole job."""
+    """One client after the other was served, each for up to two seconds: ten silent ones held up a whole job."""
     responder = Responder("127.0.0.1", KEY.reach_secret())
     place = ("127.0.0.1", responder.port)
     strangers = [socket.create_connection(place) for _ in range(200)]
@@ -58,11 +58,11 @@ def test_what_anybody_can_have_signed_is_of_no_use_elsewhere() -> None:
     responder = Responder("127.0.0.1", KEY.reach_secret())
     try:
         nonce = os.urandom(32)
-        with socket.create_connection(("127.0.0.1", responder.port)) as visitor:
-            visitor.sendall(nonce[:7])
-            visitor.sendall(nonce[7:])
-            answer = visitor.recv(32, socket.MSG_WAITALL)
-            assert visitor.recv(1) == b""  # one answer, and no more
+        with socket.create_connection(("127.0.0.1", responder.port)) as connection:
+            connection.sendall(nonce[:7])
+            connection.sendall(nonce[7:])
+            answer = connection.recv(32, socket.MSG_WAITALL)
+            assert connection.recv(1) == b""  # one answer, and no more
     finally:
         responder.close()
     assert answer == hmac.new(KEY.reach_secret(), b"phalanx reach " + nonce, "sha256").digest()

@@ -32,7 +32,7 @@ from phalanx.deadline import Deadline
 
 _NONCE_BYTES = 32
 _ANSWER_S = 2.0
-_MAX_VISITORS = 128  # at a time; beyond that the oldest is sent away
+_MAX_CONNECTIONS = 128  # at a time; beyond that the oldest is sent away
 TRY_S = 5.0
 
 
@@ -47,20 +47,20 @@ class Target:
 
 
 class Responder:
-    """Answers at `address` until `close`; `port` is where. A visitor who says nothing keeps nobody waiting."""
+    """Answers at `address` until `close`; `port` is where. A client that says nothing keeps nobody waiting."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._secret = secret
         self._listener = _bind(address)
         try:
-            self._listener.listen(_MAX_VISITORS)
+            self._listener.listen(_MAX_CONNECTIONS)
             self._listener.setblocking(False)
             self._alarm, self._alarm_writer = socket.socketpair()
         except OSError:
             self._listener.close()
             raise
         self.port: int = self._listener.getsockname()[1]
-        self._visitors: OrderedDict[socket.socket, bytes] = OrderedDict()  # with what each has sent of its nonce
+        self._connections: OrderedDict[socket.socket, bytes] = OrderedDict()  # with what each has sent of its nonce
         self._thread = threading.Thread(target=self._serve, name="phalanx-reach", daemon=True)
         self._thread.start()
 
@@ -78,39 +78,39 @@ class Responder:
                     arrived = {key.fileobj for key, _ in ready.select()}
                     if self._alarm in arrived:
                         return
-                    for visitor in [visitor for visitor in self._visitors if visitor in arrived]:
-                        self._hear(visitor, ready)
+                    for connection in [connection for connection in self._connections if connection in arrived]:
+                        self._receive(connection, ready)
                     if self._listener in arrived:
                         self._admit(ready)
             finally:
-                for each in (*self._visitors, self._listener, self._alarm):
+                for each in (*self._connections, self._listener, self._alarm):
                     each.close()
 
     def _admit(self, ready: selectors.BaseSelector) -> None:
         try:
-            visitor, _ = self._listener.accept()
+            connection, _ = self._listener.accept()
         except OSError:  # it has gone again
             return
-        visitor.setblocking(False)
-        ready.register(visitor, selectors.EVENT_READ)
-        self._visitors[visitor] = b""
-        if len(self._visitors) > _MAX_VISITORS:
-            self._dismiss(next(iter(self._visitors)), ready)
+        connection.setblocking(False)
+        ready.register(connection, selectors.EVENT_READ)
+        self._connections[connection] = b""
+        if len(self._connections) > _MAX_CONNECTIONS:
+            self._close_connection(next(iter(self._connections)), ready)
 
-    def _hear(self, visitor: socket.socket, ready: selectors.BaseSelector) -> None:
+    def _receive(self, connection: socket.socket, ready: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):
-            part = visitor.recv(_NONCE_BYTES - len(self._visitors[visitor]))
-            nonce = self._visitors[visitor] = self._visitors[visitor] + part
+            part = connection.recv(_NONCE_BYTES - len(self._connections[connection]))
+            nonce = self._connections[connection] = self._connections[connection] + part
             if part and len(nonce) < _NONCE_BYTES:
                 return
             if part:
-                visitor.send(_prove(self._secret, nonce))  # 32 bytes, which an empty buffer takes
-        self._dismiss(visitor, ready)
+                connection.send(_prove(self._secret, nonce))  # 32 bytes, which an empty buffer takes
+        self._close_connection(connection, ready)
 
-    def _dismiss(self, visitor: socket.socket, ready: selectors.BaseSelector) -> None:
-        ready.unregister(visitor)
-        del self._visitors[visitor]
-        visitor.close()
+    def _close_connection(self, connection: socket.socket, ready: selectors.BaseSelector) -> None:
+        ready.unregister(connection)
+        del self._connections[connection]
+        connection.close()
 
 
 def check_own(address: str) -> None:
