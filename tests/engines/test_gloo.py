@@ -17,7 +17,11 @@ WAIT = timedelta(seconds=20)
 
 def engine_of(rank, world_size):
     store = dist.PrefixStore("engine", dist.group.WORLD.get_group_store())
-    return GlooEngine(store, rank, world_size, WAIT, address="127.0.0.1")
+    engine = GlooEngine(store, rank, world_size, WAIT, address="127.0.0.1")
+    # A rank may close its engine at once, while another is still connecting to it, and that one's start fails.
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{r}" for r in range(world_size)], WAIT)
+    return engine
 
 
 def test_messages_with_one_tag_arrive_in_order():
