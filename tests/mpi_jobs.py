@@ -113,12 +113,17 @@ def _rank() -> str:
     return os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 
 
+def leave_result(result: Any) -> None:
+    """What `mpi_job` finds as returned by this rank, whatever becomes of it now."""
+    Path(sys.argv[3], _rank()).write_bytes(pickle.dumps(result))
+
+
 def main() -> None:
     """One rank."""
-    module, name, folder = sys.argv[1:]
+    module, name, _ = sys.argv[1:]
     faulthandler.dump_traceback_later(_STACKS_S)  # before mpi_job's patience ends
     returned = getattr(importlib.import_module(module), name)()
-    Path(folder, _rank()).write_bytes(pickle.dumps(returned))
+    leave_result(returned)
 
 
 if __name__ == "__main__":
