@@ -1,6 +1,6 @@
 /* The memory that the ranks of one group share: what lies where, and who may write it.
  *
- *   0        header                 written once by the leader; then only `poison` and the sync
+ *   0        header                 written once by the leader; then only `poison`, `failure` and the sync
  *   rank 0   control block          written by rank 0 only (but for the sleeper counts)
  *            stage[0], stage[1]     two phases of outgoing bytes
  *            stage[2]               what the rank writes once it knows that the group is over; nobody reads it
@@ -25,7 +25,7 @@
 #include <stdint.h>
 
 #define PLX_MAGIC 0x31584e414c414850ull /* "PHALANX1", little endian */
-#define PLX_VERSION 4u
+#define PLX_VERSION 5u
 #define PLX_LINE 128u /* two cache lines: the adjacent-line prefetcher couples them */
 #define PLX_PAGE 4096u
 #ifndef PLX_MAX_WORLD /* a checker needs few */
@@ -36,6 +36,10 @@
 #define PLX_CALL_SITE_BYTES 128u
 #define PLX_MAX_DIMS 5u
 #define PLX_BLOCKS 4096u
+#define PLX_FAILURE_BYTES 3072u
+#define PLX_UNTOLD 0u /* of `failure_state` */
+#define PLX_TELLING 1u
+#define PLX_TOLD 2u
 
 /* One operation as a rank sees it. All ranks' calls of one sequence number must agree in the fields marked (=). */
 struct plx_call {
@@ -101,6 +105,11 @@ struct plx_header {
   _Alignas(PLX_LINE) _Atomic uint32_t synced; /* low half of the last step that everybody reached; a futex */
   _Atomic uint32_t sync_sleepers;
   _Atomic uint32_t gone; /* ranks that left in order, and for whom no sync waits */
+
+  /* Why the group is over, in words, of the first rank that said so: whoever hears of the end hears the same, also when
+   * that rank has gone. Written before `poison`, by whoever took `failure_state` from PLX_UNTOLD. */
+  _Alignas(PLX_LINE) _Atomic uint32_t failure_state;
+  char failure[PLX_FAILURE_BYTES]; /* UTF-8, zero-terminated */
 };
 _Static_assert(sizeof(struct plx_header) <= PLX_PAGE, "the header is one page");
 

@@ -172,6 +172,8 @@ static PyMethodDef group_methods[] = {
     {"end_record", (PyCFunction)py_group_end_record, METH_VARARGS, NULL},
     {"poison", (PyCFunction)py_group_get_poison, METH_NOARGS, NULL},
     {"set_poison", (PyCFunction)py_group_set_poison, METH_VARARGS, NULL},
+    {"failure", (PyCFunction)py_group_get_failure, METH_NOARGS, NULL},
+    {"set_failure", (PyCFunction)py_group_set_failure, METH_VARARGS, NULL},
     {"issue", (PyCFunction)py_group_issue, METH_NOARGS, NULL},
     {"carried_out", (PyCFunction)py_group_carried_out, METH_NOARGS, NULL},
     {"alive", (PyCFunction)py_group_alive, METH_O, NULL},

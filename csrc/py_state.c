@@ -142,6 +142,32 @@ PyObject *py_group_set_poison(PyGroup *self, PyObject *args) {
   return PyLong_FromLong(plx_poison(&self->g, code, rank));
 }
 
+/* Why the group is over, as the first rank that said so put it; empty: nobody has, or it has yet to finish. */
+PyObject *py_group_get_failure(PyGroup *self, PyObject *unused) {
+  (void)unused;
+  if (!py_is_open(self)) return NULL;
+  struct plx_header *h = self->g.header;
+  if (atomic_load_explicit(&h->failure_state, memory_order_acquire) != PLX_TOLD) return PyUnicode_FromString("");
+  return py_text_of(h->failure, sizeof h->failure);
+}
+
+/* Whether it could be said: False where it is too long. What is said first stands. */
+PyObject *py_group_set_failure(PyGroup *self, PyObject *args) {
+  const char *text;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(args, "s#", &text, &length) || !py_is_open(self)) return NULL;
+  struct plx_header *h = self->g.header;
+  if (length > (Py_ssize_t)sizeof h->failure - 1) Py_RETURN_FALSE;
+  uint32_t untold = PLX_UNTOLD;
+  if (atomic_compare_exchange_strong_explicit(&h->failure_state, &untold, PLX_TELLING, memory_order_relaxed,
+                                              memory_order_relaxed)) {
+    memcpy(h->failure, text, (size_t)length);
+    h->failure[length] = 0;
+    atomic_store_explicit(&h->failure_state, PLX_TOLD, memory_order_release);
+  }
+  Py_RETURN_TRUE;
+}
+
 /* The program has called a collective that another thread will carry out; see plx_issue. Also on a closed group. */
 PyObject *py_group_issue(PyGroup *self, PyObject *unused) {
   (void)unused;

@@ -116,10 +116,24 @@ def test_a_closed_core_refuses_calls_instead_of_touching_memory_that_is_gone(sym
         core.records(0)
 
 
+def test_why_a_group_is_over_is_said_once_and_whole_or_not_at_all(symm_mem):
+    core = symm_mem.core
+    assert core.failure() == ""
+    assert not core.set_failure("x" * 3072)
+    assert core.failure() == ""
+    longest = "x" * 3071
+    assert core.set_failure(longest)
+    assert core.set_failure("another")
+    assert core.failure() == longest
+
+
 def test_everything_a_closed_core_can_be_asked_is_refused(symm_mem):
     core = symm_mem.core
     symm_mem.close()
-    for ask in (lambda: core.poison(), lambda: core.set_poison(2, 0), lambda: core.set_exit_reason("x")):
+    for ask in (
+        *(lambda: core.poison(), lambda: core.set_poison(2, 0), lambda: core.set_exit_reason("x")),
+        *(lambda: core.failure(), lambda: core.set_failure("x")),
+    ):
         with pytest.raises(ClosedError, match="destroyed"):
             ask()
     with pytest.raises(ClosedError, match="destroyed"):

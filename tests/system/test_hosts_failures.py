@@ -348,6 +348,30 @@ def test_a_host_whose_link_is_cut_in_the_middle_of_a_large_transfer_is_named_wit
     assert all(took < 30.0 for _, _, took in results), "it hung"
 
 
+@pytest.mark.parametrize("size", [3, 2**20])
+def test_ranks_of_a_host_that_is_cut_off_tell_the_same_where_the_time_of_one_is_up_first(size):
+    """The first told why in the job's store, which it could not reach, and woke the others of its host: they knew only
+    who had woken them, and called it gone, `killed, or crashed`, though it was in the operation or had ended in order.
+    """
+
+    def check(rank, world_size, machines):
+        dist.barrier()
+        if rank == 2:
+            dist.group.WORLD.set_timeout(timedelta(seconds=2))
+        dist.barrier()
+        if rank == 0:
+            machines[1].cut_off()
+        with pytest.raises(DeadlineError) as caught:
+            _all_reduce_until_it_fails(size)
+        return caught.value.missing, cause_of(caught.value)
+
+    results = on_hosts((2, 2), check, timeout_s=12.0)
+    assert [missing for missing, _ in results[2:]] == [(0, 1)] * 2, results
+    assert results[2][1] == results[3][1]
+    assert "no answer from ranks 0, 1 within 2.0 s" in results[3][1]
+    assert "The job's store does not answer either: this host may be cut off." in results[3][1]
+
+
 @pytest.mark.parametrize("timeout_s", [2.0, 30.0])
 def test_a_cut_of_three_seconds_ends_in_an_error_or_is_waited_out_as_the_timeout_says(timeout_s):
     def check(rank, world_size, machines):
@@ -384,9 +408,9 @@ def _move_until_it_fails(tensor):
         dist.all_reduce(tensor)
 
 
-def _all_reduce_until_it_fails():
+def _all_reduce_until_it_fails(size=3):
     while True:  # what the other host had sent before it was cut off may be enough for one
-        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(size))
 
 
 def test_a_rank_that_ends_with_an_error_says_so_to_the_other_hosts():

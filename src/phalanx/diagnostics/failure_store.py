@@ -39,7 +39,8 @@ class FailureStore:
     """What one group's ranks tell each other in `store`, under keys that end in `group_key`, which only they know.
 
     `server_rank` is the rank whose process serves the store, -1 where it is none of this group; `address` is where.
-    `find_lost_host` asks whoever on this host knows of hosts that are lost; it does not wait.
+    `find_lost_host` asks whoever on this host knows of hosts that are lost; it does not wait. Nor does `told_here`, set
+    by whoever shares memory with other ranks: what one of those has told, also when the store can't be reached.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class FailureStore:
         self._server_rank = server_rank
         self._address = address
         self.find_lost_host = find_lost_host
+        self.told_here: Callable[[], FailureReport | None] = lambda: None
 
     @property
     def is_gone(self) -> bool:
@@ -103,7 +105,7 @@ class FailureStore:
 
     def report(self) -> FailureReport | None:
         """The report, if some rank has posted one, or a host is lost, which explains all that follows."""
-        return self.find_lost_host() or self._try(self._read, None)
+        return self.find_lost_host() or self.told_here() or self._try(self._read, None)
 
     def _read(self) -> FailureReport | None:
         text = self._get(f"failure/{self._group_key}")
@@ -120,7 +122,7 @@ class FailureStore:
         report = self.find_lost_host() or report
         key = f"failure/{self._group_key}"
         stands: bytes = self._try(lambda: self._store.compare_set(key, "", report.to_json()), b"")
-        return FailureReport.from_json(stands.decode()) if stands else report
+        return FailureReport.from_json(stands.decode()) if stands else self.told_here() or report
 
     def await_report(self, patience_s: float) -> FailureReport | None:
         """The report of a rank that knows more, if it comes soon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from phalanx.diagnostics.failure_report import NOTHING_CALLED, FailureReport, Ra
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position, read, read_position
 from phalanx.diagnostics.whereabouts import how_it_ended, late_ranks
+from phalanx.errors import ClosedError
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Disagreement
@@ -44,6 +46,7 @@ class Reports:
     _seq: int
     _entered_s: float
     _failure_store: FailureStore
+    _report: FailureReport | None
 
     @property
     def symm_mem(self) -> SymmetricMemory:
@@ -94,6 +97,24 @@ class Reports:
             or self._server_lost(ctx.timeout_s, deadline)
             or FailureReport("internal", reason=f"the core answered {cause.status}")
         )
+
+    def _tell_here(self) -> None:
+        """Leave the report in this host's memory, where it is read also when the store, or this rank, has gone.
+
+        What is told there first stands. Where the ranks are is left out if there is no room for it.
+        """
+        if self._report is None:
+            return
+        for report in (self._report, replace(self._report, positions={})):
+            if self._core.set_failure(report.to_json()):
+                return
+
+    def _told_here(self) -> FailureReport | None:
+        """The report that a rank of this host has left."""
+        text = ""
+        with contextlib.suppress(ClosedError):  # meanwhile, by another thread
+            text = self._core.failure()
+        return FailureReport.from_json(text) if text else None
 
     def _reported_by_others(self, patience_s: float) -> FailureReport | None:
         report = self._failure_store.await_report(patience_s)

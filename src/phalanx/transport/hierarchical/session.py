@@ -140,6 +140,7 @@ class HierarchicalSession(Reports):
         self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self._engine = engine
         self._failure_store = failure_store
+        failure_store.told_here = self._told_here
         layout, options = self.layout, self._options
         if layout.rail:
             self._rail = Rail(engine, layout.rail, layout.host, options.algorithm, self._compression, options.link)
@@ -233,8 +234,9 @@ class HierarchicalSession(Reports):
         self._end()
 
     def _end(self) -> None:
-        """Wake everybody who waits on this host or for it."""
+        """Wake everybody who waits on this host or for it, once the ranks of this host can read why."""
         if not self.closed:
+            self._tell_here()
             self._core.set_poison(PEER_LOST, self.layout.local_rank)
         self._engine.close()
 
