@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+import phalanx.coordination.connection as connection_module
 from phalanx.coordination.client import Client
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
@@ -28,6 +29,8 @@ class Cable:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._pairs = {}
+        self._num_doomed = 0
+        self._doomed = {}  # how much of a greeting the coordinator's end has yet to say
         self._commands, self._command = socket.socketpair()
         self._done = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name="cable")
@@ -36,6 +39,10 @@ class Cable:
     def cut(self):
         self._command.send(b"c")
         self._done.acquire()
+
+    def spoil(self, number):
+        """Cut each of the next connections in the middle of its handshake."""
+        self._num_doomed = number
 
     def close(self):
         self._command.send(b"x")
@@ -64,11 +71,19 @@ class Cable:
                         near.close()
                         continue
                     self._pairs.update({near: far, far: near})
+                    if self._num_doomed:
+                        self._num_doomed -= 1
+                        self._doomed[far] = 64
                 elif end in self._pairs:
                     with contextlib.suppress(OSError):
                         if data := end.recv(1 << 16):
                             self._pairs[end].sendall(data)
-                            continue
+                            if end not in self._doomed:
+                                continue
+                            self._doomed[end] -= len(data)
+                            if self._doomed[end] > 0:
+                                continue
+                    self._doomed.pop(end, None)
                     other = self._pairs.pop(end)
                     self._pairs.pop(other, None)
                     end.close()
@@ -290,3 +305,29 @@ def test_one_member_counts_another_one_out():
         while len(events) < 3:
             events += anna.wait_event()
         assert [(e.kind, e.member) for e in events] == [("joined", 1), ("lost", 1), ("joined", 2)]
+
+
+def test_handshakes_that_break_after_a_connection_that_worked_are_not_taken_for_another_key():
+    """A link that came and went: two handshakes were cut short, the third try found the coordinator, which "has another
+    key than ours"; and the host had lost the job for good."""
+    with cable() as (service, line), Client(line.address, KEY) as far, Client(service.local) as near:
+        far.join({"host": "far"})
+        got = []
+        waiting = threading.Thread(target=lambda: got.append(far.get("late", timeout=60.0)))
+        waiting.start()
+        line.spoil(4)
+        line.cut()
+        near.set("late", "came")
+        waiting.join()
+        assert got == [b"came"]
+        assert [event.kind for event in far.take() if event.kind == "expelled"] == []
+        assert far.member == 0
+
+
+def test_a_first_connection_whose_handshakes_break_goes_on_for_a_while(monkeypatch):
+    """As above, before the first connection came about: two accidents in a tenth of a second were enough."""
+    monkeypatch.setattr(connection_module, "_HANDSHAKES_S", 60.0)
+    with cable() as (_, line):
+        line.spoil(3)
+        with Client(line.address, KEY, timeout=60.0) as client:
+            client.set("a", "1")

@@ -215,8 +215,9 @@ class Client(Connection):
             self._taken_event = self._last_event
             drain(self._event_fds)
             self._untold_bytes += sum(len(event.body) + _EVENT_BYTES for event in events)
-            if self._untold_bytes > _TELL_BYTES:  # senders may be waiting for us
+            if self._untold_bytes > _TELL_BYTES and self._socket is not None:  # senders may be waiting for us
                 self._send_heartbeat()
+                self._read()
         return events
 
     def wait_event(self, timeout: Timeout = None) -> list[Event]:

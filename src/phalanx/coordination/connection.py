@@ -45,7 +45,8 @@ from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, 
 
 _RESEND_S = 3.0
 _MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
-_HANDSHAKES = 2  # that must fail before we believe it is not by accident
+_HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # that must fail, and for so long, before we believe it is not by accident
+_DIAGNOSIS_S = 2.0
 
 # As plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _READY = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
@@ -121,7 +122,8 @@ class Connection:
         self._epoch = b""
         self._was_connected = False
         self._cut_at: float | None = None
-        self._failed = 0
+        self._failed, self._failed_at = 0, 0.0
+        self._suspect: Route | None = None  # where handshakes fail: to be looked into
         self._heard_at = time.monotonic()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -277,6 +279,7 @@ class Connection:
         with self._lock:
             if self._calls.pop(call.number, None) is not None and self._socket is not None:
                 self._transmit_raw(pack(Op.CANCEL, 0, pack_number(call.number)))
+                self._read()
 
     def _late(self, deadline: Deadline, waits_for: Iterable[str]) -> DeadlineError:
         silent_s = time.monotonic() - self._heard_at
@@ -288,6 +291,9 @@ class Connection:
             f"{self._where} did not answer within {deadline.timeout_s:.1f} s; it was last heard {silent_s:.1f} s ago"
             f"{', and the connection is cut' if self._cut_at is not None else ''}."
         )
+
+    # ZeroMQ's descriptor is readable once for all that has arrived, and a send takes that note away from who polls it:
+    # whoever sends must `_read` afterwards, before it lets go of the lock.
 
     def _transmit(self, call: _Call) -> None:
         call.sent_at = time.monotonic()
@@ -301,21 +307,24 @@ class Connection:
             pass
 
     def _wait(self, call: _Call, deadline: Deadline) -> None:
-        if self._reading.acquire(blocking=False):
-            try:
-                self._reader = threading.get_ident()
-                while call.answer is None and call.error is None and not deadline.passed and not self._is_closed:
-                    self._poll_once(deadline.left_s)
-            finally:
-                self._reader = None
-                self._reading.release()
-                self._appoint()
-            return
-        wake = call.wake = threading.Lock()
-        wake.acquire()
-        if call.answer is None and call.error is None:
-            wake.acquire(timeout=min(deadline.left_s, 0.5))
-        call.wake = None
+        if not self._reading.acquire(blocking=False):
+            wake = threading.Lock()
+            wake.acquire()
+            call.wake = wake
+            if not self._reading.acquire(blocking=False):  # a reader that stopped before it could see that we wait
+                if call.answer is None and call.error is None:
+                    wake.acquire(timeout=min(deadline.left_s, 0.5))
+                call.wake = None
+                return
+            call.wake = None
+        try:
+            self._reader = threading.get_ident()
+            while call.answer is None and call.error is None and not deadline.passed and not self._is_closed:
+                self._poll_once(deadline.left_s)
+        finally:
+            self._reader = None
+            self._reading.release()
+            self._appoint()
 
     def _appoint(self) -> None:
         """The reader stops: one who waits takes over."""
@@ -327,6 +336,9 @@ class Connection:
 
     def _poll_once(self, limit_s: float) -> None:
         """Wait for something to read, and read it. Only the one who has `_reading`."""
+        if self._suspect is not None:
+            self._diagnose(self._suspect, limit_s)
+            return
         ready = self._poll.poll(min(limit_s, _RESEND_S) * 1000 + 1)
         with self._lock:
             if self._socket is None:
@@ -347,6 +359,8 @@ class Connection:
             late = [call for call in self._calls.values() if now - call.sent_at > _RESEND_S]
             for call in late[:MAX_MESSAGES]:
                 self._transmit(call)
+            if late:
+                self._read()
 
     def _read(self) -> None:
         """Take what has arrived. Under the lock."""
@@ -393,21 +407,27 @@ class Connection:
             if self._was_connected:  # again: what was under way may be lost
                 for call in list(self._calls.values())[:_MAX_CALLS]:
                     self._transmit(call)
-            self._was_connected, self._cut_at, self._failed = True, None, 0
+            self._was_connected, self._cut_at = True, None
         elif event == zmq.EVENT_DISCONNECTED:
             if self._was_connected and self._cut_at is None:
                 self._cut_at = time.monotonic()
-        elif event != zmq.EVENT_CONNECTED:
+        elif event != zmq.EVENT_CONNECTED and not self._was_connected:  # who was let in once has the right key
             self._failed += 1
-            if self._failed == _HANDSHAKES and self._route is not None:
-                self._diagnose(self._route)
+            now = time.monotonic()
+            if self._failed == 1:
+                self._failed_at = now
+            if self._failed >= _HANDSHAKES and now - self._failed_at >= _HANDSHAKES_S:
+                self._suspect = self._route
 
-    def _diagnose(self, route: Route) -> None:
-        error = explain_refusal(self.address, route, self.key)
-        if error is not None:
-            self._fail_all(error)
-        else:
-            self._failed = 0
+    def _diagnose(self, route: Route, limit_s: float) -> None:
+        """Find out who is at the other end of a connection that never came about; without the lock: it takes long."""
+        error = explain_refusal(self.address, route, self.key, min(limit_s, _DIAGNOSIS_S))
+        with self._lock:
+            self._suspect, self._failed = None, 0
+            if self._socket is not None:
+                self._read()
+                if error is not None and not self._was_connected:  # it has not come about meanwhile
+                    self._fail_all(error)
 
     def _happened(self, number: int, fields: list[bytes]) -> None:
         if number != self._last_event + 1:  # sent twice, or one is missing, which will be sent again

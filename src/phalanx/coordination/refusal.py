@@ -8,9 +8,11 @@ from phalanx.coordination.route import Route, who_answers
 from phalanx.errors import AuthenticationError, CoordinationError
 
 
-def explain_refusal(address: Address, route: Route, key: Key | None) -> AuthenticationError | CoordinationError | None:
-    """An error that says it, after a look at who answers there; None if nobody does now."""
-    answer = who_answers(route.address)
+def explain_refusal(
+    address: Address, route: Route, key: Key | None, timeout_s: float
+) -> AuthenticationError | CoordinationError | None:
+    """An error that says it, after a look at who answers there; None if nobody does within `timeout_s`."""
+    answer = who_answers(route.address, timeout_s)
     if answer == "coordinator":
         assert key is not None
         return AuthenticationError(

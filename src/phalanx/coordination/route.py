@@ -14,7 +14,7 @@ from phalanx.deadline import Deadline
 
 _EACH_S = 3.0
 _STAGGER_S = 0.25  # before the next address is tried beside the first, as browsers do
-_LINGER_S = 0.05
+_LINGER_S, _LEAST_S = 0.05, 0.001
 _NO_HELLO = b"\x04\xc8\x05HELLO" + bytes(194)
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
@@ -97,16 +97,23 @@ def _words(code: int) -> str:
     return os.strerror(code)
 
 
-def who_answers(address: Address, timeout_s: float = 2.0) -> str:
-    """What listens at a numeric address: 'coordinator', what it seems to be instead, or '' where nothing answers."""
+def who_answers(address: Address, timeout_s: float) -> str:
+    """What listens at a numeric address: 'coordinator', what it seems to be instead, or '' where nothing answers.
+
+    It takes no longer than `timeout_s`, however slowly the other end speaks.
+    """
+    deadline = Deadline.after(timeout_s)
+    greeting = b""
     try:
-        with socket.create_connection((address.host, address.port), timeout_s) as probe:
+        with socket.create_connection((address.host, address.port), max(deadline.left_s, _LEAST_S)) as probe:
             probe.sendall(_GREETING)
-            greeting = b""
             while len(greeting) < 64:
+                probe.settimeout(max(deadline.left_s, _LEAST_S))
                 if not (part := probe.recv(64 - len(greeting))):
                     break
                 greeting += part
+                if deadline.passed:
+                    return ""
             time.sleep(_LINGER_S)
             probe.sendall(_NO_HELLO)  # so that it is refused, and the coordinator's log has our address for certain
     except OSError:
