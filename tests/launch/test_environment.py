@@ -55,6 +55,11 @@ def test_the_zygote_inherits_nothing_from_another_launcher() -> None:
     assert (planned["HOME"], planned["OMP_NUM_THREADS"]) == ("/h", "2")
 
 
+def test_the_jobs_key_is_not_in_the_environment_of_ranks() -> None:
+    """PHALANX_KEY was handed on to every rank, and to every program that a rank starts."""
+    assert "PHALANX_KEY" not in plan_zygote_environment({"PHALANX_KEY": "plx-secret", "PHALANX_KEY_FILE": "f"}, 1)
+
+
 def test_the_users_own_omp_num_threads_stays() -> None:
     assert plan_zygote_environment({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"] == "7"
 

@@ -69,8 +69,12 @@ def test_ranks_of_another_host_have_the_function_and_hand_back_what_came_of_it(t
             else:
                 pytest.fail(said)
             join = [*inside[1], "-m", "phalanx", "join", found[1]]
-            joined = subprocess.run(join, cwd=tmp_path / "second", env=environment, capture_output=True, timeout=100)
+            (scratch := tmp_path / "scratch").mkdir()
+            environ = {**environment, "TMPDIR": str(scratch)}
+            joined = subprocess.run(join, cwd=tmp_path / "second", env=environ, capture_output=True, timeout=100)
             said += driver.stdout.read()
     assert "as it should be" in said, said
     assert said.count("trained") >= 1
     assert (joined.returncode == 0) == (how == "well"), joined
+    # each rank there had a folder in TMPDIR, which stayed after every failure: whoever is told to end removes nothing
+    assert not list(scratch.iterdir())

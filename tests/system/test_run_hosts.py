@@ -385,6 +385,20 @@ def test_no_port_of_a_joining_agent_is_open_while_ranks_run(tmp_path: Path) -> N
     assert said == sorted(f"{rank} {n} {'[]' if rank else coordinator}" for rank in range(3) for n in range(2))
 
 
+def test_ctrl_z_suspends_no_job_on_several_hosts(tmp_path: Path) -> None:
+    """It stopped the agent, with its coordinator; and after --host-timeout the other host ended its ranks."""
+    script = write_script(tmp_path, _FOR_EVER)
+    with hosts(2) as machines, commands(machines, *numbered(machines, script=(script,), nproc="1")) as jobs:
+        jobs[0].read_until_all("running", 1)
+        for job in jobs:
+            job.process.send_signal(signal.SIGTSTP)
+        jobs[0].read_until("a job on several hosts cannot be suspended")
+        jobs[0].process.send_signal(signal.SIGINT)
+        ended = finish(jobs)
+    assert "lost" not in ended[0].out + ended[1].out
+    assert "cannot be suspended" in ended[1].out
+
+
 def test_the_line_on_a_restart_says_how_many_ranks_are_started(tmp_path: Path) -> None:
     """It gave the number of the attempt before, although a host was gone for good."""
     script = write_script(

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from phalanx.coordination.launchers import describe_rank, find_launch
 
+# The job's key as a variable is for the agent: whoever gets the environment of a rank, or its dump, needs none.
+_KEY_VARIABLE = "PHALANX_KEY"
+
 # What a launcher sets for a rank. An outer launcher's values must never reach our ranks.
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -108,12 +111,12 @@ _MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=10
 
 
 def plan_zygote_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The user's environment without any launcher's variables.
+    """The user's environment without any launcher's variables, and without the job's key.
 
     OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory for the next step, unless the user set
     OMP_NUM_THREADS or GLIBC_TUNABLES.
     """
-    variables = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
+    variables = {name: value for name, value in environ.items() if name not in (*RANK_VARIABLES, _KEY_VARIABLE)}
     variables.setdefault("OMP_NUM_THREADS", str(threads))
     variables.setdefault("GLIBC_TUNABLES", _MALLOC)
     variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does: NCCL's errors end the process

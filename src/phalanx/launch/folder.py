@@ -75,8 +75,20 @@ def remove(path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def use_for_multiprocessing(path: str) -> None:
-    """Have Python's multiprocessing put its sockets into `path`, in this process and in all that it starts."""
+_of_this_rank = ""
+
+
+def find_job_folder() -> str | None:
+    """In a rank, the folder of its job on this host, which is removed whatever becomes of the rank; None elsewhere."""
+    return _of_this_rank or None
+
+
+def use_in_rank(path: str) -> None:
+    """This process is a rank of the job whose folder is `path`: Python's multiprocessing puts its sockets there, in
+    this process and in all that it starts.
+    """
+    global _of_this_rank
+    _of_this_rank = path
     process = sys.modules.get("multiprocessing.process")
     if process is not None and path:
         # private, but `multiprocessing.util.get_temp_dir` has looked there since Python 3.3, and children inherit it

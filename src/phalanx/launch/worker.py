@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from phalanx.launch.ending import can_end_quickly, end_quickly
 from phalanx.launch.failure import Report
-from phalanx.launch.folder import use_for_multiprocessing
+from phalanx.launch.folder import use_in_rank
 from phalanx.launch.processes import STACKS_SIGNAL, die_with_parent
 from phalanx.launch.target import Kind, Target
 from phalanx.launch.title import set_command
@@ -72,7 +72,7 @@ def run_worker(assignment: Assignment) -> None:
     if assignment.kind == "program":
         _execute(assignment, report)
     _reseed()
-    use_for_multiprocessing(assignment.folder)
+    use_in_rank(assignment.folder)
     if not faulthandler.is_enabled():  # else the user asked for dumps on stderr
         faulthandler.enable(file=_move_up(assignment.dump))
     if hasattr(faulthandler, "register"):

@@ -380,6 +380,11 @@ class Attempt:
                 )
             return
         if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop with us, and go on with us
+            if self.place.num_nodes > 1:  # the other hosts would hear nothing of this one, and count it as lost
+                self._host.display.say(
+                    "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended; it goes on"
+                )
+                return
             self.send_signal(signal.SIGSTOP, self.state.running, group=True)
             os.kill(os.getpid(), signal.SIGSTOP)
             return

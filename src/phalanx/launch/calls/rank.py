@@ -8,6 +8,7 @@ from pathlib import Path
 
 from phalanx.launch.calls import outcome, payload, remote
 from phalanx.launch.calls.outcome import Outcome
+from phalanx.launch.folder import find_job_folder
 
 
 def run(folder: str) -> None:
@@ -24,9 +25,11 @@ def run(folder: str) -> None:
         client.close()
         _run(rank, folder)
         return
-    with tempfile.TemporaryDirectory(prefix="phalanx-call-", ignore_cleanup_errors=True) as own:
+    # In the job's folder: after a failure elsewhere this process is told to end, and removes nothing itself.
+    with tempfile.TemporaryDirectory(prefix="call-", dir=find_job_folder(), ignore_cleanup_errors=True) as own:
+        timeout_s = remote.find_join_timeout(client)  # rank 0 may still be importing
         for file in files:
-            Path(own, file.name).write_bytes(remote.take(client, file.name))
+            Path(own, file.name).write_bytes(remote.take(client, file.name, timeout_s))
         told = outcome_path(own, rank)
         remote.forget(client, told.name)
         try:

@@ -8,6 +8,7 @@ the caller's agent               takes those at the end, into the folder where t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +28,16 @@ def connect(environ: Mapping[str, str]) -> Client | None:
     told = environ.get("PHALANX_STORE", "")
     if not told.startswith(COORDINATOR):
         return None
+    from phalanx.coordination.agent_file import read_store
     from phalanx.coordination.client import Client
     from phalanx.coordination.key import Key
 
-    place = json.loads(Path(told.removeprefix(COORDINATOR)).read_bytes())
-    return Client(place["address"], Key.parse(place["key"]) if place["key"] else None)
+    fd = os.open(told.removeprefix(COORDINATOR), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        address, key = read_store(fd)  # behind it may stand which hosts are lost
+    finally:
+        os.close(fd)
+    return Client(address, Key.parse(key) if key else None)
 
 
 def put(client: Client, name: str, data: bytes) -> None:
@@ -43,9 +49,16 @@ def put(client: Client, name: str, data: bytes) -> None:
     client.set(f"{_PREFIX}{name}", str(count).encode())
 
 
-def take(client: Client, name: str) -> bytes:
-    """What was put under that name; waits until it is there."""
-    count = int(client.get(f"{_PREFIX}{name}"))
+def find_join_timeout(client: Client) -> float:
+    """How long hosts of this job wait for each other, in seconds."""
+    from phalanx.launch.hosts.job_spec import KEY
+
+    return float(json.loads(client.get(KEY))["join_timeout_s"])
+
+
+def take(client: Client, name: str, timeout_s: float | None = None) -> bytes:
+    """What was put under that name; waits until it is there, for the client's own time-out unless told otherwise."""
+    count = int(client.get(f"{_PREFIX}{name}", timeout=client.timeout if timeout_s is None else timeout_s))
     return b"".join(client.get(f"{_PREFIX}{name}/{i}") for i in range(count))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.coordination.client import Client
+from phalanx.coordination.event import Event
 from phalanx.errors import PhalanxError
 
 _POST_S = 5.0  # of one try; while the link is cut the next one follows
@@ -24,16 +26,29 @@ MAX_WAITING_BYTES = 1 << 20
 _MAX_BATCH = 64
 
 
+# What makes no sense in what another process has sent: it is as if it had not come.
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+
+
 @dataclass(frozen=True)
 class ControlMessage:
-    """What has come: a message (`kind` is its own) from `member`; or of the coordinator: joined, left, lost, expelled,
-    unreachable, reachable; then `body` holds the facts, or why.
-    """
+    """A message from `member`, whose `kind` and `body` are its own words."""
 
     kind: str
     member: int
     body: dict[str, Any]
-    at: float  # on the clock of the sender; 0 where it did not say
+
+
+@dataclass(frozen=True)
+class Change:
+    """The coordinator tells that `member` has joined, left or is lost; or that this process is expelled, or has lost
+    it (unreachable), or has it back (reachable). No member can post one.
+    """
+
+    kind: str
+    member: int
+    facts: dict[str, Any]  # of one that has joined
+    why: str
 
 
 class Notices:
@@ -81,12 +96,13 @@ class ControlChannel:
         self._client = client
         self.member = client.member
         self.notices = notices or Notices()
-        self._queue: deque[tuple[int, bytes]] = deque()  # the first is being sent
+        self._queue: deque[tuple[int, bytes]] = deque()  # the first is being sent; without words: expel that member
         self._lock = threading.Condition()
         self._waiting_bytes = 0
         self._is_closing = False
         self._number = 0
         self._taken: dict[int, int] = {}  # member -> number of its last message: one may come twice after a cut
+        self._given_back: list[ControlMessage | Change] = []
         self._offsets: dict[int, float] = {}  # member -> how much its clock is behind ours, at most
         self._thread = threading.Thread(target=self._send, name="phalanx-control", daemon=True)
         self._thread.start()
@@ -109,25 +125,39 @@ class ControlChannel:
             self._queue.append((member, data))
             self._lock.notify()
 
-    def take(self) -> list[ControlMessage]:
+    def expel(self, member: int) -> None:
+        """Have the coordinator count `member` out, after what it was sent before."""
+        with self._lock:
+            self._queue.append((member, b""))
+            self._lock.notify()
+
+    def give_back(self, messages: Sequence[ControlMessage | Change]) -> None:
+        """What was taken, and is for whoever takes next; `has_more` says so, the descriptor does not."""
+        self._given_back += messages
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` has something that was given back."""
+        return bool(self._given_back)
+
+    def take(self) -> list[ControlMessage | Change]:
         """What has come; does not wait."""
-        messages = []
+        messages, self._given_back = self._given_back, []
         for event in self._client.take():
             if event.kind != "message":
-                body = event.facts if event.kind == "joined" else {"why": event.why}
-                messages.append(ControlMessage(event.kind, event.member, body, 0.0))
+                messages.append(_read_change(event))
                 continue
             try:
-                body = json.loads(event.body)
+                body = _decode(event.body)
                 kind, number, sent_at = str(body.pop("kind")), int(body.pop("number")), float(body.pop("now"))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except MALFORMED:
                 continue  # another version of Phalanx, or a program that speaks with us: not for the agent
             if number <= self._taken.get(event.member, 0):
                 continue
             self._taken[event.member] = number
             behind = time.monotonic() - sent_at
             self._offsets[event.member] = min(behind, self._offsets.get(event.member, behind))
-            messages.append(ControlMessage(kind, event.member, body, sent_at))
+            messages.append(ControlMessage(kind, event.member, body))
         return messages
 
     def to_own_clock(self, member: int, at: float) -> float:
@@ -144,7 +174,7 @@ class ControlChannel:
     def take_back(self, kind: str) -> list[dict[str, Any]]:
         """The messages of a kind that were not sent, and will not be: whoever was to read them has gone."""
         with self._lock:
-            waiting = [json.loads(data) for _, data in self._queue]
+            waiting = [json.loads(data) for _, data in self._queue if data]
             for _ in range(max(0, len(self._queue) - 1)):
                 self._queue.pop()
             self._is_closing = True
@@ -177,7 +207,10 @@ class ControlChannel:
                 member, data = self._queue[0]
             while not self._is_closing:
                 try:
-                    self._client.post(member, data, timeout=_POST_S)
+                    if data:
+                        self._client.post(member, data, timeout=_POST_S)
+                    else:
+                        self._client.expel(member, "the first host has given it up")
                     break
                 except ValueError:  # it has gone: nobody is there to be told
                     break
@@ -189,6 +222,31 @@ class ControlChannel:
                 self._waiting_bytes -= len(data)
                 if not self._is_closing:
                     self._queue.popleft()
+
+
+def _read_change(event: Event) -> Change:
+    if event.kind != "joined":
+        return Change(event.kind, event.member, {}, event.why)
+    try:
+        return Change(event.kind, event.member, dict(_decode(event.body)), "")
+    except MALFORMED:  # no agent tells such things of itself
+        return Change(event.kind, event.member, {}, "")
+
+
+def _decode(data: bytes) -> Any:
+    """JSON without numbers that are none, whether by name (Infinity) or by size (1e999).
+
+    Raises:
+        ValueError: it is none.
+    """
+    return json.loads(data, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
 
 
 def encode_lines(lines: Sequence[bytes]) -> list[str]:

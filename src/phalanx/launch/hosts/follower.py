@@ -18,7 +18,7 @@ from phalanx.launch.agent.attempt import Attempt, Host
 from phalanx.launch.agent.supervision import LOSS_SETTLE_S, Action, Kill, Signal, Supervision
 from phalanx.launch.environment import Place
 from phalanx.launch.failure import Exit, Report
-from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage, decode_lines, encode_lines
+from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines, encode_lines
 from phalanx.launch.hosts.flights import logs_to_json
 from phalanx.launch.output.display import Display
 from phalanx.launch.plan import JobPlan
@@ -153,6 +153,11 @@ class FollowerSupervision(Supervision):
         return self._settle(now, LOSS_SETTLE_S)
 
 
+def tells_first_lost(change: Change) -> bool:
+    """Whether this host and the first one are not in one job any more."""
+    return change.kind in ("unreachable", "expelled") or (change.member == FIRST and change.kind in ("left", "lost"))
+
+
 def say_host_lost(message: ControlMessage, display: Display) -> None:
     """The first host tells that another one is lost."""
     ranks = message.body["ranks"]
@@ -195,11 +200,13 @@ class FollowerAttempt(Attempt):
     @property
     def due(self) -> float | None:
         """When to look again although nothing has come."""
+        if self._channel.has_more:
+            return time.monotonic()
         return time.monotonic() + _FULL_S if self._channel.full else None
 
     def receive(self, ready: set[int]) -> None:
         """Read what the other hosts say."""
-        if self._channel.fileno() in ready:
+        if self._channel.fileno() in ready or self._channel.has_more:
             for message in self._channel.take():
                 self._read(message)
         self._forward.flush()
@@ -222,12 +229,11 @@ class FollowerAttempt(Attempt):
             self._channel.put(FIRST, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
         self._channel.put(FIRST, "swept", attempt=self._number)
 
-    def _read(self, message: ControlMessage) -> None:
+    def _read(self, message: ControlMessage | Change) -> None:
         state = self.supervision
-        if message.kind in ("unreachable", "expelled") or (
-            message.member == FIRST and message.kind in ("left", "lost")
-        ):
-            self._lose_first(message.body["why"])
+        if isinstance(message, Change):
+            if tells_first_lost(message):
+                self._lose_first(message.why)
         elif message.member == FIRST and message.kind == "host lost":
             say_host_lost(message, self._host.display)
             self._tell_ranks(message.body["ranks"], describe_loss(message.body["host"], message.body["why"]))

@@ -16,7 +16,7 @@ from phalanx.launch.agent.attempt import Host
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.environment import describe_ranks
 from phalanx.launch.hosts.addresses import OwnAddress, find_interface
-from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
+from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.job_spec import choose_environment
 from phalanx.launch.hosts.leader import LeaderAttempt, PeerHosts, tell_start
 from phalanx.launch.hosts.membership import name_own_address
@@ -71,7 +71,7 @@ class Gathering:
             LaunchError: too few came in time; two want one number; they cannot reach each other; or a signal came.
         """
         if self._peers is not None:
-            for message in self._peers.late:
+            for message in self._peers.late.values():
                 self._read(message)
             for member in self._peers.lost:
                 self._joined_hosts.pop(member, None)
@@ -104,14 +104,16 @@ class Gathering:
 
     def end(self, code: int, why: str) -> None:
         """Tell all that the job is over, and wait a moment until they have heard it."""
-        for message in self._peers.late if self._peers is not None else ():
-            self._refuse(message.member, "the job is over, and had begun without this host")
+        for member in self._peers.late if self._peers is not None else ():
+            self._refuse(member, "the job is over, and had begun without this host")
         self._channel.put(-1, "end", code=code, why=why)
         waiting = set(self._joined_hosts) - set(self._peers.lost if self._peers is not None else ())
         end = time.monotonic() + _END_TIMEOUT_S
         while waiting and time.monotonic() < end:
             select.select([self._channel], [], [], 0.1)
             for message in self._channel.take():
+                if not isinstance(message, Change):
+                    continue
                 if message.kind in ("left", "lost", "unreachable", "expelled"):
                     waiting.discard(message.member)
                 elif message.kind == "joined":  # too late
@@ -216,25 +218,33 @@ class Gathering:
         for message in self._channel.take() if self._channel.fileno() in ready else ():
             self._read(message)
 
-    def _read(self, message: ControlMessage) -> None:
-        if message.kind == "joined":
-            if unfit := describe_unfit(message.body):
+    def _read(self, message: ControlMessage | Change) -> None:
+        if isinstance(message, Change):
+            self._follow_change(message)
+        elif message.member in self._joined_hosts or message.member == self._channel.member:
+            with contextlib.suppress(*MALFORMED):
+                self._follow(message)
+
+    def _follow_change(self, change: Change) -> None:
+        if change.kind == "joined":
+            if unfit := describe_unfit(change.facts):
                 self._host.display.say(f"phalanx run: {unfit}")
-            facts = HostFacts.from_json(message.member, message.body)
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                if facts is not None:
-                    self._joined_hosts[message.member] = JoinedHost(facts, str(message.body["reached"]))
-        elif message.kind in ("left", "lost"):
-            self._joined_hosts.pop(message.member, None)
-        elif message.kind == "answering" and message.body.get("trial") == self._trial:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                self._ports[message.member] = int(message.body["port"]), str(message.body["problem"])
-        elif message.kind == "reached" and message.body.get("trial") == self._trial:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                results = {int(node): str(answer) for node, answer in message.body["results"]}
-                self._results[message.member] = results
-        elif message.kind in ("unreachable", "expelled"):
-            raise LaunchError(f"phalanx run: the coordinator on this host has failed: {message.body['why']}")
+            facts = HostFacts.from_json(change.member, change.facts)
+            if facts is not None and "reached" in change.facts:
+                self._joined_hosts[change.member] = JoinedHost(facts, str(change.facts["reached"]))
+        elif change.kind in ("left", "lost"):
+            self._joined_hosts.pop(change.member, None)
+        elif change.kind in ("unreachable", "expelled"):
+            raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
+
+    def _follow(self, message: ControlMessage) -> None:
+        if message.body.get("trial") != self._trial:
+            return
+        if message.kind == "answering":
+            self._ports[message.member] = int(message.body["port"]), str(message.body["problem"])
+        elif message.kind == "reached":
+            results = {int(node): str(answer) for node, answer in message.body["results"]}
+            self._results[message.member] = results
 
     def _refuse(self, member: int, why: str) -> None:
         self._joined_hosts.pop(member, None)

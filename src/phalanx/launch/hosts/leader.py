@@ -16,10 +16,11 @@ from phalanx.launch.agent.agent_socket import Request
 from phalanx.launch.agent.attempt import Attempt, Host
 from phalanx.launch.agent.supervision import Action
 from phalanx.launch.failure import Exit, Loss, Report
-from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage, decode_lines
+from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage, decode_lines
 from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_node
 from phalanx.launch.plan import JobPlan
+from phalanx.launch.processes import ENDING_SIGNALS
 from phalanx.launch.stacks.job_snapshot import answer_others
 
 _STACKS_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
@@ -36,7 +37,7 @@ class PeerHosts:
         self.host_timeout_s = host_timeout_s
         self.others = {node.facts.member: node for node in nodes if node is not own}
         self.lost: dict[int, str] = {}  # member -> why
-        self.late: list[ControlMessage] = []  # of hosts that have joined since
+        self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
 
     @property
     def present(self) -> list[Node]:
@@ -116,6 +117,7 @@ class LeaderAttempt(Attempt):
                     self._lose(
                         node.facts.member, f"it was told to end its ranks, and did not within {_SWEEP_LIMIT_S:g} s"
                     )
+                    self._peers.channel.expel(node.facts.member)  # so that it hears that nobody counts on it
 
     def create_store(self) -> tuple[int | None, str]:
         """The coordinator, by the way that leads there from this host."""
@@ -186,21 +188,26 @@ class LeaderAttempt(Attempt):
     def _put(self, node: Node, kind: str, **body: Any) -> None:
         self._peers.channel.put(node.facts.member, kind, attempt=self._number, **body)
 
-    def _read(self, message: ControlMessage) -> None:
+    def _read(self, message: ControlMessage | Change) -> None:
         """Follow a message of another host; what makes no sense is as if it had not come."""
-        if message.kind in ("left", "lost"):
-            self._lose(message.member, message.body["why"])
-        elif message.kind == "joined" and (unfit := describe_unfit(message.body)):
-            self._host.display.say(f"phalanx run: {unfit}")
-        elif message.kind == "joined" and HostFacts.from_json(message.member, message.body) is not None:
-            self._peers.late.append(message)
-            self._peers.channel.put(message.member, "late")
-        elif message.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended
-            for member in list(self._peers.others):
-                self._lose(member, f"the coordinator on this host has failed: {message.body['why']}")
+        if isinstance(message, Change):
+            self._follow_change(message)
         elif message.member in self._peers.others and message.body.get("attempt") == self._number:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(*MALFORMED):
                 self._follow(message, self._peers.others[message.member])
+
+    def _follow_change(self, change: Change) -> None:
+        if change.kind in ("left", "lost"):
+            self._peers.late.pop(change.member, None)  # it is not there for the next start
+            self._lose(change.member, change.why)
+        elif change.kind == "joined" and (unfit := describe_unfit(change.facts)):
+            self._host.display.say(f"phalanx run: {unfit}")
+        elif change.kind == "joined" and HostFacts.from_json(change.member, change.facts) is not None:
+            self._peers.late[change.member] = change
+            self._peers.channel.put(change.member, "late")
+        elif change.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended
+            for member in list(self._peers.others):
+                self._lose(member, f"the coordinator on this host has failed: {change.why}")
 
     def _follow(self, message: ControlMessage, node: Node) -> None:
         body = message.body
@@ -217,7 +224,10 @@ class LeaderAttempt(Attempt):
         elif message.kind == "report":
             self._hear_report(message, node)
         elif message.kind == "signal":
-            self.on_signal(int(body["signum"]), f" on {node.label}")
+            signum = int(body["signum"])
+            if signum not in ENDING_SIGNALS:  # others are for the ranks of the host where they came
+                raise ValueError(f"signal {signum} does not end a job")
+            self.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
             self._host.display.say(f"{body['text']}   (on {node.label})")
         elif message.kind == "flight":

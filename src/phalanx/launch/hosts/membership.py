@@ -21,8 +21,8 @@ from phalanx.launch.agent.attempt import Host
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.environment import Place, describe_ranks
 from phalanx.launch.hosts.addresses import find_interface
-from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
-from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost
+from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost, tells_first_lost
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.node_plan import HostFacts
 from phalanx.launch.hosts.orphaned import describe_membership
@@ -277,7 +277,8 @@ class _Followed:
         poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(self._host.signals, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll(100 if self._host.display.writers else 1000)}
+            wait_ms = 0 if self._channel.has_more else 100 if self._host.display.writers else 1000
+            ready = {fd for fd, _ in poll.poll(wait_ms)}
             self._host.display.tick()
             if self._host.signals in ready:
                 for number in read_signals(self._host.signals):
@@ -286,17 +287,18 @@ class _Followed:
                             f"phalanx run: stopped by {signal.Signals(number).name} before the job began",
                             exit_code=128 + number,
                         )
-            orders: ControlMessage | None = None
-            for message in self._channel.take() if self._channel.fileno() in ready else ():
-                orders = self._read(message) or orders
-            if orders is not None:
-                return orders
+            messages = self._channel.take() if self._channel.fileno() in ready or self._channel.has_more else []
+            for number, message in enumerate(messages):
+                orders = self._read(message)
+                if orders is not None:  # what has come behind them is for the ranks that they start
+                    self._channel.give_back(messages[number + 1 :])
+                    return orders
 
-    def _read(self, message: ControlMessage) -> ControlMessage | None:
-        if message.kind in ("unreachable", "expelled") or (
-            message.member == FIRST and message.kind in ("left", "lost")
-        ):
-            self._raise_lost(message.body["why"])
+    def _read(self, message: ControlMessage | Change) -> ControlMessage | None:
+        if isinstance(message, Change):
+            if tells_first_lost(message):
+                self._raise_lost(message.why)
+            return None
         if message.member != FIRST:
             return None
         if message.kind == "late":

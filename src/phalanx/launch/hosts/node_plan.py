@@ -31,12 +31,14 @@ class HostFacts:
         if facts.get("kind") != "agent":
             return None
         try:
-            node_rank = facts["node_rank"]
+            node_rank, num_ranks = facts["node_rank"], int(facts["num_ranks"])
+            if num_ranks < 1 or (node_rank is not None and int(node_rank) < 0):
+                return None
             return cls(
-                member, str(facts["host"]), int(facts["pid"]), int(facts["num_ranks"]), str(facts["role"]),
+                member, str(facts["host"]), int(facts["pid"]), num_ranks, str(facts["role"]),
                 str(facts["address"]), None if node_rank is None else int(node_rank), str(facts["run_id"]),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
 
     def to_json(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import default_path, find_key, make_key
 from phalanx.coordination.service import Service
-from phalanx.errors import AuthenticationError, CoordinationError, LaunchError
+from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, PhalanxError
 from phalanx.launch.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.calls.remote import fetch_outcomes
@@ -59,17 +59,25 @@ def _lead(plan: JobPlan, rendezvous: Rendezvous, zygote: ZygoteProcess, signals:
 
         try:
             code = run_attempts(plan, host, begin)
+            if plan.verdict:  # while the coordinator is there
+                _fetch_outcomes(service, plan.verdict, code)
         except LaunchError as error:
             gathering.end(error.exit_code, str(error))
             raise
         except BaseException:
             gathering.end(1, "the first host has failed")
             raise
-        if plan.verdict:  # while the coordinator is there
-            with Client(service.local) as client:
-                fetch_outcomes(client, os.path.dirname(plan.verdict))
         gathering.end(code, "")
     return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
+
+
+def _fetch_outcomes(service: Service, verdict: str, code: int) -> None:
+    try:
+        with Client(service.local) as client:
+            fetch_outcomes(client, os.path.dirname(verdict))
+    except (PhalanxError, OSError) as error:
+        if code == 0:  # else the caller is told of the failure, which says more
+            raise LaunchError(f"phalanx run: what the ranks of other hosts returned did not come: {error}") from error
 
 
 @contextlib.contextmanager

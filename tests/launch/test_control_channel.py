@@ -1,0 +1,167 @@
+"""What members of a job post to its agents: nobody speaks as the coordinator, and rubbish does no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from phalanx.coordination.client import Client
+from phalanx.coordination.service import Service
+from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.follower import FollowerAttempt
+from phalanx.launch.hosts.gather import Gathering
+from phalanx.launch.hosts.leader import LeaderAttempt, PeerHosts
+from phalanx.launch.hosts.membership import _Followed
+from phalanx.launch.hosts.node_plan import HostFacts, plan_nodes
+
+_AGENT = {
+    "kind": "agent", "host": "b", "pid": 1, "num_ranks": 2, "role": "default", "address": "10.0.0.2",
+    "node_rank": None, "run_id": "job", "reached": "10.0.0.1",
+}  # fmt: skip
+
+
+@contextmanager
+def _two() -> Iterator[tuple[ControlChannel, Client]]:
+    """The channel of the first host, and another member, which posts what it likes."""
+    with Service() as service:
+        first = Client(service.local)
+        first.join({"kind": "first", "host": "a"})
+        channel = ControlChannel(first)
+        with Client(service.local) as other:
+            other.join(_AGENT)
+            try:
+                yield channel, other
+            finally:
+                channel.close()
+
+
+def _take(channel: ControlChannel, wanted: str) -> list[ControlMessage | Change]:
+    """All that comes, up to a message or change of that kind."""
+    taken: list[ControlMessage | Change] = []
+    while not any(each.kind == wanted for each in taken):
+        assert select.select([channel], [], [], 30.0)[0], f"{wanted} has not come: {taken}"
+        taken += channel.take()
+    return taken
+
+
+def _leader(channel: ControlChannel, other: int) -> tuple[LeaderAttempt, PeerHosts, list[Any]]:
+    """The part of the leader that reads, with what it did."""
+    done: list[Any] = []
+    facts = [HostFacts(channel.member, "a", 1, 1, "", "10.0.0.1"), HostFacts(other, "b", 1, 2, "", "10.0.0.2")]
+    nodes = plan_nodes(facts)
+    leader = LeaderAttempt.__new__(LeaderAttempt)
+    leader._peers = peers = PeerHosts(channel, nodes, nodes[0], 10.0)
+    leader._number = 0
+    vars(leader).update(
+        _lose=lambda member, why: done.append(("lose", member)), on_signal=lambda signum, where: done.append(signum)
+    )
+    return leader, peers, done
+
+
+def test_a_member_cannot_speak_as_the_coordinator_and_rubbish_does_no_harm() -> None:
+    """A message's kind shared one name space with the coordinator's events: "unreachable" from any member made the
+    first host lose all others, "lost" without `why` was a KeyError out of its loop, an infinite number an OverflowError
+    that lost the whole batch; and a member's SIGTSTP stopped the first host.
+    """
+    with _two() as (channel, other):
+        leader, _, done = _leader(channel, other.member)
+        kinds = ("unreachable", "expelled", "lost", "left", "joined")
+        bodies = [json.dumps({"kind": kind, "number": 1 + n, "now": 0}) for n, kind in enumerate(kinds)]
+        bodies += [
+            '{"kind": "x", "number": Infinity, "now": 0}', '{"kind": "x", "number": 20, "now": 1e999}',
+            '{"kind": "x", "number": 20, "now": NaN}', '{"kind": "x", "number": 20, "now": 1' + "0" * 400 + "}",
+            '{"kind": "exit", "number": 20, "now": 0, "attempt": 0, "at": 1e999}', "[]", '"x"', "{", "[" * 100_000,
+        ]  # fmt: skip
+        for body in bodies:
+            other.post(channel.member, body.encode())
+        malformed: list[dict[str, Any]] = [
+            {"kind": "exit", "rank": 1, "pid": 1, "status": 0, "at": 10**400, "dump": ""},
+            {"kind": "report", "report": []}, {"kind": "report", "report": "x"}, {"kind": "lines", "items": [1]},
+            {"kind": "swept", "rank": 9}, {"kind": "started", "rank": 0}, {"kind": "flight", "groups": 1},
+            {"kind": "signal", "signum": int(signal.SIGTSTP)}, {"kind": "signal", "signum": int(signal.SIGSTOP)},
+            {"kind": "signal", "signum": "x"}, {"kind": "signal"}, {"kind": "signal", "signum": int(signal.SIGINT)},
+            {"kind": "done"},
+        ]  # fmt: skip
+        for number, message in enumerate(malformed):
+            other.post(channel.member, json.dumps({"number": 30 + number, "now": 0, "attempt": 0, **message}).encode())
+        leader._swept_hosts = set()
+        taken = _take(channel, "done")
+        for each in taken:
+            leader._read(each)
+    assert done == [signal.SIGINT]
+    assert [each.kind for each in taken if isinstance(each, Change)] == ["joined"]
+
+
+@pytest.mark.parametrize("wrong", [{"num_ranks": float("inf")}, {"num_ranks": -1}, {"pid": "x"}, {"node_rank": -1}])
+def test_a_host_that_says_nonsense_of_itself_is_no_host(wrong: dict[str, Any]) -> None:
+    assert HostFacts.from_json(1, {**_AGENT, **wrong}) is None
+
+
+def test_a_late_host_that_leaves_again_is_not_counted_in_at_the_next_start() -> None:
+    """It stayed among those who had come late: the next start waited for it in vain, and the job ended."""
+    with _two() as (channel, other), Client(other.address) as late:
+        leader, peers, _ = _leader(channel, other.member)
+        _take(channel, "joined")
+        for gone in (False, True):
+            if gone:
+                late.leave("stopped by SIGINT")
+            else:
+                late.join({**_AGENT, "host": "c"})
+                member = late.member
+            for each in _take(channel, "left" if gone else "joined"):
+                leader._read(each)
+            assert list(peers.late) == ([] if gone else [member])
+        gathering = Gathering.__new__(Gathering)
+        gathering._joined_hosts = {}
+        for change in peers.late.values():
+            gathering._read(change)
+        assert not gathering._joined_hosts
+
+
+def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_starts() -> None:
+    """Ctrl-C right after the start: "sweep" came in one batch with "start", was read with it, and dropped."""
+    with _two() as (channel, _):
+        _take(channel, "joined")
+        follower = _Followed.__new__(_Followed)
+        follower._channel = channel
+        follower._responder = None
+        display = SimpleNamespace(writers=[], tick=lambda: None)
+        read, write = os.pipe()
+        try:
+            follower._host = cast(Any, SimpleNamespace(display=display, signals=read))
+            follower._joined = cast(Any, SimpleNamespace(key=None))
+            channel.give_back([ControlMessage("start", 0, {"attempt": 0}), ControlMessage("sweep", 0, {"attempt": 0})])
+            assert follower._await_orders().kind == "start"
+        finally:
+            os.close(read)
+            os.close(write)
+        attempt = FollowerAttempt.__new__(FollowerAttempt)
+        attempt._channel = channel
+        obeyed: list[str] = []
+        vars(attempt).update(_read=lambda message: obeyed.append(message.kind))
+        attempt._forward = cast(Any, SimpleNamespace(flush=lambda: None))
+        assert attempt.due is not None
+        attempt.receive(set())
+    assert obeyed == ["sweep"]
+
+
+def test_a_member_that_is_given_up_is_told_so() -> None:
+    """A host that did not end its ranks when told was counted as lost, and did not hear of it."""
+    with _two() as (channel, other):
+        channel.expel(other.member)
+        assert channel.flush(10.0)
+        _take(channel, "lost")
+        assert other.member == -1 or any(event.kind == "expelled" for event in _events(other))
+
+
+def _events(client: Client) -> list[Any]:
+    assert select.select([client.fileno()], [], [], 30.0)[0]
+    return client.take()
