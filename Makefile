@@ -11,8 +11,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
-# Tests wait more than they compute: one for each core, side by side, leaves each about the time that it has alone.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(16, len(getattr(os, "sched_getaffinity", lambda _: [0])(0))))')
+# Tests wait more than they compute: three for each two cores, side by side.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(16, len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) * 3 // 2))')
 
 VENV := .venv
 BIN := $(VENV)/bin

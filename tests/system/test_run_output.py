@@ -32,7 +32,9 @@ def test_equal_lines_fold_and_others_carry_their_rank(tmp_path: Path) -> None:
 def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
     script = write_script(tmp_path, together(tmp_path, 2) + "import sys; print('out'); print('err', file=sys.stderr)")
     finished = run("--no-preload", "--nproc-per-node", "2", script)
-    assert (finished.out, finished.err) == ("[0-1] out\n", "[0-1] err\n")
+    # Folded into one line, unless a busy machine held one of the ranks up for longer than folding waits.
+    assert sorted(finished.out.splitlines()) in (["[0-1] out"], ["[0] out", "[1] out"])
+    assert sorted(finished.err.splitlines()) in (["[0-1] err"], ["[0] err", "[1] err"])
 
 
 def test_output_is_live(tmp_path: Path) -> None:
