@@ -13,8 +13,10 @@ from typing import Any, cast
 
 import pytest
 
+from phalanx.coordination.agent_file import LostHost, create_agent_file, tell_lost
 from phalanx.coordination.client import Client
 from phalanx.coordination.service import Service
+from phalanx.launch.calls import remote
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FollowerAttempt
 from phalanx.launch.hosts.gather import Gathering
@@ -160,6 +162,23 @@ def test_a_member_that_is_given_up_is_told_so() -> None:
         assert channel.flush(10.0)
         _take(channel, "lost")
         assert other.member == -1 or any(event.kind == "expelled" for event in _events(other))
+
+
+def test_a_call_finds_the_coordinator_after_a_host_was_lost() -> None:
+    """It read the whole file of the agent, and behind the address stood by then which host is lost: no JSON."""
+    with Service() as service:
+        fd, told = create_agent_file(service.local, "")
+        try:
+            tell_lost(fd, LostHost((1, 2), "gone"))
+            client = remote.connect({"PHALANX_STORE": told})
+            assert client is not None
+            with client:
+                client.set("launch/job_spec", b'{"join_timeout_s": 40}')
+                assert remote.find_join_timeout(client) == 40.0
+                remote.put(client, "call", b"x")
+                assert remote.take(client, "call", 40.0) == b"x"
+        finally:
+            os.close(fd)
 
 
 def _events(client: Client) -> list[Any]:

@@ -64,7 +64,8 @@ def test_agents_of_one_host_are_one_job_without_a_port(tmp_path: Path) -> None:
 
 
 def test_a_port_that_somebody_has_is_passed_over_by_all(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.socket() as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        taken.bind(("127.0.0.1", 0))  # and does not listen: one that listened, and said nothing, would cost 20 s
         ports = taken.getsockname()[1], free.getsockname()[1]
         free.close()
         _run_two(tmp_path, ",".join(f"127.0.0.1:{port}" for port in ports))
