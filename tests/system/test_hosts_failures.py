@@ -122,6 +122,33 @@ def test_over_gloo_alone_a_rank_that_dies_in_the_middle_of_a_transfer_is_named_i
         assert results[0] == ("GlooTransport", [(1,)])
 
 
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+@pytest.mark.parametrize("without_memory", [False, True])
+def test_a_peer_that_dies_in_the_middle_of_a_message_is_named_before_the_timeout(monkeypatch, victim, without_memory):
+    """A sender that was killed in the middle of a message was waited for until the timeout, and 'did not answer'."""
+    if without_memory:
+        monkeypatch.setattr("phalanx.backend.create._cannot_share", lambda *_: "the test says so")
+    dead = 1 if victim == "sender" else 0
+
+    def check(rank, world_size, machines):
+        tensor = torch.ones(2 * 2**20)
+        dist.barrier()
+        if rank == dead:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with pytest.raises(PeerLostError) as caught:
+            _call_until_it_fails(lambda: dist.send(tensor, 0) if rank == 1 else dist.recv(tensor, 1))
+        with pytest.raises(PeerLostError):  # and it stays so
+            dist.barrier()
+        return caught.value.ranks
+
+    assert on_hosts((1, 1), check, lost=(dead,), timeout_s=90.0, rate="1gbit")[1 - dead] == (dead,)
+
+
+def _call_until_it_fails(call):
+    while True:
+        call()
+
+
 def _broadcast_until_it_fails(tensor, is_async):
     while True:
         work = dist.broadcast(tensor, src=1, async_op=is_async)

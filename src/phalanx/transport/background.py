@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 
+from phalanx.engines.engine import Engine
+
+# A message that is whole once it has begun to come: the sender's kernel took it in one write, and sends it also for a
+# process that is killed.
+WHOLE_BYTES = 2**14
 _LOOK_EVERY_S = 0.5
 _JOIN_S = 5.0
+
+
+def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> Callable[[], None]:
+    """For `BackgroundThread.run`: raises error_of(what the engine says) if the connection with `peer` is gone.
+
+    The second time it sees that: the last message of a peer that has left is there by then.
+    """
+    is_gone = False
+
+    def look() -> None:
+        nonlocal is_gone
+        try:
+            engine.check(peer)
+        except RuntimeError as error:
+            if is_gone:
+                raise error_of(str(error)) from error
+            is_gone = True
+
+    return look
 
 
 class BackgroundThread:
@@ -75,3 +100,34 @@ class BackgroundThread:
         self._operations.put(None)
         if self._thread is not None and self._thread is not threading.current_thread() and not self._is_stuck:
             self._thread.join(_JOIN_S)
+
+
+class BackgroundThreads:
+    """As many of them as there are operations at a time. They are kept until the end."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._idle: list[BackgroundThread] = []
+        self._is_closed = False
+
+    def run(self, operation: Callable[[], None], look: Callable[[], None]) -> None:
+        """Carry out `operation` and raise what it raises. `look` is called while that takes long, and may raise."""
+        try:
+            thread = self._idle.pop()
+        except IndexError:
+            thread = BackgroundThread(self._name)
+        try:
+            thread.run(operation, lambda error: None, look)
+        except BaseException:
+            thread.close()  # it may be stuck: it ends when the engine lets it go
+            raise
+        self._idle.append(thread)
+        if self._is_closed:
+            self.close()
+
+    def close(self) -> None:
+        """End those that carry out nothing; the others follow."""
+        self._is_closed = True
+        with contextlib.suppress(IndexError):  # another thread may take the last
+            while True:
+                self._idle.pop().close()

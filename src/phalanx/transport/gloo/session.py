@@ -35,9 +35,10 @@ from phalanx.diagnostics.failure_report import (
 )
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position
+from phalanx.engines.engine import Pending
 from phalanx.engines.gloo import GlooEngine
 from phalanx.errors import DeadlineError
-from phalanx.transport.background import BackgroundThread
+from phalanx.transport.background import WHOLE_BYTES, BackgroundThread, BackgroundThreads, look_at
 from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.call import BLOCK_BYTES, Call, Disagreement, disagreement, split_blocks
 from phalanx.transport.health_monitor import HealthMonitor
@@ -86,6 +87,7 @@ class GlooSession(Transport):
         self._has_said = False  # how this rank ends
         self._holder = 0  # the thread that has `lock`; a signal handler runs in that very thread
         self._background = BackgroundThread(f"phalanx-{group}-background")
+        self._message_threads = BackgroundThreads(f"phalanx-{group}-message")
         self._process = os.getpid()
         self._is_closed = False
         self._monitor: HealthMonitor | None = None
@@ -139,6 +141,7 @@ class GlooSession(Transport):
         self._linger()
         self._engine.close()
         self._background.close()
+        self._message_threads.close()
 
     def _publish_exit_reason(self, reason: str) -> None:
         """Before the connections close: whoever loses one asks the store why. What is said first stands."""
@@ -266,6 +269,19 @@ class GlooSession(Transport):
                     connected.discard(peer)  # it has done its part of this collective, and left
 
         self._background.run(carry_out, self.interrupted, look)
+
+    def _wait_for(self, messages: Sequence[Pending], peer: int, num_bytes: int, deadline: Deadline) -> None:
+        """Wait for what is under way with `peer`; where it may be half there, another thread does, as in `_run`."""
+
+        def wait() -> None:
+            with talking():
+                for message in messages:
+                    message.wait(timedelta_of(deadline))
+
+        if num_bytes <= WHOLE_BYTES:
+            wait()
+        else:
+            self._message_threads.run(wait, look_at(self._engine, peer, GlooFailed))
 
     def _place(self, ctx: CallContext) -> str:
         return self._places[ctx.call_site]

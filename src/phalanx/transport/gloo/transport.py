@@ -219,8 +219,7 @@ class GlooTransport(GlooSession):
         deadline = Deadline.after(ctx.timeout_s)
         with self._reporting(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst), talking():
             under_way = [self._engine.send(dst, part, tag) for part in (header, bytes_of(data)) if len(part)]
-            for message in under_way:
-                message.wait(timedelta_of(deadline))
+            self._wait_for(under_way, dst, nbytes(data), deadline)
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
@@ -238,7 +237,8 @@ class GlooTransport(GlooSession):
                 self._refuse(source, header.tolist(), data)
             if nbytes(data):
                 with talking():
-                    self._engine.recv(source, bytes_of(data), tag).wait(timedelta_of(deadline))
+                    message = self._engine.recv(source, bytes_of(data), tag)
+                self._wait_for([message], source, nbytes(data), deadline)
             if data is not tensor:
                 write_back(tensor, data)
         return source

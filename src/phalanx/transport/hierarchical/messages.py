@@ -6,15 +6,19 @@ broken connection; the header tells it apart.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import FailureReport, Operation, RankCall, closed
 from phalanx.dtypes import dtype_name, dtype_of
+from phalanx.transport.background import WHOLE_BYTES, look_at
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call
-from phalanx.transport.hierarchical.rails import Message, talking_to
+from phalanx.transport.hierarchical.rails import ConnectionBroken, Message, talking_to
 from phalanx.transport.hierarchical.session import HierarchicalSession
 from phalanx.transport.tensors import dense, nbytes, write_back
 
@@ -35,8 +39,7 @@ class HierarchicalMessages(HierarchicalSession):
                 messages.append(Message(self._engine.send(dst, header, tag), dst, deadline))
                 if nbytes(data):
                     messages.append(Message(self._engine.send(dst, data, tag), dst, deadline))
-            for message in messages:
-                message.wait()
+            self._wait_for(messages, dst, nbytes(data))
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
@@ -61,10 +64,26 @@ class HierarchicalMessages(HierarchicalSession):
                 self._refuse(here, source, (sent_bytes, sent_dtype), (nbytes(data), code))
             if sent_bytes:
                 with talking_to(source):
-                    Message(self._engine.recv(source, data, tag), source, deadline).wait()
+                    message = Message(self._engine.recv(source, data, tag), source, deadline)
+                self._wait_for([message], source, sent_bytes)
             if data.data_ptr() != tensor.data_ptr():
                 write_back(tensor.detach(), data)
         return source
+
+    def _wait_for(self, messages: Sequence[Message], peer: int, num_bytes: int) -> None:
+        """Wait for what is under way with `peer`, and hear that its connection is gone while a message is half there.
+
+        Gloo tells that only of a message that has not begun to come; so another thread waits for a long one.
+        """
+
+        def wait() -> None:
+            for message in messages:
+                message.wait()
+
+        if self._engine.is_interruptible or num_bytes <= WHOLE_BYTES:
+            wait()
+        else:
+            self._message_threads.run(wait, look_at(self._engine, peer, partial(ConnectionBroken, peer)))
 
     def _message(self, name: str, data: Tensor, ctx: CallContext) -> Call:
         code = dtype_of(data.dtype).code

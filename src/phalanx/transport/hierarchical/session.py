@@ -36,7 +36,7 @@ from phalanx.engines.engine import Engine
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import SymmetricMemory
-from phalanx.transport.background import BackgroundThread
+from phalanx.transport.background import BackgroundThread, BackgroundThreads
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.health_monitor import HealthMonitor
@@ -133,6 +133,7 @@ class HierarchicalSession(Reports):
         self._head = b""  # of the call that is under way
         self._holder = 0  # the thread that has `lock`, or waits for the one that has it; a signal handler runs in it
         self._background: BackgroundThread | None = None
+        self._message_threads = BackgroundThreads(f"phalanx-{group}-message")
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Take the memory, the engine and the store; before the first operation."""
@@ -211,6 +212,7 @@ class HierarchicalSession(Reports):
             self._leaders.close()
         if self._background is not None:
             self._background.close()
+        self._message_threads.close()
 
     def _publish_exit_reason(self, reason: str) -> None:
         """Before the connections close: whoever loses one asks the store why. What is said first stands."""
