@@ -395,7 +395,7 @@ def test_ctrl_z_suspends_no_job_on_several_hosts(tmp_path: Path) -> None:
         jobs[0].read_until("a job on several hosts cannot be suspended")
         jobs[0].process.send_signal(signal.SIGINT)
         ended = finish(jobs)
-    assert "lost" not in ended[0].out + ended[1].out
+    assert "is lost" not in ended[0].out + ended[1].out
     assert "cannot be suspended" in ended[1].out
 
 
