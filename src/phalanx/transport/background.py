@@ -12,7 +12,7 @@ from phalanx.engines.engine import Engine
 # A message that is whole once it has begun to come: the sender's kernel took it in one write, and sends it also for a
 # process that is killed.
 WHOLE_BYTES = 2**14
-_LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.5
 _JOIN_S = 5.0
 
 
@@ -80,7 +80,7 @@ class BackgroundThread:
     def _wait(self, look: Callable[[], None]) -> BaseException | None:
         while True:
             try:
-                return self._outcomes.get(timeout=_LOOK_EVERY_S)
+                return self._outcomes.get(timeout=LOOK_EVERY_S)
             except queue.Empty:
                 look()
 

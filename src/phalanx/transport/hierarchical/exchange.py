@@ -16,12 +16,14 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from phalanx.deadline import Deadline
 from phalanx.engines.engine import Engine, Pending
+from phalanx.transport.background import LOOK_EVERY_S, WHOLE_BYTES, look_at
 from phalanx.transport.call import HEAD_BYTES, agree
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, talking_to, timedelta_of
@@ -85,6 +87,7 @@ class LeaderExchange:
         self._posted: queue.SimpleQueue[tuple[int, Pending] | None] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[ConnectionBroken | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stuck = False  # the thread, in a message that will not end
         self._name = f"phalanx-{group}-leader"
         self._used = 0  # slots whose messages have been used, and that are not posted again
         for slot in range(_AHEAD):
@@ -124,7 +127,7 @@ class LeaderExchange:
 
     def _receive(self, host: int, peer: int, deadline: Deadline) -> HostMessage:
         inbox = self._inboxes[host][self._number % _AHEAD]
-        if self._engine.is_interruptible or self._sees(inbox):
+        if self._engine.is_interruptible or (self._sees(inbox) and self._nbytes(inbox, host) <= WHOLE_BYTES):
             assert inbox.pending is not None
             with talking_to(peer):
                 inbox.pending.wait(timedelta_of(deadline))
@@ -146,16 +149,31 @@ class LeaderExchange:
             os.sched_yield()
         return False
 
+    def _nbytes(self, inbox: _Buffer, host: int) -> int:
+        """The length of the message that has begun to arrive; a guess while its first bytes do."""
+        num_distinct, nbytes = _PREFIX.unpack_from(inbox.bytes)
+        return _payload_offset(self._sizes[host], num_distinct) + int(nbytes)
+
     def _await(self, inbox: _Buffer, peer: int, deadline: Deadline) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._listen, name=self._name, daemon=True)
             self._thread.start()
         assert inbox.pending is not None
         self._posted.put((peer, inbox.pending))
-        try:
-            broken = self._arrived.get(timeout=timedelta_of(deadline).total_seconds())
-        except queue.Empty:
-            raise ConnectionBroken(peer, "nothing came in time") from None
+        look = look_at(self._engine, peer, partial(ConnectionBroken, peer))
+        while True:
+            try:
+                broken = self._arrived.get(timeout=min(timedelta_of(deadline).total_seconds(), LOOK_EVERY_S))
+                break
+            except queue.Empty:
+                if deadline.passed:
+                    raise ConnectionBroken(peer, "nothing came in time") from None
+            if inbox.first_word.value:  # what has begun to come may never end, and Gloo would not tell
+                try:
+                    look()
+                except ConnectionBroken:
+                    self._is_stuck = True
+                    raise
         if broken is not None:
             raise broken
 
@@ -189,7 +207,7 @@ class LeaderExchange:
     def close(self) -> None:
         """End the thread. The engine is closed, or nothing wakes it."""
         self._posted.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread() and not self._is_stuck:
             self._thread.join(_JOIN_S)
 
 
