@@ -130,11 +130,11 @@ def test_a_launcher_inside_of_a_rank_meets_at_its_own_store(tmp_path: Path) -> N
     """
     inner = write_script(
         tmp_path,
-        "import datetime, os, torch, torch.distributed as dist\n"
+        "import datetime, os, sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=20))\n"
         "x = torch.ones(1) * (dist.get_rank() + 1)\n"
         "dist.all_reduce(x)\n"
-        "print('inner', dist.get_world_size(), x.item(), flush=True)\n"
+        "sys.stdout.write(f'inner {dist.get_world_size()} {x.item()}\\n')\n"  # in one piece, into a pipe of two
         "dist.destroy_process_group()\n",
         "inner.py",
     )

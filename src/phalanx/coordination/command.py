@@ -32,8 +32,8 @@ def run_coordinator(
         assert service.address is not None
         assert key is not None
         place = Address(advertised_host(service.address.host), service.address.port)
-        say(f"coordinator: listening at {place} (key {key.fingerprint}). To join: phalanx join {place}")
         with contextlib.suppress(KeyboardInterrupt):
+            say(f"coordinator: listening at {place} (key {key.fingerprint}). To join: phalanx join {place}")
             while service.problem is None:
                 time.sleep(1.0)
     if service.problem is not None:
