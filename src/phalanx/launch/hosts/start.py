@@ -91,10 +91,11 @@ def _serving(
         if rendezvous.announce is not None:
             rendezvous.announce(service.local)
         client = Client(service.local)
-        client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ).to_bytes())
+        # In this order: others join once the job spec is there, and this agent hears only of those that join after it.
         client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
         channel = ControlChannel(client, notices)
         try:
+            client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ).to_bytes())
             yield service, channel, advertised
         finally:
             channel.close()
