@@ -148,6 +148,8 @@ class Observer:
                     peer=ranks[record.peer] if 0 <= record.peer < len(ranks) else record.peer,
                     root=ranks[record.root] if 0 <= record.root < len(ranks) else record.root,
                 )
+                if record.peer >= 0 or record.root >= 0
+                else record
                 for record in records
             ]
         return RankLog(ranks[index], self.group_info.pids[index], life != ABSENT, life == LEFT, reason, tuple(records))

@@ -9,7 +9,7 @@ import resource
 _FDS_PER_RANK = 5  # the reading ends of two pipes, a file for its dump, one for its stacks, and its log
 _FDS_ON_THEIR_WAY = 40  # to the zygote: five for each of the ranks that are being forked
 _FDS_OF_JOB = 24  # libraries, signals, the zygote, the store, reports, the agent's socket
-_FDS_OF_VISITORS = 256  # groups that show their flight recorder, `phalanx stacks`; done without where there is no room
+_FDS_OF_VISITORS = 256  # groups that show their flight recorder, commands that ask; done without where there is no room
 
 
 def needed_open_files(num_ranks: int) -> int:
@@ -33,7 +33,7 @@ def find_problem(num_ranks: int) -> str | None:
 def raise_open_files(num_ranks: int) -> None:
     """Raise this process's own soft limit to what so many ranks need; processes that run already keep theirs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FDS_PER_RANK * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS
+    wanted = (_FDS_PER_RANK + 1) * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

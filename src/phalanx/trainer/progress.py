@@ -12,6 +12,7 @@ from typing import Generic, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
+from phalanx.diagnostics.progress_page import PAGE_BYTES, ProgressPage, open_page
 from phalanx.trainer.line import ProgressState, final_line, live_line
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class Progress(Generic[T]):
         out: TextIO | None,
         world_size: int,
         clock: Callable[[], float] = time.perf_counter,
+        page: ProgressPage | None = None,
     ) -> None:
         self._iterable = iterable
         self._total = total
@@ -44,6 +46,7 @@ class Progress(Generic[T]):
         self._out = out  # None on every rank but 0: it iterates in silence
         self._world_size = world_size
         self._clock = clock
+        self._page = page or ProgressPage(bytearray(PAGE_BYTES))
         self._values: dict[str, float | torch.Tensor] = {}
         self._steps = self._samples = self._width = 0
         self._begun = self._drawn = self._ended = 0.0
@@ -51,11 +54,14 @@ class Progress(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         self._steps = self._samples = 0
         self._begun = self._drawn = self._clock()
+        loop = self._page.begin_loop(self._total)
         try:
             for item in self._iterable:
                 yield item
+                samples = _samples_in(item) if self._per_step is None else self._per_step
                 self._steps += 1
-                self._samples += _samples_in(item) if self._per_step is None else self._per_step
+                self._samples += samples
+                self._page.count(loop, samples)
                 self._draw_if_due()
         finally:  # also after a break or an error: the line that stands there is finished
             self._ended = self._clock()
@@ -134,7 +140,10 @@ def progress(
         per_step: how many of them one step of one rank has; by default the first dimension of the batch's first tensor.
         live: whether to show the moving line; by default if the output is a terminal.
 
+    Under `phalanx run` each rank also counts its steps where `phalanx top` sees them.
+
     Cost: no communication, and nothing is read from a device except when the line is drawn, ten times a second at most.
+    A step is counted within a microsecond.
     The count of the whole job is rank 0's times the number of ranks.
     """
     if total is None and isinstance(iterable, Sized):
@@ -149,6 +158,7 @@ def progress(
         live=_is_watched() if live is None else live,
         out=sys.stdout if not grouped or dist.get_rank() == 0 else None,
         world_size=dist.get_world_size() if grouped else 1,
+        page=open_page(os.environ.get("PHALANX_AGENT", "")),
     )
 
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
+from phalanx.diagnostics.progress_page import KIND as PROGRESS_PAGE
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket, Request
 from phalanx.launch.agent.flights import Flights
+from phalanx.launch.agent.pages import Pages
 from phalanx.launch.agent.scratch import create_scratch, create_store
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.stragglers import describe_stragglers
@@ -30,6 +32,7 @@ from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
 from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer, answer_others
+from phalanx.symmetric_memory.peer import peer_of
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
@@ -78,6 +81,9 @@ class Attempt:
         self.zygote_given_up = False  # because we killed it: it did not answer
         self.state = self.supervise()
         self.flights = Flights()
+        self.pages = Pages()
+        self.generation = 0  # how often the ranks have formed their group anew
+        self._started_ns = time.monotonic_ns()
 
     def supervise(self) -> Supervision:
         """Who decides what becomes of the ranks."""
@@ -160,6 +166,7 @@ class Attempt:
     def close(self) -> None:
         """Let go of what the ranks have shown us."""
         self.flights.close()
+        self.pages.close()
 
     def _fork_some(self) -> None:
         """Have the next ranks forked, as long as the zygote keeps up and the job is to go on."""
@@ -323,6 +330,10 @@ class Attempt:
             request.sock.close()
             self.flights.add(request.message, request.fds)
             return
+        if request.message.get("kind") == PROGRESS_PAGE and has_token:
+            self.pages.add(peer_of(request.sock).pid, request.fds)
+            request.sock.close()
+            return
         if request.message.get("kind") == "store" and has_token and self._store is not None:
             with contextlib.suppress(OSError):  # it did not wait
                 socket.send_fds(request.sock, [b"store"], [self._store])
@@ -330,22 +341,34 @@ class Attempt:
             self.ask_other_hosts(request)
             return
         if request.message.get("kind") == "snapshot":
-            living = [rank for rank in self.state.running if rank in self._pids]
-            observed = self.flights.observed
-            snapshot = JobSnapshot(
-                os.getpid(),
-                self._plan.settings.target.name,
-                self.place.world_size,
-                self._host.zygote.pid,
-                tuple((rank, self._pids[rank]) for rank in living),
-                tuple(observer.group_info for observer in observed),
-                self.place.node,
-                self.place.num_nodes,
-            )
-            answer(
-                request.sock, snapshot, [self._stacks[r] for r in living], [observer.control for observer in observed]
-            )
+            self._answer_snapshot(request)
         request.close()
+
+    def _answer_snapshot(self, request: Request) -> None:
+        """Who the ranks are, and copies of what they write."""
+        living = [rank for rank in self.state.running if rank in self._pids]
+        observed = self.flights.observed
+        pages = self.pages.fds_of([self._pids[rank] for rank in living])
+        with_stacks = bool(request.message.get("stacks", True))
+        snapshot = JobSnapshot(
+            os.getpid(),
+            self._plan.settings.target.name,
+            self.place.world_size,
+            self._host.zygote.pid,
+            tuple((rank, self._pids[rank]) for rank in living),
+            tuple(observer.group_info for observer in observed),
+            self.place.node,
+            self.place.num_nodes,
+            tuple(pages),
+            with_stacks,
+            tuple((rank, end.status) for rank, end in sorted(self.state.exits.items())),
+            self._restart_count,
+            self._plan.settings.max_restarts,
+            self.generation,
+            self._started_ns,
+        )
+        stacks = [self._stacks[rank] for rank in living] if with_stacks else []
+        answer(request.sock, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))
 
     def _read_reports(self) -> None:
         """What has come; no more than a while of it, because whoever floods us must not keep us from the rest."""

@@ -24,6 +24,8 @@ from phalanx.launch.output.display import Display
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
 from phalanx.launch.stacks.report import report_own_stacks
+from phalanx.launch.top.look import look_at_own
+from phalanx.launch.top.memory import MemoryReader
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent
 FIRST = 0  # the first host's member: it joins before anybody can
@@ -177,6 +179,7 @@ class FollowerAttempt(Attempt):
         self._forward = host.pump.viewer
         self._forward.attempt = number
         self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
+        self._memory = MemoryReader()
         super().__init__(plan, host, number, place)
 
     def supervise(self) -> FollowerSupervision:
@@ -247,14 +250,16 @@ class FollowerAttempt(Attempt):
                     self.abandon_rest()
                 self.do(state.on_remote_signal(signum, message.body["ranks"], bool(message.body["group"])))
             elif message.kind == "stacks":
-                threading.Thread(target=self._tell_stacks, args=(message.body["request"],), daemon=True).start()
+                asked = (message.body["request"], message.body.get("what"))
+                threading.Thread(target=self._tell_stacks, args=asked, daemon=True).start()
             elif message.kind == "sweep":
                 self.abandon_rest()
                 self.do(state.sweep())
 
-    def _tell_stacks(self, request: Any) -> None:
+    def _tell_stacks(self, request: Any, what: Any) -> None:
         """In a thread: the ranks are given a second to answer, and the agent itself is asked who they are."""
-        self._channel.put(FIRST, "stacks", attempt=self._number, request=request, text=report_own_stacks())
+        text = look_at_own(self._memory) if what == "top" else report_own_stacks()
+        self._channel.put(FIRST, "stacks", attempt=self._number, request=request, text=text)
 
     def _lose_first(self, why: str) -> None:
         if self.supervision.abandoned_by or self.ended is not None:

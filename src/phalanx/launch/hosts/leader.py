@@ -21,7 +21,7 @@ from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_node
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
-from phalanx.launch.stacks.job_snapshot import answer_others
+from phalanx.launch.stacks.job_snapshot import Told, answer_others
 
 _STACKS_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
 _SWEEP_LIMIT_S = 15.0  # what a host may take to kill and tell, which is otherwise alive
@@ -151,15 +151,19 @@ class LeaderAttempt(Attempt):
             request, waiting, time.monotonic() + _STACKS_LIMIT_S
         )
         for node in self._peers.present:
-            self._put(node, "stacks", request=self._num_stacks_requests)
+            self._put(node, "stacks", request=self._num_stacks_requests, what=request.message.get("what", "stacks"))
         self._answer_stacks_requests()
 
     def _answer_stacks_requests(self) -> None:
         for number, pending in list(self._stacks_requests.items()):
             if pending.waiting and time.monotonic() < pending.due:
                 continue
-            silent = [(self._peers.others[member].where, "does not answer") for member in pending.waiting]
-            told = [(node.where, pending.told[m]) for m, node in self._peers.others.items() if m in pending.told]
+            silent = [Told(self._peers.others[member].where, "does not answer", 0.0) for member in pending.waiting]
+            told = [
+                Told(node.where, pending.told[m], self._peers.channel.to_own_clock(m, 0.0))
+                for m, node in self._peers.others.items()
+                if m in pending.told
+            ]
             answer_others(pending.request.sock, [*told, *silent])
             pending.request.close()
             del self._stacks_requests[number]

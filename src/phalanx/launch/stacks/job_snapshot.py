@@ -1,7 +1,7 @@
-"""What a job's agent tells `phalanx stacks`: a description, and descriptors of what the ranks write.
+"""What a job's agent tells `phalanx stacks` and `phalanx top`: a description, and descriptors of what the ranks write.
 
     command ──{"kind": "snapshot"}──▶ agent
-    command ◀──description (a file), the ranks' stacks, the groups' control memory── agent
+    command ◀──description (a file), the ranks' stacks, the groups' control memory, the ranks' pages── agent
 
 The description travels as a file because it may be longer than a packet; the descriptors in several packets.
 """
@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from phalanx.diagnostics.observer import GroupInfo
 from phalanx.errors import LaunchError
@@ -36,6 +37,13 @@ class JobSnapshot:
     groups: tuple[GroupInfo, ...]
     node: int = 0
     num_nodes: int = 1
+    pages: tuple[int, ...] = ()  # the processes that have shown the page on which they count their steps
+    with_stacks: bool = True
+    ended: tuple[tuple[int, int], ...] = ()  # ranks and their exit codes
+    restart_count: int = 0
+    max_restarts: int = 0
+    generation: int = 0
+    started_ns: int = 0  # of this attempt; CLOCK_MONOTONIC
 
     def to_bytes(self) -> bytes:
         """As JSON."""
@@ -43,7 +51,11 @@ class JobSnapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobSnapshot:
-        """The inverse of `to_bytes`."""
+        """The inverse of `to_bytes`.
+
+        Raises:
+            KeyError, TypeError, ValueError: another version of Phalanx wrote it.
+        """
         fields = json.loads(data)
         ranks = tuple((int(rank), int(pid)) for rank, pid in fields.pop("ranks"))
         groups = tuple(
@@ -52,15 +64,32 @@ class JobSnapshot:
             )
             for group_info in fields.pop("groups")
         )
-        return cls(ranks=ranks, groups=groups, **fields)
+        ended = tuple((int(rank), int(code)) for rank, code in fields.pop("ended"))
+        return cls(ranks=ranks, groups=groups, pages=tuple(fields.pop("pages")), ended=ended, **fields)
 
 
-def answer(sock: socket.socket, snapshot: JobSnapshot, stacks: Sequence[int], controls: Sequence[int]) -> None:
+class Answer(NamedTuple):
+    """A snapshot and its descriptors: the stacks' in the order of `ranks` (none if not asked for), the control
+    memories' in that of `groups`, the pages' in that of `pages`."""
+
+    snapshot: JobSnapshot
+    stacks: list[int]
+    controls: list[int]
+    pages: list[int]
+
+
+def answer(
+    sock: socket.socket,
+    snapshot: JobSnapshot,
+    stacks: Sequence[int],
+    controls: Sequence[int],
+    pages: Sequence[int] = (),
+) -> None:
     """The agent's side; never waits: a client that has gone, or does not read, gets nothing."""
     description = create("phalanx-snapshot")
     try:
         os.write(description, snapshot.to_bytes())
-        fds = [description, *stacks, *controls]
+        fds = [description, *stacks, *controls, *pages]
         for start in range(0, len(fds), _FDS_PER_PACKET):
             socket.send_fds(sock, [b"snapshot"], fds[start : start + _FDS_PER_PACKET])
     except OSError:
@@ -69,7 +98,15 @@ def answer(sock: socket.socket, snapshot: JobSnapshot, stacks: Sequence[int], co
         os.close(description)
 
 
-def answer_others(sock: socket.socket, told: Sequence[tuple[str, str]]) -> None:
+class Told(NamedTuple):
+    """What another host of the job says; its clock is `offset_s` behind that of the first host."""
+
+    name: str
+    text: str
+    offset_s: float
+
+
+def answer_others(sock: socket.socket, told: Sequence[Told]) -> None:
     """The agent's side of `ask_others`; never waits."""
     description = create("phalanx-snapshot")
     try:
@@ -81,28 +118,30 @@ def answer_others(sock: socket.socket, told: Sequence[tuple[str, str]]) -> None:
         os.close(description)
 
 
-def ask_others(name: str, timeout_s: float) -> list[tuple[str, str]]:
-    """What `phalanx stacks` would say on each other host of the job: its name, and the text. Empty if nobody says."""
+def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Told]:
+    """What `phalanx stacks`, or the command `what`, would say on each other host of the job. Empty if nobody says."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
             sock.settimeout(timeout_s)
             sock.connect(f"\0{name}")
             if peer_of(sock).uid != os.getuid():
                 return []
-            sock.send(b'{"kind": "stacks of other hosts"}')
+            sock.send(json.dumps({"kind": "stacks of other hosts", "what": what}).encode())
             _, fds, _, _ = socket.recv_fds(sock, 16, 1)
     except OSError:
         return []
     if not fds:
         return []
     with open(fds[0], "rb") as file:
-        return [(str(host), str(text)) for host, text in json.loads(os.pread(file.fileno(), _MAX_DESCRIPTION_BYTES, 0))]
+        data = os.pread(file.fileno(), _MAX_DESCRIPTION_BYTES, 0)
+    return [Told(str(host), str(text), float(offset_s)) for host, text, offset_s in json.loads(data)]
 
 
 @contextmanager
-def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[JobSnapshot, list[int], list[int]]]:
-    """What the agent with process number `agent` says at the socket `name`: the snapshot, the stacks' descriptors in
-    the order of `ranks`, the control memories' in the order of `groups`. They are closed on exit.
+def ask(
+    name: str, agent: int, timeout_s: float, *, command: str = "phalanx stacks", stacks: bool = True
+) -> Iterator[Answer]:
+    """What the agent with process number `agent` says to `command` at the socket `name`; closes all on exit.
 
     Raises:
         LaunchError: it is gone, is another user's, or does not answer.
@@ -116,22 +155,27 @@ def ask(name: str, agent: int, timeout_s: float) -> Iterator[tuple[JobSnapshot, 
                 peer = peer_of(sock)
                 if peer.uid != os.getuid() or peer.pid != agent:
                     raise LaunchError(
-                        f"phalanx stacks: job {agent}: another process has its address, and was not asked. "
+                        f"{command}: job {agent}: another process has its address, and was not asked. "
                         "If it runs in a container with a PID namespace of its own, ask in there."
                     )
-                sock.send(b'{"kind": "snapshot"}')
+                sock.send(json.dumps({"kind": "snapshot", "stacks": stacks}).encode())
                 snapshot = _receive(sock, fds)
             except TimeoutError:
                 raise LaunchError(
-                    f"phalanx stacks: job {agent}: `phalanx run` does not answer within {timeout_s:g} s. "
+                    f"{command}: job {agent}: `phalanx run` does not answer within {timeout_s:g} s. "
                     "If it was stopped (Ctrl-Z), its ranks are stopped, too: `fg` or `kill -CONT` lets it go on."
                 ) from None
             except OSError as error:
                 raise LaunchError(
-                    f"phalanx stacks: job {agent}: cannot be reached: {error.strerror or error}. It may have ended."
+                    f"{command}: job {agent}: cannot be reached: {error.strerror or error}. It may have ended."
                 ) from None
-        count = len(snapshot.ranks)
-        yield snapshot, fds[1 : 1 + count], fds[1 + count :]
+            except (KeyError, TypeError, ValueError):
+                raise LaunchError(
+                    f"{command}: job {agent} runs with another version of Phalanx: ask with that one"
+                ) from None
+        first = 1 + (len(snapshot.ranks) if snapshot.with_stacks else 0)
+        last = first + len(snapshot.groups)
+        yield Answer(snapshot, fds[1:first], fds[first:last], fds[last:])
     finally:
         for fd in fds:
             os.close(fd)
@@ -147,6 +191,7 @@ def _receive(sock: socket.socket, fds: list[int]) -> JobSnapshot:
             raise OSError("it closed the connection")
         if snapshot is None:
             snapshot = JobSnapshot.from_bytes(os.pread(fds[0], _MAX_DESCRIPTION_BYTES, 0))
-            expected = 1 + len(snapshot.ranks) + len(snapshot.groups)
+            num_stacks = len(snapshot.ranks) if snapshot.with_stacks else 0
+            expected = 1 + num_stacks + len(snapshot.groups) + len(snapshot.pages)
     assert snapshot is not None
     return snapshot

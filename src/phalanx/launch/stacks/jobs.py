@@ -1,4 +1,4 @@
-"""Which jobs of this user run on this host: their agents' sockets tell."""
+"""Which jobs of this user run on this host: their agents' sockets tell. `command` is who asks, for the messages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class RunningJob:
     name: str
 
 
-def find_jobs() -> list[RunningJob]:
+def find_jobs(command: str = "phalanx stacks") -> list[RunningJob]:
     """The jobs that this user could look at: on this host, in this network namespace (container)."""
     if sys.platform != "linux":
-        raise LaunchError("phalanx stacks: works on Linux only", exit_code=2)
+        raise LaunchError(f"{command}: works on Linux only", exit_code=2)
     with open("/proc/net/unix", encoding="ascii", errors="replace") as file:
         names = {words[7] for line in file if len(words := line.split()) > 7}
     return [job for job in parse_names(names) if _owner(job.pid) == os.getuid()]

@@ -31,7 +31,7 @@ def report_stacks(wanted: int | None) -> str:
     if num_others == 0:
         return text
     told = ask_others(job.name, _OTHERS_TIMEOUT_S)
-    parts = [text, *(f"On {host}:\n\n{said}" for host, said in told)]
+    parts = [text, *(f"On {host.name}:\n\n{host.text}" for host in told)]
     if not told:
         parts.append(
             f"Ranks of {num_others} other host{'s' * (num_others > 1)} are shown on the first host of the job."
@@ -49,7 +49,7 @@ def report_own_stacks() -> str:
 
 def _report_here(job: RunningJob) -> tuple[str, int]:
     """The text for the ranks of this host, and how many other hosts there are."""
-    with ask(job.name, job.pid, _AGENT_TIMEOUT_S) as (snapshot, stacks, controls):
+    with ask(job.name, job.pid, _AGENT_TIMEOUT_S) as (snapshot, stacks, controls, _):
         if not snapshot.ranks:
             raise LaunchError(f"phalanx stacks: job {job.pid}: no rank is running: it is still starting, or ending")
         # operations first: a rank may be in another one once it has written its stack

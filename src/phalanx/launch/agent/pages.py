@@ -1,0 +1,47 @@
+"""The pages on which ranks count their steps, as they have shown them to the agent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from phalanx.diagnostics.progress_page import Progress, read_page
+
+_MAX_PAGES = 4096  # of processes that are no ranks, or no longer
+
+
+class Pages:
+    """One page a process; the newest counts. Owns the descriptors."""
+
+    def __init__(self) -> None:
+        self._fds: dict[int, int] = {}  # by process
+
+    def add(self, pid: int, fds: Sequence[int]) -> None:
+        """The process shows a page; the descriptors become ours. What is no page is not kept."""
+        kept = fds[0] if len(fds) == 1 and read_page(fds[0]) is not None else -1
+        for fd in fds:
+            if fd != kept:
+                os.close(fd)
+        if kept == -1:
+            return
+        old = self._fds.pop(pid, None)
+        if old is not None:
+            os.close(old)
+        self._fds[pid] = kept
+        if len(self._fds) > _MAX_PAGES:
+            os.close(self._fds.pop(next(iter(self._fds))))
+
+    def fds_of(self, pids: Sequence[int]) -> dict[int, int]:
+        """The descriptors of those processes that have a page; they stay ours."""
+        return {pid: self._fds[pid] for pid in pids if pid in self._fds}
+
+    def read(self, pid: int) -> Progress | None:
+        """How far the process has come; None if it does not say."""
+        fd = self._fds.get(pid)
+        return None if fd is None else read_page(fd)
+
+    def close(self) -> None:
+        """Let go of all."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()

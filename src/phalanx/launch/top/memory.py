@@ -1,0 +1,66 @@
+"""How much memory a process has: its fair share of what it shares with others, where the system says that in time."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+_AGAIN_S = 10.0
+_SHARE = 1 / 200  # of the time may go into it: the kernel walks over all pages, and holds the process's map meanwhile
+_KEPT = 4096
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In bytes. `is_pss`: pages that several processes have are divided among them; else each counts them whole."""
+
+    num_bytes: int
+    is_pss: bool
+
+
+@dataclass(frozen=True)
+class _Reading:
+    pss: int | None
+    next_s: float
+
+
+class MemoryReader:
+    """Asks for each process's PSS every ten seconds, and less often where that takes long; in between it stands."""
+
+    def __init__(self) -> None:
+        self._readings: dict[int, _Reading] = {}
+
+    def read(self, pid: int) -> Memory | None:
+        """Of process `pid`; None if it has gone."""
+        began_s = time.monotonic()
+        reading = self._readings.get(pid)
+        if reading is None or began_s >= reading.next_s:
+            pss = _read_pss(pid)
+            took_s = time.monotonic() - began_s
+            if len(self._readings) >= _KEPT:
+                self._readings.clear()
+            reading = self._readings[pid] = _Reading(pss, began_s + max(_AGAIN_S, took_s / _SHARE))
+        if reading.pss is not None:
+            return Memory(reading.pss, True)
+        rss = _read_rss(pid)
+        return None if rss is None else Memory(rss, False)
+
+
+def _read_pss(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass  # an old kernel, a process that must not be looked into, or one that has just ended
+    return None
+
+
+def _read_rss(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,126 @@
+"""Look at a job again and again, on all its hosts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+
+from phalanx.errors import LaunchError
+from phalanx.launch.stacks.job_snapshot import ask, ask_others
+from phalanx.launch.stacks.jobs import RunningJob, describe_command, find_jobs
+from phalanx.launch.top.look import COMMAND, TIMEOUT_S, HostLook, from_json, look
+from phalanx.launch.top.memory import MemoryReader
+from phalanx.launch.top.times import LONGEST_NS, Measured, add, measure
+from phalanx.launch.top.view import JobView, view
+
+_OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the others
+_ENOUGH_NS = 1_000_000_000
+_MORE_LOOKS, _PAUSE_S = 8, 0.1
+
+
+def choose_job(wanted: str | None) -> RunningJob:
+    """The newest job of this user, or the newest whose process number or script is `wanted`.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    jobs = sorted(find_jobs(COMMAND), key=lambda job: _started(job.pid), reverse=True)
+    if wanted is None:
+        if not jobs:
+            raise LaunchError(f"{COMMAND}: no job of yours is running on this host (started by `phalanx run`)")
+        return jobs[0]
+    for job in jobs:
+        if str(job.pid) == wanted or (not wanted.isdecimal() and is_called(_target(job), wanted)):
+            return job
+    lines = "\n".join(f"  {job.pid}  {describe_command(job.pid)}".rstrip() for job in jobs)
+    known = f"Running are:\n{lines}" if jobs else "No job of yours is running on this host."
+    raise LaunchError(f"{COMMAND}: no `phalanx run` of yours on this host is called {wanted}. {known}", exit_code=2)
+
+
+def is_called(target: str, wanted: str) -> bool:
+    """Whether people call a job that runs `target` so: `exp/train.py` is also `train.py` and `train`."""
+    name = target.rpartition("/")[2]
+    return wanted in (target, name, name.removesuffix(".py"))
+
+
+def _target(job: RunningJob) -> str:
+    try:
+        with ask(job.name, job.pid, TIMEOUT_S, command=COMMAND, stacks=False) as answer:
+            return answer.snapshot.target
+    except LaunchError:
+        return ""
+
+
+def _started(pid: int) -> int:
+    """When a process began, in ticks since the system did."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+class Watch:
+    """One job, and what was seen of it lately."""
+
+    def __init__(self, job: RunningJob) -> None:
+        self.job = job
+        self._memory = MemoryReader()
+        self._measured: deque[tuple[int, Measured]] = deque()
+        self._attempt = (0, 0)
+
+    def look(self) -> JobView:
+        """The job as it is now; times and shares are of the last ten seconds.
+
+        Raises:
+            LaunchError: it has ended, or does not answer.
+        """
+        here = look(self.job, self._memory)
+        hosts = [here]
+        notes: list[str] = []
+        if here.num_nodes > 1:
+            others, notes = _look_at_others(self.job, here.num_nodes - 1)
+            hosts += others
+        attempt = (here.restart_count, here.started_ns)
+        if attempt != self._attempt:
+            self._attempt = attempt
+            self._measured.clear()
+        since_ns = self._measured[-1][0] if self._measured else 0
+        self._measured.append((here.at_ns, measure(hosts, since_ns)))
+        while self._measured[0][0] < here.at_ns - LONGEST_NS:
+            self._measured.popleft()
+        return view(hosts, add(measured for _, measured in self._measured), notes)
+
+    def look_once(self) -> JobView:
+        """As `look`; several times where operations follow each other so fast that the recorders hold a moment only."""
+        seen = self.look()
+        for _ in range(_MORE_LOOKS):
+            if seen.span_s * 1e9 >= _ENOUGH_NS or not any(rank.operation for rank in seen.ranks):
+                break
+            time.sleep(_PAUSE_S)
+            seen = self.look()
+        return seen
+
+    def has_ended(self) -> bool:
+        """Whether the command that ran the job is gone."""
+        return self.job not in find_jobs(COMMAND) or not os.path.exists(f"/proc/{self.job.pid}")
+
+
+def _look_at_others(job: RunningJob, num_others: int) -> tuple[list[HostLook], list[str]]:
+    """The other hosts, by way of the first one's agent; and what to say of those that were not seen."""
+    told = ask_others(job.name, _OTHERS_TIMEOUT_S, what="top")
+    if not told:
+        plural = "s" * (num_others > 1)
+        return [], [f"Ranks of {num_others} other host{plural} are shown on the first host of the job."]
+    hosts, notes = [], []
+    for host in told:
+        try:
+            seen = from_json(host.text, host.name, round(host.offset_s * 1e9))
+        except (ValueError, KeyError, TypeError):
+            seen = host.text if host.text == "does not answer" else "runs another version of Phalanx"
+        if isinstance(seen, str):
+            notes.append(f"{host.name}: {seen}")
+        else:
+            hosts.append(seen)
+    return hosts, notes
