@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import select
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from phalanx.coordination.connection import Connection, Timeout
-from phalanx.coordination.event import Event
-from phalanx.coordination.wakeup import drain
+from phalanx.coordination.connection import Timeout
+from phalanx.coordination.member_connection import MemberConnection
 from phalanx.coordination.wire import (
     MAX_VALUE_BYTES,
     Op,
@@ -22,11 +19,10 @@ from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
 
 _BUSY_PAUSE_S, _TRY_S = 0.005, 5.0
-_EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
 _MAX_PART = 4096  # fields of one request
 
 
-class Client(Connection):
+class Client(MemberConnection):
     """The calls of a connection to the coordinator. Any number of threads may make them.
 
     Arguments and errors of the construction are those of `Connection`.
@@ -128,37 +124,6 @@ class Client(Connection):
 
     # Membership.
 
-    def join(self, facts: Mapping[str, Any], *, watch: bool = True) -> int:
-        """Become a member; its number. Members that `watch` are told of those who join and go from now on.
-
-        `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
-        """
-        body = json.dumps(dict(facts)).encode()
-        if self._thread is not None:  # of a membership that has ended
-            self._stop.set()
-            self._ring()
-            self._thread.join()
-        self._stop.clear()
-        self.member = int(self._call(Op.JOIN, body, b"1" if watch else b"0")[0])
-        self._is_silent = False
-        self._thread = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
-        self._thread.start()
-        return self.member
-
-    def leave(self, why: str = "it has finished") -> None:
-        """Be a member no more; the others are told why."""
-        self._stop.set()
-        self._ring()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self.member >= 0:
-            try:
-                self._call(Op.LEAVE, pack_number(-1), why.encode())
-            finally:
-                self.member = -1
-                self._stop.clear()
-
     def expel(self, member: int, why: str) -> None:
         """Count another member out: it is lost, as far as all are told."""
         self._call(Op.LEAVE, pack_number(member), why.encode())
@@ -199,36 +164,6 @@ class Client(Connection):
         while page := self._call(Op.REPORTS, kind.encode(), pack_number(len(found))):
             found += ((int(number), body) for number, body in zip(page[::2], page[1::2], strict=True))
         return found
-
-    # Events.
-
-    def fileno(self) -> int:
-        """A descriptor that is readable while there are events to take."""
-        assert self._event_fds is not None
-        return self._event_fds[0]
-
-    def take(self) -> list[Event]:
-        """The events that have come since the last call; never blocks. What is taken is not sent again."""
-        with self._lock:
-            events = list(self._events)
-            self._events.clear()
-            self._taken_event = self._last_event
-            drain(self._event_fds)
-            self._untold_bytes += sum(len(event.body) + _EVENT_BYTES for event in events)
-            if self._untold_bytes > _TELL_BYTES and self._socket is not None:  # senders may be waiting for us
-                self._send_heartbeat()
-                self._read()
-        return events
-
-    def wait_event(self, timeout: Timeout = None) -> list[Event]:
-        """As `take`, but waits for the first one; empty if none comes in time."""
-        deadline = self._deadline(timeout)
-        while True:
-            if events := self.take():
-                return events
-            if deadline.passed:
-                return []
-            select.select([self.fileno()], [], [], min(deadline.left_s, 3600.0))
 
 
 def _name(key: str) -> bytes:

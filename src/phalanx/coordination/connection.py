@@ -5,7 +5,7 @@ Any number of threads may call. Whoever waits reads the socket, for itself and f
     call ──► send ──► is somebody reading? ── no ──► read until mine has come, then let another one read
                                            └─ yes ─► sleep until the reader wakes me
 
-so that a lone thread pays for no switch to another one. A member has a thread besides, which says that it is there.
+so that a lone thread pays for no switch to another one. A member has a thread besides: see `member_connection`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -23,7 +22,9 @@ import zmq
 from phalanx.coordination.address import Address
 from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, open_dealer
 from phalanx.coordination.event import Event
+from phalanx.coordination.event_inbox import EventInbox
 from phalanx.coordination.key import Key
+from phalanx.coordination.pending_call import PendingCall
 from phalanx.coordination.refusal import explain_refusal
 from phalanx.coordination.route import NoRouteError, Route, find_route
 from phalanx.coordination.service import heartbeat_s
@@ -52,20 +53,6 @@ _DIAGNOSIS_S = 2.0
 _NOBLOCK, _POLLIN, _READY = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
 
 Timeout = float | timedelta | None
-
-
-class _Call:
-    __slots__ = ("answer", "error", "fields", "message", "number", "sent_at", "wake", "what")
-
-    def __init__(self, number: int, what: int, message: bytes) -> None:
-        self.number = number
-        self.what = what
-        self.message = message
-        self.sent_at = 0.0
-        self.answer: int | None = None
-        self.fields: list[bytes] = []
-        self.error: Exception | None = None
-        self.wake: threading.Lock | None = None
 
 
 class Connection:
@@ -117,7 +104,7 @@ class Connection:
         self._lock = threading.Lock()  # of the socket, and of all that follows
         self._reading = threading.Lock()
         self._room = threading.BoundedSemaphore(_MAX_CALLS)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._number = 0
         self._epoch = b""
         self._was_connected = False
@@ -131,11 +118,7 @@ class Connection:
         self._route: Route | None = None
         self._reader: int | None = None
         self._wake_fds: tuple[int, int] | None = None
-        self._events: deque[Event] = deque()
-        self._event_fds: tuple[int, int] | None = None
-        self._last_event = 0
-        self._taken_event = 0
-        self._untold_bytes = 0  # of what was taken since the coordinator was told
+        self._inbox = EventInbox()
         self._beat_s = 1.0
         self._lost_after_s = 10.0
         self._thread: threading.Thread | None = None
@@ -156,7 +139,7 @@ class Connection:
         self._context = self._given_context or zmq.Context(io_threads=1)
         dealer = self._socket = open_dealer(self._context, None if self.address.path else self.key)
         self._monitor = dealer.get_monitor_socket(EVENTS)
-        self._wake_fds, self._event_fds = new_wakeup(), new_wakeup()
+        self._wake_fds = new_wakeup()
         self._poll = select.poll()
         for fd in (int(dealer.fd), int(self._monitor.fd), self._wake_fds[0]):
             self._poll.register(fd, select.POLLIN)
@@ -217,10 +200,10 @@ class Connection:
                 self._socket = None
             if self._context is not None and self._given_context is None:
                 self._context.term()
-            for fds in (self._wake_fds, self._event_fds):
-                for fd in fds or ():
-                    os.close(fd)
-            self._wake_fds = self._event_fds = None
+            for fd in self._wake_fds or ():
+                os.close(fd)
+            self._wake_fds = None
+            self._inbox.close()
 
     # Requests.
 
@@ -246,36 +229,23 @@ class Connection:
                 message = pack(what, self._number, *fields)
                 if len(message) > MAX_FRAME_BYTES:
                     raise ValueError(f"a request of {len(message)} bytes; the longest may have {MAX_FRAME_BYTES}")
-                call = _Call(self._number, what, message)
+                call = PendingCall(self._number, what, message)
                 self._calls[call.number] = call
                 self._transmit(call)
                 self._read()
             try:
-                while call.answer is None and call.error is None and not deadline.passed:
+                while not call.is_over and not deadline.passed:
                     self._wait(call, deadline)
             finally:
-                if call.answer is None and call.error is None:  # time is up, or Ctrl-C
+                if not call.is_over:  # time is up, or Ctrl-C
                     self._withdraw(call)
         finally:
             self._room.release()
-        if call.answer is None and call.error is None:
+        if not call.is_over:
             raise self._late(deadline, waits_for)
-        if call.error is not None:
-            raise call.error
-        if call.answer == Status.OK:
-            return call.fields
-        if call.answer == Status.EMPTY:
-            return []
-        if call.answer == Status.BUSY:
-            return [b"busy"]
-        said = call.fields[0].decode(errors="replace") if call.fields else ""
-        if call.answer == Status.UNKNOWN:
-            raise CoordinationError(
-                f"{self._where} does not count this process as a member: {said}.", reason="expelled"
-            )
-        raise ValueError(said)
+        return call.result(self._where)
 
-    def _withdraw(self, call: _Call) -> None:
+    def _withdraw(self, call: PendingCall) -> None:
         with self._lock:
             if self._calls.pop(call.number, None) is not None and self._socket is not None:
                 self._transmit_raw(pack(Op.CANCEL, 0, pack_number(call.number)))
@@ -295,7 +265,7 @@ class Connection:
     # ZeroMQ's descriptor is readable once for all that has arrived, and a send takes that note away from who polls it:
     # whoever sends must `_read` afterwards, before it lets go of the lock.
 
-    def _transmit(self, call: _Call) -> None:
+    def _transmit(self, call: PendingCall) -> None:
         call.sent_at = time.monotonic()
         self._transmit_raw(call.message)
 
@@ -306,20 +276,20 @@ class Connection:
         except zmq.Again:  # its queue is full: it will be sent again
             pass
 
-    def _wait(self, call: _Call, deadline: Deadline) -> None:
+    def _wait(self, call: PendingCall, deadline: Deadline) -> None:
         if not self._reading.acquire(blocking=False):
             wake = threading.Lock()
             wake.acquire()
             call.wake = wake
             if not self._reading.acquire(blocking=False):  # a reader that stopped before it could see that we wait
-                if call.answer is None and call.error is None:
+                if not call.is_over:
                     wake.acquire(timeout=min(deadline.left_s, 0.5))
                 call.wake = None
                 return
             call.wake = None
         try:
             self._reader = threading.get_ident()
-            while call.answer is None and call.error is None and not deadline.passed and not self._is_closed:
+            while not call.is_over and not deadline.passed and not self._is_closed:
                 self._poll_once(deadline.left_s)
         finally:
             self._reader = None
@@ -392,15 +362,15 @@ class Connection:
                 if status <= Status.UNKNOWN:
                     call = self._calls.pop(number, None)
                     if call is not None:
-                        if call.what == Op.JOIN:  # what comes from here on is numbered anew
-                            self._last_event = self._taken_event = self._untold_bytes = 0
+                        if call.what == Op.JOIN:
+                            self._inbox.restart()
                         call.fields = fields
                         call.answer = status
                         self._awaken(call)
                     elif status == Status.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]:
                         self._expelled(fields[0])
                 elif status == Status.EVENT:
-                    self._happened(number, fields)
+                    self._inbox.receive(number, Event(fields[0].decode(), unpack_number(fields[1]), fields[2]))
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -429,28 +399,18 @@ class Connection:
                 if error is not None and not self._was_connected:  # it has not come about meanwhile
                     self._fail_all(error)
 
-    def _happened(self, number: int, fields: list[bytes]) -> None:
-        if number != self._last_event + 1:  # sent twice, or one is missing, which will be sent again
-            return
-        self._last_event = number
-        self._tell(Event(fields[0].decode(), unpack_number(fields[1]), fields[2]))
-
     def _expelled(self, why: bytes) -> None:
-        self._tell(Event("expelled", self.member, why))
+        self._inbox.put(Event("expelled", self.member, why))
         self._stop.set()
         self.member = -1
 
-    def _tell(self, event: Event) -> None:
-        self._events.append(event)
-        ring(self._event_fds)
-
-    def _awaken(self, call: _Call) -> None:
+    def _awaken(self, call: PendingCall) -> None:
         if call.wake is not None:
             release(call.wake)
         elif self._reader is not None and self._reader != threading.get_ident():
             ring(self._wake_fds)
 
-    def _finish(self, call: _Call, error: Exception) -> None:
+    def _finish(self, call: PendingCall, error: Exception) -> None:
         call.error = error
         self._calls.pop(call.number, None)
         self._awaken(call)
@@ -463,43 +423,6 @@ class Connection:
 
     def _ring(self) -> None:
         ring(self._wake_fds)
-
-    # The member's thread.
-
-    def _beat(self) -> None:
-        next_at = time.monotonic()
-        while not self._stop.is_set():
-            now = time.monotonic()
-            if now >= next_at:
-                next_at = now + self._beat_s
-                with self._lock:
-                    self._send_heartbeat()
-                    self._read()
-                    self._judge(now)
-            left_s = max(0.0, next_at - time.monotonic())
-            if self._reading.acquire(timeout=left_s):
-                try:
-                    self._reader = threading.get_ident()
-                    self._poll_once(left_s)
-                finally:
-                    self._reader = None
-                    self._reading.release()
-
-    def _send_heartbeat(self) -> None:
-        if self.member >= 0:
-            beat = (pack_number(self._last_event), pack_number(self.member))
-            self._transmit_raw(pack(Op.HEARTBEAT, self._taken_event, *beat))
-            self._untold_bytes = 0
-
-    def _judge(self, now: float) -> None:
-        """Say once when the coordinator falls silent, and once when it is back."""
-        silent_s = now - self._heard_at
-        if silent_s > self._lost_after_s and not self._is_silent:
-            self._is_silent = True
-            self._tell(Event("unreachable", -1, f"nothing was heard from it for {silent_s:.1f} s".encode()))
-        elif silent_s <= self._lost_after_s and self._is_silent:
-            self._is_silent = False
-            self._tell(Event("reachable"))
 
     def _revive(self, deadline: Deadline) -> None:
         """In a forked child: a connection of its own. It is no member, and has nothing under way."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx.coordination.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
+from phalanx.coordination.pending_answers import PendingAnswers
 from phalanx.coordination.reports import Reports
 from phalanx.coordination.session import Answer, Session
 from phalanx.coordination.wire import (
@@ -29,10 +30,7 @@ from phalanx.coordination.wire import (
     unpack_text,
 )
 
-MAX_POPS = 16  # that are undone if their taker had just given up
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES  # for one member, of events that nobody was asked about: who joined, who went
-MAX_PARKED = 1024  # requests of one session that wait
-MAX_PARKED_KEYS = 1 << 16  # for which they wait, all together
 MAX_SESSIONS = 1 << 16
 FORGOTTEN_AFTER_S = 600.0  # a session that is silent, waits for nothing and is no member
 UNPARKED_AFTER_S = 60.0  # a client that waits says so every few seconds
@@ -48,19 +46,15 @@ _CHANGES = frozenset({
 _LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
 
 
-class Coordinator:
-    """The state of one job. `say` is told in a line what a person should know.
-
-    `outgoing` holds the sessions for which there is something to send; the service takes it from there.
-    """
+class Coordinator(PendingAnswers):
+    """The state of one job."""
 
     def __init__(self, *, job: str = "", lost_after_s: float = 10.0, max_bytes: int = 1 << 30) -> None:
+        super().__init__(KeyValueStore(max_bytes))
         self.job = job
         self.epoch = os.urandom(8)  # that tells this coordinator from one that was here before
-        self.store = KeyValueStore(max_bytes)
         self.members = Membership(lost_after_s)
         self.reports = Reports()
-        self.outgoing: dict[Session, None] = {}
         self.sessions: dict[object, Session] = {}
         self.num_malformed = 0
         self._handlers: dict[int, Callable[[Session, Message], Answer | None]] = {
@@ -188,37 +182,6 @@ class Coordinator:
         except (ValueError, AttributeError, RecursionError):
             return f"member {member.id}"
         return "".join(letter if letter.isprintable() else "?" for letter in name)  # it goes to a terminal
-
-    def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
-        """What is to be sent, session by session."""
-        outgoing, self.outgoing = self.outgoing, {}
-        for session in outgoing:
-            answers, session.outgoing, session.outgoing_bytes = session.outgoing, [], 0
-            if session.member is not None:
-                answers.extend(session.member.unsent())
-            if answers:
-                yield session, answers
-
-    def undelivered(self, session: Session) -> None:
-        """What was just taken did not reach the session: nothing may be lost by that."""
-        while session.num_unsent_pops and session.popped:
-            session.num_unsent_pops -= 1
-            self._unpop(session, next(reversed(session.popped)))
-        session.num_unsent_pops = 0
-        if session.member is not None:
-            session.member.rewind(0)
-
-    def delivered(self, session: Session) -> None:
-        """What was just taken is on its way."""
-        session.num_unsent_pops = 0
-        while len(session.popped) > MAX_POPS:
-            session.popped.popitem(last=False)
-
-    def put_back(self, session: Session, answers: list[Answer]) -> None:
-        """What was just taken could not be sent yet."""
-        session.outgoing[:0] = answers
-        session.outgoing_bytes += sum(map(len, answers))
-        self.outgoing[session] = None
 
     # Requests. Each returns its answer, or None where it waits or needs none.
 
@@ -427,56 +390,8 @@ class Coordinator:
         self._wake(self.store.release(barrier))
         return pack(Status.OK, message.number)
 
-    # Waiting, and being told.
-
-    def _park(self, session: Session, message: Message, waiter: Waiter) -> bool:
-        self._check_room_to_park(session, len(waiter.keys))
-        waiter.owner = (session, message)
-        if not self.store.wait(waiter):
-            return False
-        session.parked[message.number] = waiter
-        session.num_parked_keys += len(waiter.keys)
-        return True
-
-    def _check_room_to_park(self, session: Session, num_keys: int) -> None:
-        if len(session.parked) >= MAX_PARKED or session.num_parked_keys + num_keys > MAX_PARKED_KEYS:
-            raise RefusedError(f"{len(session.parked)} calls of this process wait already")
-
-    def _unpark(self, session: Session, number: int) -> Waiter | None:
-        waiter = session.parked.pop(number, None)
-        if waiter is not None:
-            session.num_parked_keys -= len(waiter.keys)
-            self.store.forget(waiter)
-        return waiter
-
-    def _unpark_repeatable(self, session: Session) -> None:
-        """Let go of what the client starts anew by asking again. A barrier stays: it would be counted a second time."""
-        for number, waiter in list(session.parked.items()):
-            if waiter.owner[1].what != Op.BARRIER:
-                self._unpark(session, number)
-
-    def _wake(self, ready: list[Waiter]) -> None:
-        for waiter in ready:
-            session, message = waiter.owner
-            self._unpark(session, message.number)
-            if message.what == Op.BARRIER:  # it has been counted
-                session.remember(message.number, answer := pack(Status.OK, message.number))
-                self._send(session, answer)
-            else:
-                self._handle(session, message)
-
-    def _unpop(self, session: Session, number: int) -> None:
-        queue, item = session.popped.pop(number)
-        session.unanswer(number)
-        self._wake(self.store.push_back(queue, item))
-
     def _tell_all(self) -> None:
         for member in self.members:
             if member.watches:
                 assert isinstance(member.owner, Session)
                 self.outgoing[member.owner] = None
-
-    def _send(self, session: Session, answer: Answer) -> None:
-        session.outgoing.append(answer)
-        session.outgoing_bytes += len(answer)
-        self.outgoing[session] = None

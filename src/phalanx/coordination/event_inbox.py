@@ -1,0 +1,69 @@
+"""The events that the coordinator has sent to this member and nobody has taken yet."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+from phalanx.coordination.event import Event
+from phalanx.coordination.wakeup import drain, new_wakeup, ring
+
+_EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
+
+
+class EventInbox:
+    """Each event once and in order, with a descriptor that is readable while there are some.
+
+    Not for several threads at once: the connection's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._fds: tuple[int, int] | None = new_wakeup()
+        self.last = 0  # the number of the last event that has come
+        self.taken = 0  # and of the last one that was taken: the coordinator need not keep it
+        self._untold_bytes = 0  # of what was taken since the coordinator was told
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while there are events to take."""
+        assert self._fds is not None
+        return self._fds[0]
+
+    def restart(self) -> None:
+        """This process has joined (again): what comes from here on is numbered anew."""
+        self.last = self.taken = self._untold_bytes = 0
+
+    def receive(self, number: int, event: Event) -> None:
+        """Event `number` has come. One that was sent twice, or before one that is missing, is sent again: dropped."""
+        if number == self.last + 1:
+            self.last = number
+            self.put(event)
+
+    def put(self, event: Event) -> None:
+        """An event of our own, without a number."""
+        self._events.append(event)
+        ring(self._fds)
+
+    def take(self) -> list[Event]:
+        """What has come since the last call."""
+        events = list(self._events)
+        self._events.clear()
+        self.taken = self.last
+        drain(self._fds)
+        self._untold_bytes += sum(len(event.body) + _EVENT_BYTES for event in events)
+        return events
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether so much was taken that the coordinator should hear it at once: senders may be waiting for us."""
+        return self._untold_bytes > _TELL_BYTES
+
+    def told(self) -> None:
+        """The coordinator has been sent `taken`."""
+        self._untold_bytes = 0
+
+    def close(self) -> None:
+        """Let go of the descriptor; a second call does nothing."""
+        for fd in self._fds or ():
+            os.close(fd)
+        self._fds = None

@@ -1,0 +1,114 @@
+"""A process that is a member of the job: it says that it is there, and hears who else comes and goes.
+
+A thread of its own sends a heartbeat, and reads while nobody else does; so events come although nobody calls.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.coordination.connection import Connection, Timeout
+from phalanx.coordination.event import Event
+from phalanx.coordination.wire import Op, pack, pack_number
+
+
+class MemberConnection(Connection):
+    """A connection whose process may join. Arguments and errors of the construction are those of `Connection`."""
+
+    def join(self, facts: Mapping[str, Any], *, watch: bool = True) -> int:
+        """Become a member; its number. Members that `watch` are told of those who join and go from now on.
+
+        `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
+        """
+        body = json.dumps(dict(facts)).encode()
+        if self._thread is not None:  # of a membership that has ended
+            self._stop.set()
+            self._ring()
+            self._thread.join()
+        self._stop.clear()
+        self.member = int(self._call(Op.JOIN, body, b"1" if watch else b"0")[0])
+        self._is_silent = False
+        self._thread = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
+        self._thread.start()
+        return self.member
+
+    def leave(self, why: str = "it has finished") -> None:
+        """Be a member no more; the others are told why."""
+        self._stop.set()
+        self._ring()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.member >= 0:
+            try:
+                self._call(Op.LEAVE, pack_number(-1), why.encode())
+            finally:
+                self.member = -1
+                self._stop.clear()
+
+    # Events.
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while there are events to take."""
+        return self._inbox.fileno()
+
+    def take(self) -> list[Event]:
+        """The events that have come since the last call; never blocks. What is taken is not sent again."""
+        with self._lock:
+            events = self._inbox.take()
+            if self._inbox.is_overdue and self._socket is not None:
+                self._send_heartbeat()
+                self._read()
+        return events
+
+    def wait_event(self, timeout: Timeout = None) -> list[Event]:
+        """As `take`, but waits for the first one; empty if none comes in time."""
+        deadline = self._deadline(timeout)
+        while True:
+            if events := self.take():
+                return events
+            if deadline.passed:
+                return []
+            select.select([self.fileno()], [], [], min(deadline.left_s, 3600.0))
+
+    # The member's thread.
+
+    def _beat(self) -> None:
+        next_at = time.monotonic()
+        while not self._stop.is_set():
+            now = time.monotonic()
+            if now >= next_at:
+                next_at = now + self._beat_s
+                with self._lock:
+                    self._send_heartbeat()
+                    self._read()
+                    self._judge(now)
+            left_s = max(0.0, next_at - time.monotonic())
+            if self._reading.acquire(timeout=left_s):
+                try:
+                    self._reader = threading.get_ident()
+                    self._poll_once(left_s)
+                finally:
+                    self._reader = None
+                    self._reading.release()
+
+    def _send_heartbeat(self) -> None:
+        if self.member >= 0:
+            beat = (pack_number(self._inbox.last), pack_number(self.member))
+            self._transmit_raw(pack(Op.HEARTBEAT, self._inbox.taken, *beat))
+            self._inbox.told()
+
+    def _judge(self, now: float) -> None:
+        """Say once when the coordinator falls silent, and once when it is back."""
+        silent_s = now - self._heard_at
+        if silent_s > self._lost_after_s and not self._is_silent:
+            self._is_silent = True
+            self._inbox.put(Event("unreachable", -1, f"nothing was heard from it for {silent_s:.1f} s".encode()))
+        elif silent_s <= self._lost_after_s and self._is_silent:
+            self._is_silent = False
+            self._inbox.put(Event("reachable"))

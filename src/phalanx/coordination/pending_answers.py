@@ -1,0 +1,111 @@
+"""The answers that the coordinator owes: to requests that wait for something, and on their way to the clients.
+
+request ──► park ──► what it waits for has come: wake ──► outgoing ──► delivered
+                                                             ▲             │ it did not get there: what it was to
+                                                             └── rewind ◄──┘ have is there again for others
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
+from phalanx.coordination.session import Answer, Session
+from phalanx.coordination.wire import Message, Op, Status, pack
+
+MAX_POPS = 16  # that are undone if their taker had just given up
+MAX_PARKED = 1024  # requests of one session that wait
+MAX_PARKED_KEYS = 1 << 16  # for which they wait, all together
+
+
+class PendingAnswers(ABC):
+    """Who waits for what in `store`, and what is to be sent to whom.
+
+    `outgoing` holds the sessions for which there is something to send; the service takes it from there.
+    """
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self.store = store
+        self.outgoing: dict[Session, None] = {}
+
+    @abstractmethod
+    def _handle(self, session: Session, message: Message) -> bool:
+        """Do what a message asks for; False: it is malformed."""
+
+    def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
+        """What is to be sent, session by session."""
+        outgoing, self.outgoing = self.outgoing, {}
+        for session in outgoing:
+            answers, session.outgoing, session.outgoing_bytes = session.outgoing, [], 0
+            if session.member is not None:
+                answers.extend(session.member.unsent())
+            if answers:
+                yield session, answers
+
+    def undelivered(self, session: Session) -> None:
+        """What was just taken did not reach the session: nothing may be lost by that."""
+        while session.num_unsent_pops and session.popped:
+            session.num_unsent_pops -= 1
+            self._unpop(session, next(reversed(session.popped)))
+        session.num_unsent_pops = 0
+        if session.member is not None:
+            session.member.rewind(0)
+
+    def delivered(self, session: Session) -> None:
+        """What was just taken is on its way."""
+        session.num_unsent_pops = 0
+        while len(session.popped) > MAX_POPS:
+            session.popped.popitem(last=False)
+
+    def put_back(self, session: Session, answers: list[Answer]) -> None:
+        """What was just taken could not be sent yet."""
+        session.outgoing[:0] = answers
+        session.outgoing_bytes += sum(map(len, answers))
+        self.outgoing[session] = None
+
+    def _park(self, session: Session, message: Message, waiter: Waiter) -> bool:
+        self._check_room_to_park(session, len(waiter.keys))
+        waiter.owner = (session, message)
+        if not self.store.wait(waiter):
+            return False
+        session.parked[message.number] = waiter
+        session.num_parked_keys += len(waiter.keys)
+        return True
+
+    def _check_room_to_park(self, session: Session, num_keys: int) -> None:
+        if len(session.parked) >= MAX_PARKED or session.num_parked_keys + num_keys > MAX_PARKED_KEYS:
+            raise RefusedError(f"{len(session.parked)} calls of this process wait already")
+
+    def _unpark(self, session: Session, number: int) -> Waiter | None:
+        waiter = session.parked.pop(number, None)
+        if waiter is not None:
+            session.num_parked_keys -= len(waiter.keys)
+            self.store.forget(waiter)
+        return waiter
+
+    def _unpark_repeatable(self, session: Session) -> None:
+        """Let go of what the client starts anew by asking again. A barrier stays: it would be counted a second time."""
+        for number, waiter in list(session.parked.items()):
+            if waiter.owner[1].what != Op.BARRIER:
+                self._unpark(session, number)
+
+    def _wake(self, ready: list[Waiter]) -> None:
+        for waiter in ready:
+            session, message = waiter.owner
+            self._unpark(session, message.number)
+            if message.what == Op.BARRIER:  # it has been counted
+                session.remember(message.number, answer := pack(Status.OK, message.number))
+                self._send(session, answer)
+            else:
+                self._handle(session, message)
+
+    def _unpop(self, session: Session, number: int) -> None:
+        queue, item = session.popped.pop(number)
+        session.unanswer(number)
+        self._wake(self.store.push_back(queue, item))
+
+    def _send(self, session: Session, answer: Answer) -> None:
+        session.outgoing.append(answer)
+        session.outgoing_bytes += len(answer)
+        self.outgoing[session] = None

@@ -1,0 +1,49 @@
+"""A request that is under way: who waits for it, what came back."""
+
+from __future__ import annotations
+
+import threading
+
+from phalanx.coordination.wire import Status
+from phalanx.errors import CoordinationError
+
+
+class PendingCall:
+    """Request `number`, of kind `what`. The connection's lock guards all but the reading of `is_over`."""
+
+    __slots__ = ("answer", "error", "fields", "message", "number", "sent_at", "wake", "what")
+
+    def __init__(self, number: int, what: int, message: bytes) -> None:
+        self.number = number
+        self.what = what
+        self.message = message
+        self.sent_at = 0.0
+        self.answer: int | None = None
+        self.fields: list[bytes] = []
+        self.error: Exception | None = None
+        self.wake: threading.Lock | None = None  # held by who waits for it, and sleeps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was answered, or has failed."""
+        return self.answer is not None or self.error is not None
+
+    def result(self, where: str) -> list[bytes]:
+        """The fields of the answer, which has come from `where`.
+
+        Raises:
+            CoordinationError: the connection has failed, or the coordinator does not know us any more.
+            ValueError: it refuses the request.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.answer == Status.OK:
+            return self.fields
+        if self.answer == Status.EMPTY:
+            return []
+        if self.answer == Status.BUSY:
+            return [b"busy"]
+        said = self.fields[0].decode(errors="replace") if self.fields else ""
+        if self.answer == Status.UNKNOWN:
+            raise CoordinationError(f"{where} does not count this process as a member: {said}.", reason="expelled")
+        raise ValueError(said)
