@@ -16,6 +16,7 @@ RANK_VARIABLES = (
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_ADDRESS", "PHALANX_AGENT", "PHALANX_TTY",
+    "PHALANX_GENERATION",
 )  # fmt: skip
 
 
@@ -67,6 +68,7 @@ class Job:
     columns: int | None = None
     terminal: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
+    generation: int = 0  # of an elastic job
 
 
 def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
@@ -95,6 +97,8 @@ def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
     if job.store:
         variables["PHALANX_STORE"] = job.store
         variables["PHALANX_STORE_OF"] = describe_rank(variables)
+    if job.generation:
+        variables["PHALANX_GENERATION"] = str(job.generation)
     if job.agent:
         variables["PHALANX_AGENT"] = job.agent
     if job.terminal:

@@ -40,7 +40,7 @@ class JobPlan:
             master_port=self.master_port or settings.master_port or find_free_port(),
             run_id=self.run_id,
             restart_count=restart_count,
-            max_restarts=settings.max_restarts,
+            max_restarts=settings.max_restarts or 0,
             role=settings.role,
             store=store,
             agent=agent,

@@ -75,8 +75,39 @@ def read_state(pid: int) -> str:
         return ""
 
 
-def find_descendants(ancestor: int) -> list[int]:
-    """Every process below `ancestor`, zombies included, parents before children. One scan of /proc."""
+def find_session(session: int) -> list[int]:
+    """Every process of a session, zombies included. One scan of /proc."""
+    found = []
+    for entry in os.listdir("/proc") if SUPPORTED else ():
+        if entry.isdigit():
+            try:
+                if os.getsid(int(entry)) == session:
+                    found.append(int(entry))
+            except OSError:
+                continue  # it ended while we looked
+    return found
+
+
+def kill_sessions(sessions: Iterable[int]) -> None:
+    """SIGKILL every process of these sessions, none of which is ours; repeats while it finds one that is not dead."""
+    for session in sessions:
+        for _ in range(1000):
+            living = [pid for pid in find_session(session) if read_state(pid) not in ("Z", "")]
+            if not living:
+                break
+            for pid in living:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    pass
+            time.sleep(0.002)
+
+
+def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
+    """Every process below `ancestor`, zombies included, parents before children. One scan of /proc.
+
+    Without `spared`, one of its children, and all that is below that.
+    """
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if SUPPORTED else ():
         if not entry.isdigit():
@@ -87,7 +118,8 @@ def find_descendants(ancestor: int) -> list[int]:
                 parent = int(file.read().rpartition(b")")[2].split()[1])
         except (OSError, IndexError, ValueError):
             continue  # it ended while we looked
-        children.setdefault(parent, []).append(int(entry))
+        if int(entry) != spared:
+            children.setdefault(parent, []).append(int(entry))
     found = []
     level = [ancestor]
     while level:
@@ -96,8 +128,10 @@ def find_descendants(ancestor: int) -> list[int]:
     return found
 
 
-def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0) -> dict[int, int]:
+def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared: int | None = None) -> dict[int, int]:
     """SIGKILL and reap every descendant of this process; returns the wait status of each that it reaped.
+
+    `spared`, a child, lives on, and all that is below it.
 
     Repeats until none is left, because a process can fork between the scan and its death; for that to find orphans this
     process must have called `adopt_orphans`. Gives up after `limit_s` on processes that the kernel doesn't let die (a
@@ -106,7 +140,8 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0) -> dict[i
     reaped: dict[int, int] = {}
     end = time.monotonic() + limit_s
     while True:
-        for pid in find_descendants(os.getpid()) if SUPPORTED else groups:
+        doomed = find_descendants(os.getpid(), spared) if SUPPORTED else groups
+        for pid in doomed:
             try:
                 (os.kill if SUPPORTED else os.killpg)(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
@@ -116,7 +151,7 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0) -> dict[i
                 reaped[found[0]] = found[1]
         except ChildProcessError:
             return reaped
-        if time.monotonic() > end:
+        if time.monotonic() > end or (spared is not None and not doomed):
             return reaped
         time.sleep(0.002)
 

@@ -39,7 +39,7 @@ class Settings:
     exit_timeout_s: float | None = None
     affinity: bool = True
     preload: bool = True
-    max_restarts: int = 0
+    max_restarts: int | None = None  # None: none of all ranks, and as many replacements as an elastic job makes use of
     role: str = "default"
     master_addr: str = "127.0.0.1"
     master_port: int | None = None

@@ -6,8 +6,13 @@ It holds no CUDA context, starts no thread and never runs user code. It adopts e
 agent's end of the socket closes, for whatever reason, it kills all that descends from it before it ends itself. When
 the zygote dies, the kernel kills the ranks (their death signal) and the agent adopts and kills what they leave.
 
+A rank is known by the number that it was started with. In an elastic job the same number is forked again when its
+process was lost, and the ranks outlive the zygote: the agent adopts them, and a new zygote forks later ones.
+
 Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
+           elastic {rank}: if it is lost, the job goes on without what it leaves in its process group;
+           guard {sessions}: those of earlier zygotes, which are killed with all else when the agent has gone;
            membership {membership}, for the first host to be told when the agent is killed;
 Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept
 """
@@ -24,24 +29,31 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.launch import control_protocol
 from phalanx.launch.folder import remove
 from phalanx.launch.processes import (
     ENDING_SIGNALS,
+    SUPPORTED,
     adopt_orphans,
     die_with_parent,
     kill_descendants,
+    kill_sessions,
     outlive_parent,
 )
 from phalanx.launch.title import set_command
 from phalanx.launch.worker import Assignment, run_worker
 
 
-def main(control: int, agent: int, preload: bool) -> None:
-    """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended."""
-    die_with_parent(agent)  # while torch is being imported nobody watches the socket, and there is nothing to clean up
+def main(control: int, agent: int, preload: bool, sessions: Sequence[int] = ()) -> None:
+    """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended.
+
+    `sessions` are those of earlier zygotes, whose ranks live.
+    """
+    if not sessions:  # while torch is being imported nobody watches the socket, and there is nothing to clean up
+        die_with_parent(agent)
     adopt_orphans()
     set_command([sys.executable, f"(phalanx run {agent}: the zygote, from which the ranks are forked)"])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -53,7 +65,7 @@ def main(control: int, agent: int, preload: bool) -> None:
         _import_torch()
     gc.freeze()  # and for the ranks' collector the pages of the modules stay shared
     gc.enable()
-    assignment = _Zygote(socket.socket(fileno=control), agent).serve()
+    assignment = _Zygote(socket.socket(fileno=control), agent, sessions).serve()
     run_worker(assignment)
 
 
@@ -87,9 +99,11 @@ def _load_torch_library() -> None:
 
 
 class _Zygote:
-    def __init__(self, control: socket.socket, agent: int) -> None:
+    def __init__(self, control: socket.socket, agent: int, sessions: Sequence[int]) -> None:
         self._control = control
         self._agent = agent
+        self._sessions = tuple(sessions)  # of earlier zygotes
+        self._elastic: set[int] = set()  # pids
         self._ranks: dict[int, int] = {}  # pid -> rank, of those that were not reaped yet
         self._target: dict[str, Any] = {}
         self._membership: dict[str, Any] = {}  # of the agent, in a job on several hosts
@@ -103,7 +117,8 @@ class _Zygote:
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         outlive_parent()
-        if os.getppid() != self._agent:  # it died before we stopped dying with it
+        if os.getppid() != self._agent:  # it died while nobody was looking
+            kill_sessions(self._sessions)
             os._exit(1)
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
@@ -116,6 +131,7 @@ class _Zygote:
             if self._control.fileno() in ready:
                 received = control_protocol.receive(self._control)
                 if received is None:
+                    kill_sessions(self._sessions)
                     kill_descendants(list(self._ranks))
                     if self._target:
                         remove(self._target["folder"])  # the agent would do it, if it had not been killed
@@ -134,6 +150,10 @@ class _Zygote:
                 from multiprocessing import process  # noqa: F401  once for all ranks: each says where its sockets go
         elif command == "membership":
             self._membership = message["membership"]
+        elif command == "guard":
+            self._sessions = tuple(message["sessions"])
+        elif command == "elastic":
+            self._elastic |= {pid for pid, rank in self._ranks.items() if rank == message["rank"]}
         elif command == "signal":
             self._signal(message["signum"], message["ranks"], message["group"])
         elif command == "sweep":
@@ -186,6 +206,32 @@ class _Zygote:
         self._control.close()
 
     def _reap(self) -> None:
+        if not SUPPORTED:
+            self._reap_blindly()
+            return
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None:
+                return
+            # Told before it is reaped: if we are killed in between, the agent adopts it and finds the same once more.
+            status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            if found.si_pid in self._elastic and status != 0:
+                self._kill_group(found.si_pid)
+            self._report_exit(found.si_pid, status)
+            os.waitpid(found.si_pid, 0)
+
+    def _kill_group(self, pid: int) -> None:
+        """What a lost rank leaves (DataLoader workers) must not stay as long as the job: it may lose many."""
+        self._elastic.discard(pid)
+        try:
+            os.killpg(pid, signal.SIGKILL)  # nobody else can have the number: it was not reaped yet
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    def _reap_blindly(self) -> None:
         exits = {}
         try:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -196,10 +242,13 @@ class _Zygote:
 
     def _report_exits(self, exits: dict[int, int]) -> None:
         for pid, status in exits.items():
-            rank = self._ranks.pop(pid, None)  # None: an orphan that we adopted
-            if rank is not None:
-                code = os.waitstatus_to_exitcode(status)
-                self._send_event({"event": "exit", "rank": rank, "pid": pid, "status": code, "at": time.monotonic()})
+            self._report_exit(pid, os.waitstatus_to_exitcode(status))
+
+    def _report_exit(self, pid: int, status: int) -> None:
+        rank = self._ranks.pop(pid, None)  # None: an orphan that we adopted
+        self._elastic.discard(pid)
+        if rank is not None:
+            self._send_event({"event": "exit", "rank": rank, "pid": pid, "status": status, "at": time.monotonic()})
 
     def _signal(self, signum: int, ranks: list[int], group: bool) -> None:
         # Only the parent can do this safely: a pid that was not reaped yet can't belong to anybody else.

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
@@ -17,6 +17,19 @@ from phalanx.diagnostics.progress_page import KIND as PROGRESS_PAGE
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket, Request
+from phalanx.launch.agent.elastic import (
+    BeginGeneration,
+    Elastic,
+    ElasticAction,
+    Evict,
+    GiveUp,
+    Retire,
+    Say,
+    SendToRank,
+    TellGeneration,
+    plan_message,
+)
+from phalanx.launch.agent.elastic_links import ElasticLinks
 from phalanx.launch.agent.flights import Flights
 from phalanx.launch.agent.pages import Pages
 from phalanx.launch.agent.scratch import create_scratch, create_store
@@ -26,6 +39,7 @@ from phalanx.launch.agent.supervision import Action, Kill, Supervision, Tell
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import Place, plan_rank_environment
 from phalanx.launch.failure import Exit, Report, summarise
+from phalanx.launch.generation import HostPart, HostSeats, Seating, plan_generation
 from phalanx.launch.output.display import Display
 from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump
@@ -42,9 +56,10 @@ _FORKS_AHEAD = 8  # ranks that the zygote was told to fork and has not: their de
 _READ_S = 0.05  # a flood of output makes way for signals and events this often
 _REPORT_END_AFTER_S = 1.0
 _LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
+_MAX_KNOCKING = 256  # ranks whose connection comes before the zygote's word that they exist
 
 
-@dataclass(frozen=True)
+@dataclass
 class Host:
     """What outlives an attempt: the zygote, the way out for lines, where signals arrive, where requests come."""
 
@@ -79,6 +94,13 @@ class Attempt:
         self._swept = False
         self.zygote_lost = False  # it has ended
         self.zygote_given_up = False  # because we killed it: it did not answer
+        self._ended_ns: dict[int, int] = {}  # of processes that were lost, and the job has gone on
+        self._begun: BeginGeneration | None = None  # the newest generation after the first
+        self._part = self._first_part()
+        self._old_stores: dict[int, int] = {}  # by generation: some ranks may still be about to open them
+        self._knocking: list[Request] = []
+        self.links = ElasticLinks()
+        self.elastic = self.decide_losses()
         self.state = self.supervise()
         self.flights = Flights()
         self.pages = Pages()
@@ -88,6 +110,22 @@ class Attempt:
     def supervise(self) -> Supervision:
         """Who decides what becomes of the ranks."""
         return Supervision(self.place.world_size, self._plan.settings.grace_s, self._plan.settings.exit_timeout_s)
+
+    def decide_losses(self) -> Elastic:
+        """Who decides what becomes of the job when an elastic rank is lost."""
+        most = self._plan.settings.max_restarts
+        left = None if most is None else max(0, most - self._restart_count)
+        elastic = Elastic(Seating.begin([self._own_seats()]), left)
+        elastic.given_up = self.place.num_nodes > 1
+        return elastic
+
+    def _own_seats(self) -> HostSeats:
+        place = self.place
+        return HostSeats(place.node, place.first_rank, place.num_ranks, frozenset(place.ranks))
+
+    def _first_part(self) -> HostPart:
+        (part,) = plan_generation(0, Seating.begin([self._own_seats()])).parts
+        return HostPart(part.member, part.seats, (), self.place)
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -155,13 +193,17 @@ class Attempt:
                     self._host.pump.drain()
                 self._host.display.release(self.first)
         finally:
-            for fd in (*self._dumps.values(), *self._stacks.values(), *([store] if store is not None else [])):
+            for request in self._knocking:
+                request.close()
+            self.links.close()
+            stores = [*self._old_stores.values(), *([self._store] if self._store is not None else [])]
+            for fd in (*self._dumps.values(), *self._stacks.values(), *stores):
                 os.close(fd)
 
     @property
     def ended_ns(self) -> dict[int, int]:
         """When the ranks' processes ended, by process number, on CLOCK_MONOTONIC."""
-        return {end.pid: int(end.at * 1e9) for end in self.state.exits.values()}
+        return {**self._ended_ns, **{end.pid: int(end.at * 1e9) for end in self.state.exits.values()}}
 
     def close(self) -> None:
         """Let go of what the ranks have shown us."""
@@ -191,6 +233,10 @@ class Attempt:
         self._next = self.place.num_ranks
 
     def _fork(self, rank: int) -> None:
+        """Have the process forked that is known by `rank`: the first one, or one that takes its place."""
+        for old in (self._dumps, self._stacks):
+            if rank in old:
+                os.close(old.pop(rank))
         dump = self._dumps[rank] = create_scratch("phalanx-dump")
         stacks = self._stacks[rank] = create_scratch("phalanx-stacks")
         ends = []
@@ -199,7 +245,7 @@ class Attempt:
                 ours, its = os.pipe()
                 ends.append(its)
                 self._host.pump.add(rank, stream, ours)
-            environment = plan_rank_environment(self._job, rank)
+            environment = plan_rank_environment(self._job, self._part.rank_of(rank))
             cpus = self._plan.placement.cpus[rank - self.place.first_rank]
             self._host.zygote.fork(rank, environment, cpus, [*ends, self._rank_reports, dump, stacks])
         finally:
@@ -211,16 +257,22 @@ class Attempt:
         control = host.zygote.control
         while not done() and not self.zygote_lost:
             poll = select.poll()
-            for fd in (host.signals, self._reports.fileno(), *host.pump.pipes, *host.agent_socket.fds, *self.fds):
+            sockets = (*host.agent_socket.fds, *self.links.fds)
+            for fd in (host.signals, self._reports.fileno(), *host.pump.pipes, *sockets, *self.fds):
                 poll.register(fd, select.POLLIN)
+            for fd in self.links.waiting:
+                poll.register(fd, select.POLLIN | select.POLLOUT)
             poll.register(control.fileno(), select.POLLIN | (select.POLLOUT if control.waiting else 0))
             for writer in host.display.writers:
                 poll.register(writer.fd, select.POLLOUT)
             times = [
                 at
-                for at in (self.state.next_due, host.display.next_due, self._sweep_due, self._report_end_at, self.due)
+                for at in (
+                    self.state.next_due, host.display.next_due, self._sweep_due, self._report_end_at, self.due,
+                    self.elastic.next_due,
+                )
                 if at is not None
-            ]
+            ]  # fmt: skip
             left_s = min([_LONGEST_WAIT_S, *(max(0.0, at - time.monotonic()) for at in times)])
             ready = {fd for fd, _ in poll.poll(left_s * 1000 + 1)}
             if host.signals in ready:
@@ -231,6 +283,7 @@ class Attempt:
             for fd in host.agent_socket.fds:
                 if fd in ready:
                     self._receive(fd)
+            self._hear_ranks(ready)
             if self._reports.fileno() in ready:
                 self._read_reports()
             if control.fileno() in ready:
@@ -261,6 +314,7 @@ class Attempt:
     def _on_time(self) -> None:
         now = time.monotonic()
         self.do(self.state.on_time(now))
+        self.do_elastic(self.elastic.on_time(now))
         if self.state.phase not in ("running", "settling"):
             self._host.display.release(self.first)
             if self._report_end_at is None and self.state.interrupted is None:
@@ -303,6 +357,8 @@ class Attempt:
         if event["event"] == "started":
             self._pids[event["rank"]] = event["pid"]
             self.state.on_started(event["rank"])
+            self.elastic.on_started(event["rank"], event["pid"])
+            self._admit_early()
             early, self._early = self._early, []
             for report in early:
                 if report.rank == event["rank"]:
@@ -311,14 +367,133 @@ class Attempt:
                     self._early.append(report)
         elif event["event"] == "unforked":
             error = OSError(event["errno"], os.strerror(event["errno"]))
-            raise LaunchError(limits.explain_start(event["rank"], self.place.world_size, error))
+            actions = self.elastic.on_unforked(event["rank"], limits.explain(error), time.monotonic())
+            if actions is None:
+                raise LaunchError(limits.explain_start(event["rank"], self.place.world_size, error))
+            self.do_elastic(actions)
         elif event["event"] == "exit":
-            self._read_reports()  # what a rank told before its end counts before its end
-            rank = event["rank"]
-            dump = os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
-            self.do(self.state.on_exit(Exit(rank, event["pid"], event["status"], event["at"], dump)))
+            self._on_exit(event["rank"], event["pid"], event["status"], event["at"])
         elif event["event"] == "swept":
             self._swept = True
+
+    def _on_exit(self, rank: int, pid: int, status: int, at: float) -> None:
+        self._read_reports()  # what a rank told before its end counts before its end
+        if self._pids.get(rank) != pid:
+            return  # it was told before
+        for _, _, message in self.links.drop(pid):
+            self.on_rank_message(rank, pid, message)
+        dump = os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
+        self.on_exit(Exit(rank, pid, status, at, dump))
+
+    def on_exit(self, exit: Exit) -> None:
+        """The process of a rank has ended; all that it said was heard."""
+        actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
+        if actions is None:
+            self.do(self.state.on_exit(exit))
+            return
+        self._pids.pop(exit.rank, None)
+        self._ended_ns[exit.pid] = int(exit.at * 1e9)
+        self.state.on_lost(exit.rank)
+        self.do_elastic(actions)
+
+    def _hear_ranks(self, ready: set[int]) -> None:
+        for fd in self.links.waiting:
+            if fd in ready:
+                self.links.send_waiting(fd)
+        for fd in self.links.fds:
+            if fd in ready:
+                for rank, pid, message in self.links.read(fd):
+                    self.on_rank_message(rank, pid, message)
+
+    def _admit(self, request: Request) -> None:
+        """A rank opens the connection by which it tells that it survives the loss of others."""
+        pid = request.message.get("pid")
+        rank = next((rank for rank, known in self._pids.items() if known == pid), None)
+        if rank is None or not isinstance(pid, int):
+            self._knocking.append(request)  # the zygote's word may be on its way
+            if len(self._knocking) > _MAX_KNOCKING:
+                self._knocking.pop(0).close()
+            return
+        for fd in request.fds:
+            os.close(fd)
+        self._host.zygote.let_go_of_lost(rank)
+        self.links.admit(request.sock, rank, pid, {"kind": "welcome", "generation": self.elastic.generation.number})
+        self.on_rank_message(rank, pid, request.message)
+
+    def _admit_early(self) -> None:
+        knocking, self._knocking = self._knocking, []
+        for request in knocking:
+            self._admit(request)
+
+    def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
+        """An elastic rank of this host says something."""
+        self.do_elastic(self.elastic.on_message(rank, pid, message, time.monotonic()))
+
+    def send_to_rank(self, rank: int, message: dict[str, Any]) -> None:
+        """Tell an elastic rank something; it hears it if it listens."""
+        self.links.send(rank, message)
+
+    def begin_generation(self, begun: BeginGeneration) -> None:
+        """Do this host's part: fork the processes that are missing here, tell the others which ranks they are."""
+        self._begun = begun
+        self.generation = begun.generation.number
+        part = begun.generation.part_of(self._part.member)
+        if part is None:
+            return
+        self._part = part
+        if self._store is not None:
+            self._old_stores[begun.generation.number - 1] = self._store
+        self._store, path = self.create_store()
+        address = self._host.agent_socket.address
+        job = self._plan.describe_job(part.place, self._restart_count, path, address)
+        self._job = replace(job, generation=begun.generation.number)
+        for rank in part.forked:
+            self.state.on_replaced(rank)
+            try:
+                self._fork(rank)
+            except OSError as error:
+                self.do_elastic(self.elastic.on_unforked(rank, limits.explain(error), time.monotonic()) or [])
+                return
+            self._host.zygote.let_go_of_lost(rank)
+        for rank in part.seats:
+            if rank not in part.forked:
+                self._tell_generation(rank)
+
+    def _tell_generation(self, rank: int) -> None:
+        if self._begun is not None and rank in self._part.seats:
+            environment = plan_rank_environment(self._job, self._part.rank_of(rank))
+            self.send_to_rank(rank, plan_message(self._begun.generation, rank, self._begun, environment))
+
+    def _close_old_stores(self) -> None:
+        """Those that no rank is going to open any more."""
+        reached = min((member.generation for member in self.elastic.members.values()), default=0)
+        for number in [number for number in self._old_stores if number < reached]:
+            os.close(self._old_stores.pop(number))
+
+    def do_elastic(self, actions: list[ElasticAction]) -> None:
+        """Do what was decided for an elastic job."""
+        now = time.monotonic()
+        for action in actions:
+            if isinstance(action, BeginGeneration):
+                self.begin_generation(action)
+            elif isinstance(action, SendToRank):
+                self.state.told_to_end = self.state.told_to_end or action.message["kind"] == "end"
+                self.send_to_rank(action.seat, action.message)
+            elif isinstance(action, TellGeneration):
+                self._tell_generation(action.seat)
+            elif isinstance(action, Evict):
+                self.send_signal(signal.SIGKILL, (action.seat,), group=True)
+            elif isinstance(action, Retire):
+                for seat in action.seats:
+                    self.state.on_retired(seat)
+            elif isinstance(action, Say):
+                self._host.display.say(action.text)
+            elif isinstance(action, GiveUp):
+                for report in action.reports:
+                    self.do(self.state.on_report(report, now))
+                for exit in action.exits:
+                    self.do(self.state.on_exit(exit))
+        self._close_old_stores()
 
     def _receive(self, fd: int) -> None:
         """A request: of a rank that shows us its memory, or somebody who wants to know where the ranks are."""
@@ -333,6 +508,9 @@ class Attempt:
         if request.message.get("kind") == PROGRESS_PAGE and has_token:
             self.pages.add(peer_of(request.sock).pid, request.fds)
             request.sock.close()
+            return
+        if request.message.get("kind") == "elastic" and has_token:
+            self._admit(request)
             return
         if request.message.get("kind") == "store" and has_token and self._store is not None:
             with contextlib.suppress(OSError):  # it did not wait
@@ -363,7 +541,7 @@ class Attempt:
             with_stacks,
             tuple((rank, end.status) for rank, end in sorted(self.state.exits.items())),
             self._restart_count,
-            self._plan.settings.max_restarts,
+            self._plan.settings.max_restarts or 0,
             self.generation,
             self._started_ns,
         )
@@ -387,7 +565,12 @@ class Attempt:
 
     def _take_report(self, report: Report) -> None:
         # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
-        if self._pids[report.rank] == report.pid:
+        if self._pids.get(report.rank) == report.pid:
+            if self.state.phase == "running":
+                actions = self.elastic.on_report(report, time.monotonic())
+                if actions is not None:
+                    self.do_elastic(actions)
+                    return
             if report.traceback and self.state.phase in ("running", "settling"):
                 self._host.display.expect(report.rank, report.traceback)
             self.do(self.state.on_report(report, time.monotonic()))
@@ -413,6 +596,8 @@ class Attempt:
             return
         if number in ENDING_SIGNALS:
             self.abandon_rest()
+            if self.state.phase == "running":
+                self.do_elastic([self.elastic.give_up()])  # what was lost is not replaced any more
             if self.state.phase == "killing":  # for the third time: no more patience with anybody
                 self._give_up_zygote()
                 return

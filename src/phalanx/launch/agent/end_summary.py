@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.launch.agent.elastic import Lost
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.processes import name_signal
+
+_MAX_LINES = 12
+
+
+def describe_losses(losses: Sequence[Lost]) -> str:
+    """The ranks that an elastic job has lost, the first in front; of many those in the middle are left out."""
+    lines = [
+        f"  rank {lost.rank} (pid {lost.pid}){f' on {lost.host}' if lost.host else ''}"
+        f"{f' after step {lost.step}' if lost.step >= 0 else ''}: {lost.why}"
+        f"{'; replaced' if lost.replaced else '; not replaced'}"
+        for lost in losses
+    ]
+    if len(lines) > _MAX_LINES:
+        half = _MAX_LINES // 2
+        lines[half:-half] = [f"  … {len(lines) - 2 * half} more …"]
+    count = f"{len(losses)} rank{'s were' if len(losses) > 1 else ' was'} lost during the run, and the others went on:"
+    return "\n".join([f"phalanx run: {count}", *lines])
 
 
 def describe_overdue(state: Supervision) -> str:

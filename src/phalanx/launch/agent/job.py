@@ -13,7 +13,8 @@ from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket
 from phalanx.launch.agent.attempt import Attempt, Host
-from phalanx.launch.agent.end_summary import describe_overdue, describe_signal_end
+from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE
+from phalanx.launch.agent.end_summary import describe_losses, describe_overdue, describe_signal_end
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess
@@ -98,11 +99,12 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
 
     `begin` makes the attempt of a number.
     """
-    for restart_count in range(plan.settings.max_restarts + 1):
+    most = plan.settings.max_restarts or 0
+    left = most  # restarts of all, less the replacements that an elastic job has made
+    for restart_count in range(most + 1):
         attempt = begin(restart_count)
         if restart_count:  # now it is known how many they are: fewer hosts may have come back
-            left = plan.settings.max_restarts - restart_count + 1
-            times = "once more" if left == 1 else f"up to {left} times more"
+            times = "once more" if left == 0 else f"up to {left + 1} times more"
             host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
         try:
             attempt.run()
@@ -111,14 +113,15 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
             flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
         finally:
             attempt.close()
-        left = plan.settings.max_restarts - restart_count
+        left = max(0, left - attempt.elastic.num_replaced)
         failed = state.interrupted is None and bool(state.failures) and not state.overdue
-        again = failed and left > 0 and not attempt.zygote_lost
+        again = failed and left > 0 and not attempt.zygote_lost and attempt.elastic.ended is None
         _keep_flight(plan, host, flight, restart_count if again else None)
         if attempt.zygote_lost and not attempt.zygote_given_up and state.interrupted is None:
             return _report_zygote_lost(host, state)
         if not again:
             break
+        left -= 1
         _report_failures(host, attempt, flight)
     return _conclude(plan, host, attempt, flight)
 
@@ -126,6 +129,8 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
 def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> int:
     """Say how the job ended; returns the exit code."""
     state = attempt.state
+    if attempt.elastic.losses:
+        host.display.say(describe_losses(attempt.elastic.losses))
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:
             return 128 + signal.SIGPIPE  # who closed our output wants to hear no more; why it ends was said
@@ -136,9 +141,12 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
         # ranks that took the signal as a wish, saved their work and returned 0 have succeeded
         ended_well = state.finished and not any(end.status for end in state.exits.values())
         return 0 if ended_well else 128 + state.interrupted
+    ends = state.exits.values()
     if state.overdue:
         host.display.say(describe_overdue(state))
         return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
+    if attempt.elastic.ended is not None and all(end.status in (0, BELOW_MINIMUM_EXIT_CODE) for end in ends):
+        return attempt.elastic.ended  # why was said
     if not state.failures:
         if plan.verdict:
             Verdict(attempt.place.world_size).write(plan.verdict)

@@ -60,10 +60,12 @@ class Supervision:
     lost: dict[int, Loss] = field(default_factory=dict)  # ranks whose host is gone
     started: set[int] = field(default_factory=set)
     abandoned: set[int] = field(default_factory=set)  # the job was told to end before they were forked
+    retired: set[int] = field(default_factory=set)  # an elastic job goes on without them
     sent: dict[int, float] = field(default_factory=dict)
     interrupted: int | None = None
     killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
     overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
+    told_to_end: bool = False  # an elastic job's ranks save what they hold, and end: nobody hurries them
     phase: str = "running"
     next_due: float | None = None
     _first_end: float | None = None
@@ -73,7 +75,7 @@ class Supervision:
     @property
     def running(self) -> tuple[int, ...]:
         """The ranks that have not ended, or are still to be started."""
-        gone = (self.exits, self.abandoned, self.lost)
+        gone = (self.exits, self.abandoned, self.lost, self.retired)
         return tuple(rank for rank in range(self.world_size) if not any(rank in ranks for ranks in gone))
 
     @property
@@ -93,6 +95,19 @@ class Supervision:
     def on_abandoned(self, rank: int) -> None:
         """`rank` is not going to be started any more."""
         self.abandoned.add(rank)
+
+    def on_lost(self, rank: int) -> None:
+        """The process of `rank` has ended, and an elastic job goes on; what it had told is nobody's failure."""
+        self.reports.pop(rank, None)
+
+    def on_retired(self, rank: int) -> None:
+        """`rank` is lost, and an elastic job goes on without it."""
+        self.retired.add(rank)
+
+    def on_replaced(self, rank: int) -> None:
+        """`rank` is lost, and its number is forked again."""
+        self.started.discard(rank)
+        self.retired.discard(rank)
 
     def on_exit(self, exit: Exit) -> list[Action]:
         """The process of a rank has ended."""
@@ -160,7 +175,7 @@ class Supervision:
         return [Tell(now - self._last_end)]
 
     def _settle(self, now: float, span_s: float = SETTLE_S) -> list[Action]:
-        if self.phase == "running":
+        if self.phase == "running" and not self.told_to_end:
             self.phase, self.next_due = "settling", now + span_s
         return []
 

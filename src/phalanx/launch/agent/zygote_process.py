@@ -18,7 +18,7 @@ from phalanx.launch.target import Target
 # directory, which must not shadow modules (the user's `random.py`) while torch is imported.
 _BOOT = (
     "import sys; '' in sys.path and sys.path.remove(''); "
-    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload})"
+    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload}, {sessions})"
 )
 
 _MAX_ROOM = 1 << 14
@@ -27,11 +27,20 @@ _MAX_ROOM = 1 << 14
 class ZygoteProcess:
     """The one zygote of this host. No call waits for it; to a dead one nothing is sent: its end shows on `control`."""
 
-    def __init__(self, environment: Mapping[str, str], *, preload: bool, room: int = 0) -> None:
-        """`room` is the number of bytes that the ranks will need for the words that `ps` shows of them."""
+    def __init__(
+        self, environment: Mapping[str, str], *, preload: bool, room: int = 0, sessions: Sequence[int] = ()
+    ) -> None:
+        """`room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
+
+        `sessions` are those of earlier zygotes, whose ranks live.
+        """
         ours, theirs = socket.socketpair()
         self.control = control_protocol.Channel(ours)
-        boot = _BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload)
+        self.has_forked = False  # or was told to
+        self._environment, self._preload, self._room = environment, preload, room
+        self._told: list[dict[str, Any]] = []  # what a zygote after this one must know, too
+        numbers = tuple(sessions)
+        boot = _BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload, sessions=numbers)
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
@@ -63,15 +72,39 @@ class ZygoteProcess:
             "folder": folder,
             "local_rank_flag": local_rank_flag,
         }
-        self.control.put({"command": "target", "target": fields})
+        self._tell({"command": "target", "target": fields})
+
+    def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
+        """One that takes this one's place, and is told what this one was told; `sessions` are those of its ranks.
+
+        Raises:
+            OSError: no process could be started.
+        """
+        another = ZygoteProcess(self._environment, preload=self._preload, room=self._room, sessions=sessions)
+        for message in self._told:
+            another._tell(message)
+        return another
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._told.append(message)
+        self.control.put(message)
 
     def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
         """Have `rank` forked, with `fds`: stdout, stderr, reports, dump, stacks."""
+        self.has_forked = True
         self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
 
     def remember(self, membership: Mapping[str, Any]) -> None:
         """Say how to tell the first host of the job that we were killed (`phalanx.launch.hosts.orphaned`)."""
-        self.control.put({"command": "membership", "membership": membership})
+        self._tell({"command": "membership", "membership": membership})
+
+    def let_go_of_lost(self, rank: int) -> None:
+        """If `rank` is lost the job goes on: what is left in its process group is to be killed then."""
+        self.control.put({"command": "elastic", "rank": rank})
+
+    def guard(self, sessions: Sequence[int]) -> None:
+        """Have the processes of these sessions killed when we have gone."""
+        self.control.put({"command": "guard", "sessions": list(sessions)})
 
     def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
         """Have `signum` sent to `ranks`."""

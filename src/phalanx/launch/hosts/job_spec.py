@@ -44,7 +44,7 @@ class JobSpec:
     exit_timeout_s: float | None
     affinity: bool
     preload: bool
-    max_restarts: int
+    max_restarts: int | None
     local_rank_argument: bool
     environment: dict[str, str]
     version: int = VERSION

@@ -1,0 +1,444 @@
+"""What becomes of an elastic job when a rank is lost: a state and its transitions, without clock, socket or process.
+
+                 a rank is lost          all have ended that were about to       all living say `regrouped`
+    training ─────────────────▶ losing ─────────────────────▶ regrouping ─────────────────────▶ training
+        ▲                          │                              │ one more is lost: losing
+        │                          │
+        │                          ├─ nobody holds the state, or it failed in vain ──▶ GiveUp: an ordinary failure
+        │                          └─ fewer than the minimum, and nobody to wait for ─▶ SendToRank(end)
+        └── a rank has finished: from then on an ordinary job
+
+A rank is known by its seat, the number that it was started with (`phalanx.launch.generation`); a replacement has the
+seat of the one that it replaces, and a process number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from phalanx.launch.failure import Exit, Failure, Report, summarise
+from phalanx.launch.generation import Generation, Limits, Seating, plan_generation
+
+BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
+ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait
+SILENT_S = 10.0  # what a rank may keep the others waiting, which have given up on it
+_MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
+_MAX_ALIKE = 2  # times that the same exception is raised at the same step
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was lost: its rank in that generation, why, and when; `step` is the last known to be complete."""
+
+    seat: int
+    rank: int
+    pid: int
+    why: str
+    at: float
+    generation: int
+    step: int
+    host: str = ""
+    replaced: bool = False
+
+
+@dataclass(frozen=True)
+class BeginGeneration:
+    """Fork the processes that `generation` lacks, and tell the others."""
+
+    generation: Generation
+    holders: tuple[int, ...]  # the seats whose process holds the state
+    lost: tuple[Lost, ...]
+
+
+@dataclass(frozen=True)
+class SendToRank:
+    """Send a message to the rank with this seat."""
+
+    seat: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TellGeneration:
+    """Tell the rank with this seat of the generation that there is: it is behind."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Kill the process in this seat."""
+
+    seat: int
+    why: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The job fails, of what has happened to these ranks."""
+
+    exits: tuple[Exit, ...]
+    reports: tuple[Report, ...]
+
+
+@dataclass(frozen=True)
+class Retire:
+    """These seats stay empty."""
+
+    seats: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the user."""
+
+    text: str
+
+
+ElasticAction = BeginGeneration | SendToRank | TellGeneration | Evict | GiveUp | Retire | Say
+
+
+@dataclass
+class Member:
+    """A process in a seat. `holds_state`: others can go on from it. `generation` is the latest it has regrouped in."""
+
+    seat: int
+    pid: int
+    joined: bool = False
+    holds_state: bool = False
+    outlives: bool = False  # its zygote
+    generation: int = 0
+    step: int = -1
+    min_ranks: int = 1
+    wait_s: float = 0.0
+    has_lost: int = -1  # the latest generation of which it says that it is over
+    progress: dict[str, Any] = field(default_factory=dict)
+    report: Report | None = None  # it is about to end
+
+
+class Elastic:
+    """The decisions for an elastic job. Every method takes what happened and returns what to do now."""
+
+    def __init__(self, seating: Seating, max_replacements: int | None = None, limits: Limits | None = None) -> None:
+        self.seating = seating
+        self.limits = limits or Limits()
+        self.max_replacements = max_replacements
+        self.members: dict[int, Member] = {}
+        self.generation = plan_generation(0, seating)
+        self.losses: list[Lost] = []
+        self.num_replaced = 0
+        self.finished = False  # a rank has returned from training: nobody can be replaced any more
+        self.given_up = False
+        self.ended: int | None = None  # the exit code with which the ranks were told to end
+        self.next_due: float | None = None
+        self._exits: list[tuple[Exit, Report | None]] = []  # losses of which nothing was decided yet
+        self._newest: list[Lost] = []
+        self._refuses_forks = False  # the system has
+        self._forking: set[int] = set()  # seats whose process is on its way
+        self._evicted: dict[int, str] = {}  # pid -> why we killed it
+        self._due: dict[int, tuple[float, str]] = {}  # seat -> when it is evicted, and why
+        self._best_step = -1
+        self._in_vain = 0
+        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # exceptions at a step -> how often
+
+    @property
+    def active(self) -> bool:
+        """Whether a loss would be survived: every process that was started is elastic, and none has finished."""
+        return (
+            not self.finished
+            and not self.given_up
+            and self.ended is None
+            and bool(self.members)
+            and len({*self.members, *self._forking}) + len(self._exits) >= self.generation.world_size
+            and all(member.joined or self.generation.number for member in self.members.values())
+            and any(member.joined for member in self.members.values())
+        )
+
+    @property
+    def step(self) -> int:
+        """The last step that a rank is known to have completed."""
+        return self._best_step
+
+    def rank_of(self, seat: int) -> int:
+        """The rank of a seat in the generation that there is."""
+        seats = self.generation.seats
+        return seats.index(seat) if seat in seats else seat
+
+    def on_started(self, seat: int, pid: int) -> None:
+        """A process was forked into a seat."""
+        self.members[seat] = Member(seat, pid)
+        self._forking.discard(seat)
+
+    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+        """A rank says something; what makes no sense is as if it had not come."""
+        member = self.members.get(seat)
+        if member is None or member.pid != pid:
+            return []
+        kind = message.get("kind")
+        generation = _read_int(message.get("generation"), 0)
+        step = _read_int(message.get("step"), -1)
+        if step > member.step:
+            member.step = step
+        if kind in ("progress", "lost", "failed"):
+            self._on_step(step)
+        if kind == "elastic":
+            return self._on_joined(member, message, generation)
+        if kind == "outlives":
+            member.outlives = True
+        elif kind == "progress":
+            member.progress = dict(message)
+        elif kind == "regrouped":
+            return self._on_regrouped(member, generation, now)
+        elif kind == "lost":
+            return self._on_told_loss(member, generation, now)
+        elif kind == "finished":
+            self.finished = True
+        return []
+
+    def claims(self, seat: int, pid: int) -> bool:
+        """Whether the end of this process is a loss that the job survives."""
+        member = self.members.get(seat)
+        return member is not None and member.pid == pid and self.active
+
+    def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
+        """A rank tells of an exception that nobody caught, and is about to end; None: it is an ordinary failure."""
+        if not self.claims(report.rank, report.pid):
+            return None
+        self.members[report.rank].report = report
+        self._set_due(report.rank, now + ENDING_S, f"it did not end within {ENDING_S:g} s of its exception")
+        return []
+
+    def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
+        """The process of a rank has ended; None: as ever (it has ended well, or the job is not elastic)."""
+        member = self.members.get(exit.rank)
+        if member is None or member.pid != exit.pid:
+            return None
+        if exit.status == 0 and member.report is None:
+            self.finished = True
+        if not self.active:
+            self._forget(exit.rank)
+            return None
+        self._forget(exit.rank)
+        self._exits.append((exit, member.report))
+        why = self._evicted.pop(exit.pid, "") or summarise(Failure(exit.rank, member.report, exit))
+        step = max(self._best_step, member.step)
+        lost = Lost(exit.rank, self.rank_of(exit.rank), exit.pid, why, exit.at, self.generation.number, step)
+        self._newest.append(lost)
+        self._in_vain += 1
+        return self._decide(now)
+
+    def on_unforked(self, seat: int, why: str, now: float) -> list[ElasticAction] | None:
+        """The system refused the process for a seat; None: it was one of the first."""
+        if not self.generation.number or seat in self.members:
+            return None
+        self._refuses_forks = True
+        self._forking.discard(seat)
+        return [Say(f"phalanx run: rank {self.rank_of(seat)} could not be replaced: {why}"), *self._decide(now)]
+
+    def on_time(self, now: float) -> list[ElasticAction]:
+        """To be called when `next_due` has come."""
+        actions: list[ElasticAction] = []
+        for seat, (at, why) in list(self._due.items()):
+            if now >= at:
+                del self._due[seat]
+                actions += self.evict(seat, why)
+        self._plan_due()
+        return actions
+
+    def evict(self, seat: int, why: str) -> list[ElasticAction]:
+        """Kill the process in a seat; the rest follows from its end."""
+        member = self.members.get(seat)
+        if member is None:
+            return []
+        if member.report is None:
+            self._evicted[member.pid] = f"killed: {why}"
+        return [Evict(seat, why)]
+
+    def give_up(self) -> GiveUp:
+        """What was lost and not decided is an ordinary failure from now on."""
+        self.given_up = True
+        exits, self._exits = self._exits, []
+        return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
+
+    def _on_joined(self, member: Member, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
+        member.joined = True
+        member.min_ranks = _read_int(message.get("min_ranks"), 1)
+        if not self.generation.number:
+            member.holds_state = True
+        wait_s = message.get("wait_s")
+        member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
+        return [TellGeneration(member.seat)] if self.generation.number and not self._exits else []
+
+    def _on_regrouped(self, member: Member, generation: int, now: float) -> list[ElasticAction]:
+        member.generation = generation
+        member.holds_state = True
+        if generation != self.generation.number or self._exits or self._forking:
+            return []
+        if any(other.generation != generation for other in self.members.values()):
+            return []
+        return [Say(self._describe_regrouped(now))] if self._newest_told else []
+
+    @property
+    def _newest_told(self) -> tuple[Lost, ...]:
+        number = self.generation.number
+        return tuple(lost for lost in self.losses if lost.generation == number - 1)
+
+    def _describe_regrouped(self, now: float) -> str:
+        lost = self._newest_told
+        count = len(self.members)
+        return (
+            f"phalanx run: {count} rank{'s' * (count > 1)} go{'es' * (count == 1)} on, "
+            f"{now - min(each.at for each in lost):.2f} s after the loss"
+        )
+
+    def _on_told_loss(self, member: Member, generation: int, now: float) -> list[ElasticAction]:
+        """A rank has left a generation. If no process has ended, the others must follow, or are what it waits for."""
+        member.has_lost = max(member.has_lost, generation)
+        if generation != self.generation.number or self._exits or not self.active:
+            return []
+        silent = [other for other in self.members.values() if other.has_lost < generation]
+        if not silent:
+            self._in_vain += 1
+            return self._decide(now, "all ranks have left their group")
+        why = f"rank {self.rank_of(member.seat)} has given up on their group, and it has not for {SILENT_S:g} s"
+        for other in silent:
+            if other.seat not in self._due:
+                self._set_due(other.seat, now + SILENT_S, why)
+        for seat in [seat for seat in self._due if self.members[seat].has_lost >= generation]:
+            if self.members[seat].report is None:
+                del self._due[seat]
+        return []
+
+    def _on_step(self, step: int) -> None:
+        if step > self._best_step:
+            self._best_step = step
+            self._in_vain = 0
+            self._raised = {key: times for key, times in self._raised.items() if key[2] >= step}
+
+    def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
+        """Something was lost: what now. Waits for those that are about to end, so that one decision holds for all."""
+        if any(member.report is not None for member in self.members.values()):
+            return []
+        if not any(member.holds_state for member in self.members.values()):
+            return [self.give_up()]
+        why = self._find_hopeless()
+        if why:
+            return [Say(f"phalanx run: {why}"), self.give_up()]
+        lost, self._newest = self._newest, []
+        living = frozenset(self.members) | self._forking
+        refills = self._may_replace(sum(seat not in living for seat in self.generation.seats))
+        hosts = {host.member: refills for host in self.seating.hosts}
+        all_living = {host.member: living & frozenset(host.seats) for host in self.seating.hosts}
+        seating = self.seating.with_living(all_living, hosts)
+        missing = seating.find_missing(replace(self.limits, min_ranks=max(self.limits.min_ranks, self._min_ranks)))
+        self.seating = seating
+        if missing:
+            self.losses += lost
+            return self._end(missing)
+        generation = plan_generation(self.generation.number + 1, seating)
+        forked = {seat for part in generation.parts for seat in part.forked}
+        self.num_replaced += len(forked)
+        lost = [replace(each, replaced=each.seat in forked) for each in lost]
+        self.losses += lost
+        retired = tuple(seat for seat in self.generation.seats if seat not in generation.seats)
+        self.generation = generation
+        self._exits = []
+        self._due = {}
+        self._plan_due()
+        holders = tuple(member.seat for member in self.members.values() if member.holds_state)
+        self._forking |= forked
+        return [
+            Say(self._describe_loss(lost, forked, without_loss)),
+            *([Retire(retired)] if retired else []),
+            BeginGeneration(generation, holders, tuple(lost)),
+        ]
+
+    @property
+    def _min_ranks(self) -> int:
+        return max((member.min_ranks for member in self.members.values()), default=1)
+
+    def _may_replace(self, count: int) -> bool:
+        if self._refuses_forks:
+            return False
+        return self.max_replacements is None or self.num_replaced + count <= self.max_replacements
+
+    def _find_hopeless(self) -> str:
+        """Why nobody should be replaced; empty where that may help."""
+        alike = {
+            (report.types, report.place): exit.rank
+            for exit, report in self._exits
+            if report is not None and "PeerLostError" not in report.types
+        }
+        for (types, place), seat in alike.items():
+            key = (types, place, self._best_step)
+            self._raised[key] = self._raised.get(key, 0) + 1
+            if self._raised[key] >= _MAX_ALIKE:
+                return f"rank {self.rank_of(seat)} has raised the same as before at the same step, and is not replaced"
+        if self._in_vain > _MAX_IN_VAIN:
+            return f"{self._in_vain} ranks were lost in a row, and no step was completed in between"
+        return ""
+
+    def _end(self, missing: str) -> list[ElasticAction]:
+        """Those that are left are to save what they hold."""
+        self.ended = BELOW_MINIMUM_EXIT_CODE
+        allowed = "" if self._refuses_forks else f" (--max-restarts {self.max_replacements} are used up)"
+        why = f"there are {missing}, and no replacement can be made{allowed}"
+        message = {"kind": "end", "code": self.ended, "why": why}
+        retired = tuple(seat for seat in self.generation.seats if seat not in {*self.members, *self._forking})
+        self._exits = []
+        return [
+            Say(f"phalanx run: {why}: the ranks that are left save what they hold, and end"),
+            *([Retire(retired)] if retired else []),
+            *(SendToRank(seat, message) for seat, member in self.members.items() if member.joined),
+        ]
+
+    def _describe_loss(self, lost: list[Lost], forked: set[int], without_loss: str) -> str:
+        if not lost:
+            return f"phalanx run: {without_loss or 'a process is missing'}: they form it again"
+        said = [f"rank {each.rank} (pid {each.pid}) is lost: {each.why}" for each in lost]
+        if not forked:
+            then = f"{self.generation.world_size} ranks go on without"
+        else:
+            left = "" if self.max_replacements is None else f" (of {self.max_replacements}: {self.num_replaced})"
+            then = f"a replacement is started{left}" if len(forked) == 1 else f"{len(forked)} are replaced{left}"
+        return f"phalanx run: {'; '.join(said)}. {then[0].upper()}{then[1:]}"
+
+    def _forget(self, seat: int) -> None:
+        self.members.pop(seat, None)
+        self._due.pop(seat, None)
+        self._plan_due()
+
+    def _set_due(self, seat: int, at: float, why: str) -> None:
+        self._due[seat] = (at, why)
+        self._plan_due()
+
+    def _plan_due(self) -> None:
+        self.next_due = min((at for at, _ in self._due.values()), default=None)
+
+
+def plan_message(
+    generation: Generation, seat: int, begin: BeginGeneration, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """What the rank with this seat is told of a generation; `environment` is that of a process started now."""
+    seats = generation.seats
+    holders = [seats.index(holder) for holder in begin.holders if holder in seats]
+    return {
+        "kind": "generation",
+        "generation": generation.number,
+        "rank": seats.index(seat),
+        "world_size": len(seats),
+        "store": environment.get("PHALANX_STORE", ""),
+        "survivors": holders,
+        "replacements": [rank for rank in range(len(seats)) if rank not in holders],
+        "lost": [{"rank": e.rank, "host": e.host, "pid": e.pid, "why": e.why} for e in begin.lost],
+        "local_rank": int(environment.get("LOCAL_RANK", "0")),
+        "local_world_size": int(environment.get("LOCAL_WORLD_SIZE", "1")),
+        "node_rank": int(environment.get("GROUP_RANK", "0")),
+        "environment": dict(environment),
+    }
+
+
+def _read_int(value: object, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else default

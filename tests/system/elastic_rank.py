@@ -1,0 +1,80 @@
+"""A rank that speaks to its agent as an elastic one does, without torch: it says what it hears, and takes orders.
+
+FOLDER/ORDER-RANK    a file that appears: raise, exit, stop (SIGSTOP), finish; the rank follows it once
+FOLDER/finish        all ranks end well
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+
+from phalanx.coordination.elastic_link import outlive_zygote
+
+
+class Rank:
+    """This process's connection."""
+
+    def __init__(self) -> None:
+        name, _, self.token = os.environ["PHALANX_AGENT"].rpartition(":")
+        self.generation = int(os.environ.get("PHALANX_GENERATION", "0"))
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self.sock.connect(f"\0{name}")
+
+    def say(self, kind: str, **fields: object) -> None:
+        self.sock.send(json.dumps({"kind": kind, **fields}).encode())
+
+    def join(self) -> None:
+        minimum = int(os.environ.get("MIN_RANKS", "1"))
+        self.say("elastic", token=self.token, pid=os.getpid(), generation=self.generation, min_ranks=minimum)
+        data, fds, _, _ = socket.recv_fds(self.sock, 1 << 17, 1)
+        assert json.loads(data)["kind"] == "welcome"
+        if outlive_zygote(fds[0]):
+            self.say("outlives")
+        self.shout("joined", self.generation, "as", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.getpid())
+
+    def shout(self, *words: object) -> None:
+        sys.stdout.write(" ".join(map(str, words)) + "\n")
+
+    def hear(self) -> None:
+        message = json.loads(self.sock.recv(1 << 17))
+        if message["kind"] == "generation":
+            os.environ.update(message["environment"])
+            self.generation = message["generation"]
+            assert os.path.exists(message["store"])
+            self.say("regrouped", generation=self.generation)
+            of = f"{message['rank']} of {message['world_size']}"
+            assert of == f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+            self.shout("generation", self.generation, "as", of, "holders", message["survivors"])
+        elif message["kind"] == "end":
+            self.shout("told to end:", message["why"])
+            sys.exit(message["code"])
+
+    def obey(self, folder: str) -> bool:
+        """Follow the orders for this rank; False when it is to end."""
+        for order in ("raise", "exit", "stop"):
+            path = os.path.join(folder, f"{order}-{os.environ['RANK']}")
+            if os.path.exists(path):
+                os.unlink(path)
+                if order == "raise":
+                    self.say("failed", step=int(os.environ.get("STEP", "3")))
+                    raise ValueError("the sample is bad")
+                if order == "exit":
+                    os._exit(7)
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return not os.path.exists(os.path.join(folder, "finish"))
+
+
+def main() -> None:
+    rank = Rank()
+    rank.join()
+    while rank.obey(sys.argv[1]):
+        if select.select([rank.sock], [], [], 0.02)[0]:
+            rank.hear()
+    rank.say("finished")
+    rank.shout("finished")
+
+
+main()

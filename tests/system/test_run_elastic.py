@@ -1,0 +1,134 @@
+"""An elastic job loses ranks and goes on: real processes that speak the protocol, and real kills."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.system.phalanx_command import Finished, Running, said_by, start
+
+SCRIPT = str(Path(__file__).with_name("elastic_rank.py"))
+
+
+class Job:
+    """A running elastic job of ranks that do nothing but stay together."""
+
+    def __init__(self, running: Running, folder: Path) -> None:
+        self.running = running
+        self.folder = folder
+        self.lines: list[str] = []
+        self.pids: dict[int, int] = {}
+
+    def wait(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
+        """Until so many ranks have said it since the beginning: the same line of several is shown once, with all."""
+        while True:
+            found = [(line, match) for line in self.lines if (match := re.search(pattern, line))]
+            if sum(len(said_by(line)) for line, _ in found) >= times:
+                return [match for _, match in found]
+            self.lines.append(self.running.read_until("").rstrip("\n"))
+
+    def wait_joined(self, generation: int, *ranks: int) -> None:
+        """Until these ranks have joined, which were started in that generation; their processes are in `pids`."""
+        for rank in ranks:
+            found = self.wait(rf"joined {generation} as {rank} of \d+ (\d+)")
+            self.pids[rank] = int(found[-1][1])
+
+    def wait_generation(self, number: int, num_ranks: int) -> None:
+        """Until so many ranks are in that generation."""
+        self.wait(rf"generation {number} as \d+ of {num_ranks} ", num_ranks)
+
+    def kill(self, rank: int) -> int:
+        """SIGKILL; returns which process it was."""
+        os.kill(self.pids[rank], signal.SIGKILL)
+        return self.pids[rank]
+
+    def order(self, what: str) -> None:
+        (self.folder / what).touch()
+
+    def finish(self) -> Finished:
+        """Have the ranks end well."""
+        self.order("finish")
+        finished = self.running.finish()
+        assert self.running.survivors() == []
+        return finished
+
+
+@contextmanager
+def elastic_job(folder: Path, *words: str, ranks: int = 3, env: dict[str, str] | None = None) -> Iterator[Job]:
+    count = ("--nproc-per-node", str(ranks))
+    with start("run", "--no-preload", *count, *words, SCRIPT, str(folder), env=env) as running:
+        job = Job(running, folder)
+        job.wait_joined(0, *range(ranks))
+        yield job
+
+
+def test_lost_ranks_are_replaced_one_after_the_other_and_the_job_ends_well(tmp_path: Path) -> None:
+    with elastic_job(tmp_path) as job:
+        first = job.kill(1)
+        job.wait_joined(1, 1)
+        job.wait_generation(1, 3)
+        job.kill(0)
+        job.wait_joined(2, 0)
+        job.wait_generation(2, 3)
+        second = job.pids[2]
+        job.order("exit-2")
+        job.wait_joined(3, 2)
+        job.wait_generation(3, 3)
+        finished = job.finish()
+    assert finished.code == 0, finished.err
+    assert f"rank 1 (pid {first}) is lost: SIGKILL" in finished.err
+    assert f"rank 2 (pid {second}) is lost: exit code 7" in finished.err
+    assert finished.err.count("3 ranks go on, ") == 3
+
+
+def test_without_replacements_fewer_ranks_go_on_and_below_the_minimum_they_save_and_end(tmp_path: Path) -> None:
+    with elastic_job(tmp_path, "--max-restarts", "0", env={"MIN_RANKS": "2"}) as job:
+        job.kill(0)
+        job.wait_generation(1, 2)  # ranks 1 and 2 are 0 and 1 now
+        os.kill(job.pids[1], signal.SIGKILL)
+        job.wait("told to end: there are 1 of at least 2 ranks")
+        finished = job.running.finish()
+        assert job.running.survivors() == []
+    assert finished.code == 75, finished.err
+    assert "2 ranks go on without" in finished.err
+    assert "1 of at least 2 ranks, and no replacement can be made (--max-restarts 0 are used up)" in finished.err
+    assert "2 ranks were lost during the run, and the others went on:\n  rank 0 (pid " in finished.err
+    assert "First failure" not in finished.err
+
+
+def test_an_exception_that_a_replacement_raises_again_is_told_and_ends_the_job(tmp_path: Path) -> None:
+    with elastic_job(tmp_path) as job:
+        job.order("raise-1")
+        job.wait_joined(1, 1)
+        job.wait_generation(1, 3)
+        job.order("raise-1")
+        finished = job.running.finish()
+        assert job.running.survivors() == []
+    assert finished.code == 1
+    assert "rank 1 has raised the same as before at the same step, and is not replaced" in finished.err
+    assert "First failure: rank 1 of 3" in finished.err
+    assert finished.err.rstrip().endswith("ValueError: the sample is bad")
+
+
+def test_what_all_ranks_raise_fails_the_job_at_once(tmp_path: Path) -> None:
+    with elastic_job(tmp_path, ranks=2) as job:
+        for rank in range(2):
+            job.order(f"raise-{rank}")
+        finished = job.running.finish()
+        assert job.running.survivors() == []
+    assert finished.code == 1
+    assert "First failure: rank " in finished.err
+    assert "ValueError: the sample is bad" in finished.err
+
+
+def test_ctrl_c_ends_the_job_while_a_rank_is_stopped_and_another_was_replaced(tmp_path: Path) -> None:
+    with elastic_job(tmp_path, "--grace", "2") as job:
+        job.order("stop-2")
+        job.kill(1)
+        job.wait_joined(1, 1)
+        job.running.process.send_signal(signal.SIGINT)
+        finished = job.running.finish()
+        assert job.running.survivors() == []
+    assert finished.code == 130
