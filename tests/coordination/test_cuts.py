@@ -172,23 +172,33 @@ def test_a_coordinator_that_was_started_again_is_told_from_the_one_before():
         assert "started again" in event.why
 
 
-def test_a_coordinator_that_has_gone_is_told_to_who_waits_and_to_members():
+def test_a_coordinator_that_has_gone_is_told_to_who_waits():
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(Service("127.0.0.1:0", KEY, lost_after_s=0.5))
         client = stack.enter_context(Client(str(service.address), KEY))
-        client.join({"host": "anna"})
         service.close()
         with pytest.raises(CoordinationError, match="cannot be reached any more: the connection was cut") as error:
             client.get("a")
         assert error.value.reason == "lost"
-        kinds = []
-        while "expelled" not in kinds:
-            kinds += [event.kind for event in client.wait_event()]
-        assert kinds == ["unreachable", "expelled"]
         with pytest.raises((CoordinationError, DeadlineError), match=r"the connection (was|is) cut"):
             client.get("a", timeout=1.0)
     with pytest.raises(ClosedError, match="this client was closed"):
         client.get("a")
+
+
+def test_a_coordinator_that_has_ended_is_told_to_members_at_once():
+    """A member waited for as long as a host may be silent, although the coordinator's host answered that its port is
+    closed. At a socket of this host, too."""
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(Service("127.0.0.1:0", KEY, lost_after_s=600.0))
+        clients = [stack.enter_context(Client(str(service.address), KEY)), stack.enter_context(Client(service.local))]
+        for client in clients:
+            client.join({"host": "anna"}, watch=False)
+        service.close()
+        for client in clients:
+            (event,) = client.wait_event()
+            assert event.kind == "expelled"
+            assert "has ended: its host answers, and nothing listens there any more" in event.why
 
 
 def test_a_member_that_stops_is_lost_the_others_hear_why_and_so_does_it_when_it_goes_on():

@@ -83,6 +83,10 @@ class CoordinationStore(Store):
         """Where the coordinator is, as TCPStore says it; 0 on its own host's socket."""
         return self._client.address.port
 
+    def leads_to(self, address: str) -> bool:
+        """Whether this is a way, still open, to the coordinator at `address`."""
+        return not self._client.is_closed and str(self._client.address) == address
+
     def close(self) -> None:
         """Let go of the coordinator, for all clones as well."""
         _kept.difference_update([store for store in _kept if store._client is self._client])

@@ -178,8 +178,16 @@ def _open_coordinator(path: str) -> Any:
     from phalanx.coordination.key import Key
 
     global _agent_file
-    _agent_file = os.open(_find_file(path.removeprefix(COORDINATOR)), os.O_RDONLY | os.O_CLOEXEC)
+    file = os.open(_find_file(path.removeprefix(COORDINATOR)), os.O_RDONLY | os.O_CLOEXEC)
+    if _agent_file < 0:
+        _agent_file = file
+    else:  # in the place of the one before, which another thread may be reading
+        os.dup2(file, _agent_file, inheritable=False)
+        os.close(file)
     address, key = read_store(_agent_file)
+    known = next((store for store in _kept_stores if store.leads_to(address)), None)
+    if known is not None:
+        return known
     store = CoordinationStore(address, Key.parse(key) if key else None)
     _kept_stores.append(store)
     return store

@@ -109,6 +109,7 @@ class Connection:
         self._epoch = b""
         self._was_connected = False
         self._cut_at: float | None = None
+        self._refused_at: float | None = None  # since when the coordinator's port is closed
         self._failed, self._failed_at = 0, 0.0
         self._suspect: Route | None = None  # where handshakes fail: to be looked into
         self._heard_at = time.monotonic()
@@ -170,6 +171,11 @@ class Connection:
     def own_host(self) -> str:
         """The address of this host from which the coordinator was reached; empty on the coordinator's own socket."""
         return self._route.own_host if self._route is not None else ""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
 
     @property
     def _where(self) -> str:
@@ -377,7 +383,7 @@ class Connection:
             if self._was_connected:  # again: what was under way may be lost
                 for call in list(self._calls.values())[:_MAX_CALLS]:
                     self._transmit(call)
-            self._was_connected, self._cut_at = True, None
+            self._was_connected, self._cut_at, self._refused_at = True, None, None
         elif event == zmq.EVENT_DISCONNECTED:
             if self._was_connected and self._cut_at is None:
                 self._cut_at = time.monotonic()

@@ -6,6 +6,7 @@ A thread of its own sends a heartbeat, and reads while nobody else does; so even
 from __future__ import annotations
 
 import json
+import os
 import select
 import threading
 import time
@@ -14,7 +15,11 @@ from typing import Any
 
 from phalanx.coordination.connection import Connection, Timeout
 from phalanx.coordination.event import Event
+from phalanx.coordination.route import is_refused
 from phalanx.coordination.wire import Op, pack, pack_number
+from phalanx.errors import CoordinationError
+
+_REFUSED_S, _REFUSED_EVERY_S, _PROBE_S = 1.0, 0.25, 0.3  # a port that refuses for so long has nobody behind it any more
 
 
 class MemberConnection(Connection):
@@ -89,6 +94,9 @@ class MemberConnection(Connection):
                     self._read()
                     self._judge(now)
             left_s = max(0.0, next_at - time.monotonic())
+            if self._cut_at is not None:
+                self._look_for_end(self._cut_at)
+                left_s = min(left_s, _REFUSED_EVERY_S)
             if self._reading.acquire(timeout=left_s):
                 try:
                     self._reader = threading.get_ident()
@@ -112,3 +120,26 @@ class MemberConnection(Connection):
         elif silent_s <= self._lost_after_s and self._is_silent:
             self._is_silent = False
             self._inbox.put(Event("reachable"))
+
+    def _look_for_end(self, cut_at: float) -> None:
+        """Where a connection was cut: whether the coordinator's host is there, and its port closed. Then it has ended.
+
+        A host that was switched off, or a link that is cut, says nothing: only silence tells of those.
+        """
+        if self._route is not None:
+            is_closed = is_refused(self._route.address, _PROBE_S)
+        else:
+            is_closed = not os.path.exists(self.address.path)
+        now = time.monotonic()
+        self._refused_at = (self._refused_at or now) if is_closed else None
+        if self._refused_at is not None and now - self._refused_at >= _REFUSED_S:
+            with self._lock:
+                if self._socket is not None:
+                    self._read()
+                    if self._cut_at == cut_at:
+                        self._fail_all(
+                            CoordinationError(
+                                f"{self._where} has ended: its host answers, and nothing listens there any more",
+                                reason="lost",
+                            )
+                        )

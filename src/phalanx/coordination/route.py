@@ -97,6 +97,17 @@ def _words(code: int) -> str:
     return os.strerror(code)
 
 
+def is_refused(address: Address, timeout_s: float) -> bool:
+    """Whether the host at a numeric address answers, and says that nothing listens at this port."""
+    try:
+        socket.create_connection((address.host, address.port), timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def who_answers(address: Address, timeout_s: float) -> str:
     """What listens at a numeric address: 'coordinator', what it seems to be instead, or '' where nothing answers.
 

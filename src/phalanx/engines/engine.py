@@ -62,3 +62,7 @@ class Engine(Protocol):
     def close(self) -> None:
         """Leave at once: whoever waits for a message, here or (from this rank) at a peer, gets an error."""
         ...
+
+    def free(self) -> None:
+        """After `close`, when nobody here calls it any more: let go of what it holds."""
+        ...

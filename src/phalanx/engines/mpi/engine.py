@@ -329,6 +329,9 @@ class MpiEngine:
                 self.runtime.pending_frees.append(self._is_free)
                 self.runtime.sweep()
 
+    def free(self) -> None:
+        """MPI lets go of a communicator when all others have left it as well: see `close`."""
+
     def _is_free(self) -> bool:
         """Let the communicator go when all others have left as well: MPI wants every message received."""
         with self._guard:

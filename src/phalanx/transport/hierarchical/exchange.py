@@ -209,6 +209,9 @@ class LeaderExchange:
         self._posted.put(None)
         if self._thread is not None and self._thread is not threading.current_thread() and not self._is_stuck:
             self._thread.join(_JOIN_S)
+        for buffers in (*self._inboxes.values(), *self._outboxes.values()):
+            for buffer in buffers:
+                buffer.pending = None  # the engine's sockets live as long as a message on its way
 
 
 def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:

@@ -213,6 +213,8 @@ class HierarchicalSession(Reports):
         if self._background is not None:
             self._background.close()
         self._message_threads.close()
+        if self._engine is not None:
+            self._engine.free()
 
     def _publish_exit_reason(self, reason: str) -> None:
         """Before the connections close: whoever loses one asks the store why. What is said first stands."""
