@@ -18,10 +18,10 @@ PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = [
     {"errors", "deadline", "core_numbers", "dtypes", "log", "svg"},
-    {"_core", "symmetric_memory", "engines", "diagnostics", "coordination"},
+    {"_core", "symmetric_memory", "engines", "diagnostics", "coordination", "partition"},
     {"transport", "collectives"},
     {"backend"},
-    {"ddp", "nn", "optim", "data", "checkpoint"},
+    {"ddp", "nn", "optim", "data", "checkpoint", "pipeline"},
     {"trainer", "launch", "testing", "doctor", "bench"},
     {"cli"},
 ]

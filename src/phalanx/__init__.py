@@ -20,6 +20,7 @@ _MODULE_OF = {
     "DistributedSampler": "phalanx.data",
     "SyncBatchNorm": "phalanx.nn",
     "DataParallel": "phalanx.nn",
+    "Pipeline": "phalanx.pipeline",
     "check_replicas": "phalanx.ddp",
     "init": "phalanx.backend",
     "shared_empty": "phalanx.backend",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from phalanx.optim import DiLoCo as DiLoCo
     from phalanx.optim import LocalSGD as LocalSGD
     from phalanx.optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from phalanx.pipeline import Pipeline as Pipeline
     from phalanx.trainer import progress as progress
 
 

@@ -1,0 +1,190 @@
+"""A model as a list of layers, between any two of which it may be cut, and the values that go from one to another.
+
+An `nn.Sequential` is the list of its layers, and so are those inside it. Of another module the `forward` is traced with
+torch.fx: each call of a child is a layer, with the operations after it up to the next. So every value that crosses a
+cut is known, those that skip layers, too. Nothing is known of what a layer does inside, and nothing need be.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A piece of a model that is never cut. `name` is that of the module it calls: 'encoder.3'."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """A model's layers in the order in which they run; all values are nodes of `graph`."""
+
+    root: nn.Module
+    graph: fx.Graph
+    layers: tuple[Layer, ...]
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The arguments of the model's forward."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def output(self) -> fx.Node:
+        """The node whose argument is what forward returns."""
+        last: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return last
+
+    @property
+    def names(self) -> list[str]:
+        """Of the layers; one that is called twice occurs twice."""
+        return [layer.name for layer in self.layers]
+
+
+def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: Sequence[str] = ()) -> LayerList:
+    """The layers of `module`. A child that contains one of `split_points` is looked into, as an nn.Sequential is.
+
+    Arguments:
+        split_points: dotted names of modules at which somebody wants to cut.
+        given: names of arguments of forward that will be given, though they have a default value.
+
+    Raises:
+        ValueError: there is no module of such a name, or forward can't be traced: what it does depends on its values.
+        TypeError: `module` is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a model to be cut must be an nn.Module, got a {type(module).__name__}")
+    known = dict(module.named_modules())
+    if unknown := [name for name in split_points if name not in known]:
+        raise ValueError(
+            f"{type(module).__name__} has no module {unknown[0]!r} to cut at; its children are "
+            f"{', '.join(name for name, _ in module.named_children()) or 'none'}"
+        )
+    graph = _chain(module) if _is_plain_sequential(module) else _trace(module, split_points, given)
+    return LayerList(module, graph, tuple(_group(graph)))
+
+
+def _is_plain_sequential(module: nn.Module) -> bool:
+    """Whether running its children one by one does what calling it does."""
+    return type(module).forward is nn.Sequential.forward and not _hooks(module)
+
+
+def _hooks(module: nn.Module) -> bool:
+    return any(
+        getattr(module, kind)
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+def _chain(module: nn.Module) -> fx.Graph:
+    """The graph of an nn.Sequential, without running anything."""
+    graph = fx.Graph()
+    value = graph.placeholder("input")
+    for name in _leaves(module, ""):
+        value = graph.call_module(name, (value,))
+    graph.output(value)
+    return graph
+
+
+def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        if _is_plain_sequential(child):
+            yield from _leaves(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+class _Tracer(fx.Tracer):
+    """Looks into the modules that it is told to, and into every plain nn.Sequential; all others are leaves."""
+
+    def __init__(self, entered: set[str]) -> None:
+        super().__init__()
+        self._entered = entered
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not (module_qualified_name in self._entered or _is_plain_sequential(m))
+
+
+def _trace(module: nn.Module, split_points: Sequence[str], given: Sequence[str]) -> fx.Graph:
+    entered = {".".join(name.split(".")[:depth]) for name in split_points for depth in range(1, name.count(".") + 1)}
+    hooked = [name for name in ["", *sorted(entered)] if _hooks(module.get_submodule(name))]
+    if hooked:
+        raise ValueError(
+            f"{_called(module, hooked[0])} has hooks, which would be lost if it were cut; put them on its layers"
+        )
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty and name not in given
+    }
+    graphs = []
+    for training in (True, False):
+        with _mode(module, training):
+            graphs.append(_trace_once(module, entered, defaults))
+    train, evaluate = graphs
+    if str(train) != str(evaluate):
+        raise ValueError(
+            f"{type(module).__name__} cannot be cut: what its forward does depends on self.training, which is known "
+            "only when it runs. Let modules depend on it (nn.Dropout for F.dropout), or name split points elsewhere."
+        )
+    return train
+
+
+def _trace_once(module: nn.Module, entered: set[str], defaults: dict[str, Any]) -> fx.Graph:
+    tracer = _Tracer(entered)
+    try:
+        return tracer.trace(module, defaults)
+    except Exception as error:  # torch.fx's own, and whatever the forward raises when it meets no tensor
+        raise ValueError(
+            f"{type(module).__name__} cannot be cut: torch.fx could not follow its forward "
+            f"({type(error).__name__}: {_first_line(error)}). Values may not decide what runs there: move such code "
+            "into a child module, which is run as it is, or write the model as an nn.Sequential."
+        ) from error
+
+
+class _mode:
+    """Every module of `module` in training mode, or in evaluation; afterwards each as it was."""
+
+    def __init__(self, module: nn.Module, training: bool) -> None:
+        self._was = [(m, m.training) for m in module.modules()]
+        self._training = training
+
+    def __enter__(self) -> None:
+        for module, _ in self._was:
+            module.training = self._training
+
+    def __exit__(self, *exc: object) -> None:
+        for module, training in self._was:
+            module.training = training
+
+
+def _group(graph: fx.Graph) -> Iterator[Layer]:
+    """Each call of a module with the operations that follow it; those before the first belong to it."""
+    nodes: list[fx.Node] = []
+    name = ""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):  # a parameter is read where it is used
+            continue
+        if node.op == "call_module":
+            if name:
+                yield Layer(name, tuple(nodes))
+                nodes = []
+            name = str(node.target)
+        nodes.append(node)
+    if nodes:
+        yield Layer(name or "forward", tuple(nodes))
+
+
+def _called(module: nn.Module, name: str) -> str:
+    return f"module {name!r}" if name else type(module).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0].rstrip(".")

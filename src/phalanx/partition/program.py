@@ -1,0 +1,94 @@
+"""Running some layers of a model: node by node, forgetting every value after its last use."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from phalanx.partition.layers import Layer
+
+
+class Program:
+    """Layers made ready to be run again and again. `at` is the layer that runs, or ran last."""
+
+    def __init__(self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node]) -> None:
+        """`results`: the values that somebody wants afterwards. `root` has the modules and tensors by their names."""
+        self._root = root
+        self._results = tuple(results)
+        steps = [(layer.name, node) for layer in layers for node in layer.nodes]
+        last_use = {source: at for at, (_, node) in enumerate(steps) for source in node.all_input_nodes}
+        self._steps: list[tuple[str, fx.Node, Callable[..., Any], tuple[fx.Node, ...], bool]] = [
+            (
+                name,
+                node,
+                _function(root, node),
+                tuple(n for n in node.all_input_nodes if last_use[n] == at and n not in self._results),
+                _is_simple(node),
+            )
+            for at, (name, node) in enumerate(steps)
+        ]
+        self.at = steps[0][0] if steps else ""
+        self.running = False
+        """Whether it is in a layer: where an error comes from."""
+
+    def run(
+        self, values: Mapping[fx.Node, Any], around: Callable[[str, Callable[[], Any]], Any] | None = None
+    ) -> dict[fx.Node, Any]:
+        """The results, from the values that come from elsewhere.
+
+        `around(layer, call)` runs each node, for whoever wants to see it: it returns what `call()` returned.
+        """
+        env = dict(values)
+        self.running = True  # and stays so if a layer raises
+        for name, node, function, done, simple in self._steps:
+            self.at = name
+            if simple and around is None:
+                env[node] = function(*[env[argument] for argument in node.all_input_nodes])
+            else:
+                args, kwargs = self._arguments(node, env)
+                if around is None:
+                    env[node] = function(*args, **kwargs)
+                else:
+                    env[node] = around(name, lambda: function(*args, **kwargs))  # noqa: B023 - called at once
+                del args, kwargs
+            for source in done:
+                env.pop(source, None)
+        self.running = False
+        return {node: env[node] if node in env else self._read(node) for node in self._results}
+
+    def _arguments(self, node: fx.Node, env: dict[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (
+            fx.node.map_arg(node.args, lambda n: env[n] if n in env else self._read(n)),
+            fx.node.map_arg(node.kwargs, lambda n: env[n] if n in env else self._read(n)),
+        )
+
+    def _read(self, node: fx.Node) -> Any:
+        """A parameter or buffer that forward uses itself."""
+        assert node.op == "get_attr", f"{node} has no value yet"
+        return operator.attrgetter(str(node.target))(self._root)
+
+
+def _is_simple(node: fx.Node) -> bool:
+    """Whether its arguments are values, each once, and nothing else: then they need no looking for."""
+    plain = all(isinstance(argument, fx.Node) and argument.op != "get_attr" for argument in node.args)
+    return plain and not node.kwargs and len(node.args) == len(node.all_input_nodes)
+
+
+def _function(root: nn.Module, node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))
+    if node.op == "call_method":
+        return _method(str(node.target))
+    assert node.op == "call_function"
+    assert callable(node.target)
+    return node.target
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    return call

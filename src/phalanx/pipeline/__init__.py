@@ -1,0 +1,18 @@
+"""Pipelines: a model cut into stages on ranks, through which micro-batches flow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["Pipeline"]
+
+if TYPE_CHECKING:
+    from phalanx.pipeline.pipeline import Pipeline as Pipeline
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Pipeline":  # on first use: schedules are drawn without torch
+        from phalanx.pipeline.pipeline import Pipeline
+
+        return Pipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

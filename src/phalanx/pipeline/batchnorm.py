@@ -1,0 +1,102 @@
+"""BatchNorm in a pipeline: running statistics move once in a step, by those of the whole mini-batch.
+
+In training every micro-batch is normalized by its own statistics: those of the whole mini-batch are not known before
+its last micro-batch has come, and waiting for it would be no pipeline. What is kept for evaluation, though, is what a
+model sees that gets the mini-batch at once: one update a step, with mean and variance of all its values (as in GPipe).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class MiniBatchStatistics:
+    """The BatchNorm layers of some stages. A layer whose class has a forward of its own is left alone."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = [
+            layer
+            for layer in module.modules()
+            if isinstance(layer, _BatchNorm)
+            and type(layer).forward is _BatchNorm.forward
+            and layer.track_running_stats
+            and layer.running_mean is not None
+        ]
+        self._seen: dict[nn.Module, list[tuple[float, Tensor, Tensor]]] = {}
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """While this lasts, layers in training note the statistics of what they get; the running ones stay."""
+        hooks = []
+        for layer in self._layers:
+            if layer.training:
+                watch = _Watch(self._seen.setdefault(layer, []))
+                hooks.append(layer.register_forward_pre_hook(watch.before))
+                hooks.append(layer.register_forward_hook(watch.after, always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """While this lasts, nothing is noted: a micro-batch is run a second time."""
+        count = {layer: len(seen) for layer, seen in self._seen.items()}
+        with self.measured():
+            yield
+        for layer, seen in self._seen.items():
+            del seen[count.get(layer, 0) :]
+
+    def update(self) -> None:
+        """Move the running statistics by all that was noted since the last time."""
+        seen, self._seen = self._seen, {}
+        with torch.no_grad():
+            for layer, parts in seen.items():
+                if parts:
+                    _move(layer, parts)
+
+    def forget(self) -> None:
+        """Drop what was noted: the step failed."""
+        self._seen = {}
+
+
+class _Watch:
+    """Runs a layer on buffers of its own, which then hold the statistics of the micro-batch."""
+
+    def __init__(self, seen: list[tuple[float, Tensor, Tensor]]) -> None:
+        self._seen = seen
+        self._kept: tuple[Any, ...] = ()
+
+    def before(self, layer: Any, args: tuple[Any, ...]) -> None:
+        self._kept = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
+        layer.running_mean = torch.zeros_like(layer.running_mean)
+        layer.running_var = torch.ones_like(layer.running_var)
+        layer.num_batches_tracked = layer.num_batches_tracked.clone()
+        layer.momentum = 1.0  # the running statistics become those of the batch
+
+    def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
+        mean, var = layer.running_mean, layer.running_var
+        layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self._kept
+        if isinstance(output, Tensor) and args and args[0].numel():
+            self._seen.append((args[0].numel() / args[0].shape[1], mean, var))
+
+
+def _move(layer: Any, parts: list[tuple[float, Tensor, Tensor]]) -> None:
+    """Chan, Golub and LeVeque (1979): combine means and squared deviations, not sums of squares."""
+    count = sum(n for n, _, _ in parts)
+    means = torch.stack([mean.double() for _, mean, _ in parts])
+    sizes = torch.tensor([n for n, _, _ in parts], dtype=torch.float64, device=means.device).unsqueeze(1)
+    mean = (means * sizes).sum(0) / count
+    squares = torch.stack([var.double() * (n - 1) for n, _, var in parts])  # what was kept is unbiased
+    var = (squares + sizes * (means - mean).square()).sum(0) / max(count - 1, 1)
+    layer.num_batches_tracked.add_(1)
+    share = 1.0 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
+    for running, new in ((layer.running_mean, mean), (layer.running_var, var)):
+        running.copy_(running.double().lerp(new, share))

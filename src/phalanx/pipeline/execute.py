@@ -1,0 +1,224 @@
+"""Carrying out a rank's part of a schedule: receive, compute, send, action by action, and note when."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from phalanx.pipeline.batchnorm import MiniBatchStatistics
+from phalanx.pipeline.failure import describe_failure, with_note
+from phalanx.pipeline.random_state import RandomState
+from phalanx.pipeline.schedule import Action, Schedule
+from phalanx.pipeline.stage import Stage, flat_tensors
+from phalanx.pipeline.wire import Edge, StageFailedError, Step, Wire
+
+
+@dataclass(frozen=True)
+class Done:
+    """An action and its times on this rank's clock: when it could have begun, when it had its inputs, its end."""
+
+    action: Action
+    turn: float
+    begin: float
+    end: float
+
+
+@dataclass
+class Work:
+    """What a step is about, on this rank. The first stage has `inputs`, the last one `finish`."""
+
+    training: bool
+    """Whether random states travel, as dropout needs them."""
+    grad: bool
+    recompute: str
+    statistics: MiniBatchStatistics
+    plan: Callable[[int], Schedule]
+    """The schedule for so many micro-batches."""
+    inputs: Sequence[dict[fx.Node, Any]] = ()
+    rows: Sequence[int] = ()
+    finish: Callable[[int, Step, dict[fx.Node, Any]], Any] | None = None
+    """On the last stage: what the result of a micro-batch becomes; with `grad` the loss that is derived."""
+    results: dict[int, Any] = field(default_factory=dict)
+    done: list[Done] = field(default_factory=list)
+
+
+class Executor:
+    """Runs schedules on the stages of this rank."""
+
+    def __init__(self, stages: Sequence[Stage], wire: Wire, rank: int, num_stages: int, random: RandomState) -> None:
+        self.stages = {stage.index: stage for stage in stages}
+        self._wire = wire
+        self._rank = rank
+        self._num_stages = num_stages
+        self._random = random
+        self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
+        self._schedule: Schedule | None = None
+
+    def run(self, work: Work) -> None:
+        """Do this rank's actions; afterwards `work` holds results and times."""
+        program_state = self._random.get() if work.training else None
+        at: Action | None = None
+        self._early: tuple[list[Any], Step] | None = None
+        try:
+            first = min(self.stages)
+            at = Action("F", first, 0)
+            if first:  # how many micro-batches there are comes with the first
+                self._early = self._wire.receive_values(Edge(first - 1, first))
+                micro_batches = self._early[1].micro_batches
+            else:
+                micro_batches = len(work.inputs)
+            self._schedule = work.plan(micro_batches)
+            self._seed = self._random.draw_seed() if work.training else 0
+            for at in self._schedule.orders[self._rank]:
+                self._act(at, work)
+            self._wire.settle()
+        except BaseException as error:
+            raise self._fail(at, error) from error.__cause__
+        finally:
+            if program_state is not None:
+                self._random.set(program_state)
+                self._random.draw_seed()
+            for stage in self.stages.values():
+                stage.in_flight.clear()
+            self._local.clear()
+
+    def _act(self, action: Action, work: Work) -> None:
+        turn = time.perf_counter()
+        stage = self.stages[action.stage]
+        if action.kind == "F":
+            begin = self._forward(stage, action.micro_batch, work)
+        elif action.kind == "W":
+            begin = turn
+            stage.backward_weights(action.micro_batch)
+        else:
+            begin = self._backward(stage, action.micro_batch, work, later_weights=action.kind == "I")
+        work.done.append(Done(action, turn, begin, time.perf_counter()))
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: Stage, micro_batch: int, work: Work) -> float:
+        inputs: dict[fx.Node, Any] = {}
+        leaves: dict[int, list[Tensor]] = {}
+        if stage.index == 0:
+            inputs = dict(work.inputs[micro_batch])
+            step = Step(len(work.inputs), work.rows[micro_batch], sum(work.rows))
+            state = None
+        else:
+            (state, *values), step = self._receive(stage.index - 1, stage.index)
+            self._unpack(stage, stage.index - 1, values, inputs, leaves)
+            for source in stage.part.receives:
+                if source != stage.index - 1:
+                    values, _ = self._receive(source, stage.index)
+                    self._unpack(stage, source, values, inputs, leaves)
+        begin = time.perf_counter()
+        if work.training:
+            if state is None:
+                self._random.seed(self._seed + micro_batch)
+            else:
+                self._random.set(state)
+        finish = None
+        if stage.index == self._num_stages - 1 and work.finish is not None:
+            made_of, whose = work.finish, step
+            finish = lambda results: made_of(micro_batch, whose, results)  # noqa: E731
+        recompute = work.grad and (
+            work.recompute == "always" or (work.recompute == "except_last" and micro_batch < step.micro_batches - 1)
+        )
+        with work.statistics.measured():
+            sends, made = stage.forward(
+                micro_batch, inputs, leaves, training=work.grad, recompute=recompute, finish=finish
+            )
+        if finish is not None:
+            work.results[micro_batch] = made.detach() if isinstance(made, Tensor) else made
+        for target in dict.fromkeys([stage.index + 1, *sends]):
+            if target == self._num_stages:
+                continue
+            values, needs = sends.get(target, ([], []))
+            if target == stage.index + 1:
+                values, needs = (
+                    [self._random.get() if work.training else None, *values],
+                    [*([False] if work.training else []), *needs],
+                )
+            self._send(Edge(stage.index, target), values, needs, step)
+        return begin
+
+    def _unpack(
+        self,
+        stage: Stage,
+        source: int,
+        values: Sequence[Any],
+        inputs: dict[fx.Node, Any],
+        leaves: dict[int, list[Tensor]],
+    ) -> None:
+        nodes = stage.part.receives.get(source, ())
+        inputs.update(zip(nodes, values, strict=True))
+        if wanted := [tensor for tensor in flat_tensors(values) if tensor.requires_grad]:
+            leaves[source] = wanted
+
+    def _send(self, edge: Edge, values: list[Any], needs: list[bool], step: Step) -> None:
+        if edge.target not in self.stages:
+            self._wire.send_values(edge, values, needs, step)
+            return
+        wanted = iter(needs)
+        own = tree_map(lambda v: v.detach().requires_grad_(next(wanted)) if isinstance(v, Tensor) else v, values)
+        self._local[edge].append((own, step))
+
+    def _receive(self, source: int, target: int) -> tuple[list[Any], Step]:
+        edge = Edge(source, target)
+        if source in self.stages:
+            values, step = self._local[edge].popleft()
+            return values, step
+        if self._early is not None:
+            early, self._early = self._early, None
+            return early
+        return self._wire.receive_values(edge)
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _backward(self, stage: Stage, micro_batch: int, work: Work, *, later_weights: bool) -> float:
+        held = stage.in_flight[micro_batch]
+        began = time.perf_counter()
+        if held.recompute:
+            with work.statistics.unnoticed():
+                stage.recompute(micro_batch)
+        recomputed = time.perf_counter() - began
+        grads: dict[int, list[Tensor | None]] = {}
+        for target, tensors in held.outputs.items():
+            if not tensors:
+                grads[target] = []
+            elif target in self.stages:
+                grads[target] = self._local[Edge(target, stage.index, True)].popleft()
+            else:
+                grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
+        begin = time.perf_counter() - recomputed
+        made = stage.backward(micro_batch, grads, later_weights=later_weights)
+        for source, found in made.items():
+            if source in self.stages:
+                self._local[Edge(stage.index, source, True)].append(found)
+            else:
+                self._wire.send_gradients(Edge(stage.index, source, True), found, Step(0, 0, 0))
+        return begin
+
+    # -- failure -------------------------------------------------------------------------------------------------
+
+    def _fail(self, at: Action | None, error: BaseException) -> BaseException:
+        """The error to raise here, after all who wait for this rank have been told."""
+        where = describe_failure(at, self._rank, self.stages, error)
+        if isinstance(error, StageFailedError):
+            text = str(error)
+            raised: BaseException = StageFailedError(f"{where}\n{text}")
+        else:
+            text = f"{where}: {type(error).__name__}: {error}"
+            raised = with_note(error, where)
+        edges = []
+        for stage in self.stages.values():
+            targets = dict.fromkeys([stage.index + 1, *stage.part.sends])
+            edges += [Edge(stage.index, t) for t in targets if t < self._num_stages and t not in self.stages]
+            edges += [Edge(stage.index, s, True) for s in stage.part.receives if s not in self.stages]
+        self._wire.tell_failure(edges, text)
+        return raised

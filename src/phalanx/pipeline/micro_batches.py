@@ -1,0 +1,71 @@
+"""A mini-batch cut into micro-batches along its first dimension, and results put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def count_rows(values: Any, what: str) -> int:
+    """The size of the first dimension of all tensors in `values`.
+
+    Raises:
+        ValueError: they differ, there is no tensor, or none has rows.
+    """
+    tensors = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor) and t.dim()]
+    sizes = {t.shape[0] for t in tensors}
+    if len(sizes) != 1:
+        found = f"differ in it: {sorted(sizes)}" if sizes else "has none"
+        raise ValueError(f"Pipeline: {what} is cut along the first dimension of its tensors, and {found}")
+    (rows,) = sizes
+    if rows == 0:
+        raise ValueError(f"Pipeline: {what} has no rows: a mini-batch needs at least one sample")
+    return int(rows)
+
+
+def cut(rows: int, micro_batches: int) -> list[int]:
+    """How many rows each micro-batch gets, as `Tensor.tensor_split` does it; there may be fewer rows than asked."""
+    count = min(rows, micro_batches)
+    size, more = divmod(rows, count)
+    return [size + (i < more) for i in range(count)]
+
+
+def take(values: Any, begin: int, rows: int) -> Any:
+    """These rows of every tensor in `values`; what is no tensor, or has no dimension, is for all."""
+    leaves, tree = tree_flatten(values)
+    return tree_unflatten([v[begin : begin + rows] if isinstance(v, Tensor) and v.dim() else v for v in leaves], tree)
+
+
+def join(results: Sequence[Any]) -> Any:
+    """The micro-batches' results as that of the mini-batch.
+
+    Raises:
+        TypeError: a result holds something that can't be put together: no tensor, or one without dimensions.
+    """
+    flat = [tree_flatten(result) for result in results]
+    tree = flat[0][1]
+    joined = []
+    for parts in zip(*(leaves for leaves, _ in flat), strict=True):
+        if all(isinstance(part, Tensor) and part.dim() for part in parts):
+            joined.append(torch.cat(parts))
+        elif all(part is parts[0] or (not isinstance(part, Tensor) and part == parts[0]) for part in parts):
+            joined.append(parts[0])
+        else:
+            raise TypeError(
+                "Pipeline: the results of the micro-batches can't be put together: the model returns "
+                f"{_describe(parts[0])}, and not tensors whose first dimension is that of the mini-batch"
+            )
+    return tree_unflatten(joined, tree)
+
+
+def _describe(value: Any) -> str:
+    return "a tensor without dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def take_nodes(values: Any, begin: int, rows: int) -> dict[Any, Any]:
+    """`take` of each value of a dict whose keys are no strings."""
+    return {node: take(value, begin, rows) for node, value in values.items()}

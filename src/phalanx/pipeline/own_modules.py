@@ -1,0 +1,62 @@
+"""What this rank has of the model: its layers under the names that they have in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from phalanx.partition.parts import Part
+
+
+class OwnModules(nn.Module):
+    """Modules and tensors of some parts, at the places where they are in the whole model, and nothing else."""
+
+    def __init__(self, root: nn.Module, parts: Iterable[Part], extra: Sequence[str] = ()) -> None:
+        """`extra`: parameters and buffers that no part uses, of which one rank takes care."""
+        super().__init__()
+        self.training = root.training
+        parts = list(parts)
+        for name in (name for part in parts for name in part.modules):
+            self._put(root, name, root.get_submodule(name))
+        for name in [*(name for part in parts for name in part.tensors), *extra]:
+            path, _, last = name.rpartition(".")
+            owner = root.get_submodule(path)
+            holder = self._reach(root, path)
+            if last in owner._parameters:
+                holder._parameters[last] = owner._parameters[last]
+            elif last in owner._buffers:
+                holder.register_buffer(last, owner._buffers[last], last not in owner._non_persistent_buffers_set)
+            else:
+                setattr(holder, last, getattr(owner, last))
+
+    def _put(self, root: nn.Module, name: str, module: nn.Module) -> None:
+        path, _, last = name.rpartition(".")
+        holder = self._reach(root, path)
+        if last not in holder._modules:
+            holder._modules[last] = module
+
+    def _reach(self, root: nn.Module, path: str) -> nn.Module:
+        """The module at `path`, made of nothing where there is none yet."""
+        at: nn.Module = self
+        for depth, step in enumerate(path.split(".") if path else ()):
+            if step not in at._modules:
+                at._modules[step] = nn.Module()
+                at._modules[step].training = root.get_submodule(".".join(path.split(".")[: depth + 1])).training  # type: ignore[union-attr]
+            child = at._modules[step]
+            assert child is not None
+            at = child
+        return at
+
+
+def unused_tensors(root: nn.Module, parts: Iterable[Part]) -> list[str]:
+    """Parameters and buffers of the model that none of its parts uses."""
+    used = OwnModules(root, parts)
+    known = {name for name, _ in (*used.named_parameters(remove_duplicate=False), *used.named_buffers())}
+    every = (*root.named_parameters(remove_duplicate=False), *root.named_buffers())
+    return [name for name, _ in every if name not in known]
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Their size in memory."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,47 @@
+"""The random state of a micro-batch: where it begins, and how it goes from stage to stage.
+
+Micro-batch i of a step begins with the seed s + i, where s is drawn from the program's own generator when the step
+begins, and its state goes through the stages with it. So dropout does what it does in this loop, however the model is
+cut:
+
+    s = torch.randint(2**62, ()).item()
+    for i, (x, y) in enumerate(zip(inputs.chunk(m), targets.chunk(m))):
+        torch.manual_seed(s + i)
+        loss_fn(model(x), y).backward()
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class RandomState:
+    """The state of the generators that layers on `device` draw from, as one tensor of bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def draw_seed(self) -> int:
+        """From the program's own generator, which is one number further then; the same where nothing is cut."""
+        return int(torch.randint(2**62, ()).item())
+
+    def seed(self, seed: int) -> None:
+        """Begin anew."""
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def get(self) -> Tensor:
+        """Where the generators are."""
+        state = torch.get_rng_state()
+        if self._device.type == "cuda":
+            state = torch.cat([state, torch.cuda.get_rng_state(self._device)])
+        return state
+
+    def set(self, state: Tensor) -> None:
+        """Go on from there."""
+        size = len(torch.default_generator.get_state()) if self._device.type == "cuda" else len(state)
+        torch.set_rng_state(state[:size])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state[size:].clone(), self._device)

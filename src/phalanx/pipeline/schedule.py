@@ -1,0 +1,157 @@
+"""Which stage works on which micro-batch, in which order: the schedule that runs, is drawn, and is simulated.
+
+p ranks, v stages on each, m micro-batches; stage k is on rank k mod p. F forward, B backward; the backward of
+zero_bubble is cut in two: I, the gradient of the input, that the stage before waits for, and W, that of the weights.
+
+    gpipe          F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3           all forward, then all backward
+    1f1b           F0 F1  .  . B0 F2 B1 F3 B2  . B3              at most p - stage micro-batches are in flight
+    interleaved    as 1f1b, with v stages on each rank: bubbles are 1/v as long, and there are v times the messages
+    zero_bubble    as 1f1b, and W where there would be a bubble
+
+Source: Huang et al. (2019), GPipe; Narayanan et al. (2019), PipeDream; Narayanan et al. (2021), Megatron-LM; Qi et al.
+(2023), Zero Bubble Pipeline Parallelism. `tests/pipeline/test_schedule.py` compares the orders with those of
+torch.distributed.pipelining, which can't be had without its stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Action(NamedTuple):
+    """A stage's work on one micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does, in which order. `orders[rank]` is its list of actions."""
+
+    name: str
+    num_stages: int
+    micro_batches: int
+    orders: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks work."""
+        return len(self.orders)
+
+    def rank_of(self, stage: int) -> int:
+        """Who has a stage."""
+        return stage % self.num_ranks
+
+    def stages_of(self, rank: int) -> range:
+        """The stages of a rank, first to last."""
+        return range(rank, self.num_stages, self.num_ranks)
+
+    def in_flight(self, stage: int) -> int:
+        """How many micro-batches a stage holds at most between forward and the end of backward."""
+        held = most = 0
+        for action in self.orders[self.rank_of(stage)]:
+            if action.stage == stage:
+                held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+                most = max(most, held)
+        return most
+
+
+def plan_schedule(
+    name: str, num_ranks: int, micro_batches: int, num_stages: int | None = None, *, training: bool = True
+) -> Schedule:
+    """The schedule of that name. `num_stages`: default one per rank, of an interleaved schedule two per rank.
+
+    Without `training` it is the forward half alone.
+
+    Raises:
+        ValueError: there is no such schedule, or it can't be had with these numbers.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {name!r}")
+    if num_ranks < 1 or micro_batches < 1:
+        raise ValueError(f"a pipeline needs a rank and a micro-batch, got {num_ranks} and {micro_batches}")
+    if num_stages is None:
+        num_stages = 2 * num_ranks if name == "interleaved" else num_ranks
+    if name == "interleaved":
+        if num_stages % num_ranks or num_stages < num_ranks:
+            raise ValueError(
+                f"schedule 'interleaved' needs as many stages on every rank: {num_stages} stages cannot be spread over "
+                f"{num_ranks} ranks. Take a multiple of {num_ranks}."
+            )
+    elif num_stages != num_ranks:
+        raise ValueError(
+            f"schedule {name!r} has one stage on each rank: {num_stages} stages cannot be spread over {num_ranks} "
+            "ranks. Take as many stages as ranks, or schedule 'interleaved'."
+        )
+    orders = tuple(
+        tuple(_order(name, rank, num_ranks, num_stages, micro_batches) if training
+              else _forwards(rank, num_ranks, num_stages // num_ranks, micro_batches))
+        for rank in range(num_ranks)
+    )  # fmt: skip
+    return Schedule(name, num_stages, micro_batches, orders)
+
+
+def _order(name: str, rank: int, p: int, num_stages: int, m: int) -> list[Action]:
+    v = num_stages // p
+    forwards, backwards = _forwards(rank, p, v, m), _backwards(rank, p, v, m)
+    if name == "gpipe":
+        return forwards + backwards
+    if name == "zero_bubble":
+        return _zero_bubble(rank, p, m)
+    # The last rank begins its first backward when it has the first micro-batch through all its stages; each rank
+    # before it is ahead by as many forwards as a micro-batch needs to come back to it.
+    ahead = p - 1 - rank if v == 1 else (v - 1) * len(_rounds(p, m)[0]) + 2 * (p - 1 - rank)
+    return _one_forward_one_backward(forwards, backwards, min(ahead, len(forwards)))
+
+
+def _one_forward_one_backward(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    order = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[len(forwards) - ahead :]
+
+
+def _forwards(rank: int, p: int, v: int, m: int) -> list[Action]:
+    """Micro-batches in rounds of p: each round goes through all stages of the rank before the next one begins."""
+    if v == 1:
+        return [Action("F", rank, i) for i in range(m)]
+    return [Action("F", k * p + rank, i) for round_ in _rounds(p, m) for k in range(v) for i in round_]
+
+
+def _backwards(rank: int, p: int, v: int, m: int) -> list[Action]:
+    if v == 1:
+        return [Action("B", rank, i) for i in range(m)]
+    return [Action("B", k * p + rank, i) for round_ in _rounds(p, m) for k in reversed(range(v)) for i in round_]
+
+
+def _rounds(p: int, m: int) -> list[range]:
+    """Micro-batches p by p; what is left over is spread over the rounds, so that none is shorter than p."""
+    count = max(1, m // p)
+    size, more = divmod(m, count)
+    begins = [i * size + min(i, more) for i in range(count + 1)]
+    return [range(begin, end) for begin, end in itertools.pairwise(begins)]
+
+
+def _zero_bubble(rank: int, p: int, m: int) -> list[Action]:
+    """ZB-H1: no stage has more than p micro-batches in flight; rank r keeps the weights' work of r for the end."""
+    ahead, order, weights = min(p - 1 - rank, m), [], 0
+    order += [Action("F", rank, i) for i in range(ahead)]
+    for i in range(m):
+        if ahead + i < m:
+            order.append(Action("F", rank, ahead + i))
+        order.append(Action("I", rank, i))
+        if i >= rank:
+            order.append(Action("W", rank, weights))
+            weights += 1
+    return order + [Action("W", rank, i) for i in range(weights, m)]

@@ -1,0 +1,108 @@
+"""Playing a schedule out with the costs of its stages: when each action begins and ends, and how long ranks wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.pipeline.schedule import Action, Schedule
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action and when it ran."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every rank did when. `ranks[r]` is in the order of time."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def begin(self) -> float:
+        """Of the first action."""
+        return min((spans[0].begin for spans in self.ranks if spans), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """Of the last action."""
+        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """From the first action's begin to the last one's end."""
+        return self.end - self.begin
+
+    def busy(self, rank: int) -> float:
+        """How long a rank worked."""
+        return sum(span.end - span.begin for span in self.ranks[rank])
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they did not work."""
+        total = self.seconds * len(self.ranks)
+        return 1.0 - sum(map(self.busy, range(len(self.ranks)))) / total if total else 0.0
+
+
+def depends_on(action: Action, schedule: Schedule) -> Sequence[Action]:
+    """What must be over before an action can begin, beside what its rank does before it."""
+    kind, stage, i = action
+    split = schedule.name == "zero_bubble"
+    if kind == "F":
+        return [Action("F", stage - 1, i)] if stage else []
+    if kind == "W":
+        return [Action("I", stage, i)]
+    if stage == schedule.num_stages - 1:
+        return [Action("F", stage, i)]
+    return [Action("I" if split else "B", stage + 1, i)]
+
+
+def simulate(schedule: Schedule, seconds: Callable[[Action], float], *, transfer_s: float = 0.0) -> Timeline:
+    """When everything happens if every action takes `seconds(action)` and a value between ranks `transfer_s`.
+
+    Raises:
+        ValueError: the orders of the ranks wait for each other.
+    """
+    ended: dict[Action, float] = {}
+    ranks: list[list[Span]] = [[] for _ in schedule.orders]
+    at = [0] * schedule.num_ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(schedule.orders):
+            while at[rank] < len(order):
+                action = order[at[rank]]
+                needs = depends_on(action, schedule)
+                if any(need not in ended for need in needs):
+                    break
+                begin = ranks[rank][-1].end if ranks[rank] else 0.0
+                for need in needs:
+                    far = schedule.rank_of(need.stage) != rank
+                    begin = max(begin, ended[need] + (transfer_s if far else 0.0))
+                end = begin + seconds(action)
+                ended[action] = end
+                ranks[rank].append(Span(action, begin, end))
+                at[rank] += 1
+                progress = True
+    if any(at[rank] < len(order) for rank, order in enumerate(schedule.orders)):
+        waiting = ", ".join(f"rank {r} at {o[at[r]]}" for r, o in enumerate(schedule.orders) if at[r] < len(o))
+        raise ValueError(f"the schedule waits for itself: {waiting}")
+    return Timeline(tuple(map(tuple, ranks)))
+
+
+def unit_seconds(schedule: Schedule, backward: float = 2.0) -> Callable[[Action], float]:
+    """Equal stages whose backward takes `backward` times as long as their forward, which takes one for all stages of a
+    rank together."""
+    share = schedule.num_ranks / schedule.num_stages
+    of: Mapping[str, float] = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
+    return lambda action: of[action.kind] * share
+
+
+def ideal_efficiency(num_ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
+    """m / (m + p - 1), the share of time in which ranks work where the parts are equal; bubbles are 1/v as long."""
+    return micro_batches / (micro_batches + (num_ranks - 1) / stages_per_rank)

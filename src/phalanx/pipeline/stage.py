@@ -1,0 +1,164 @@
+"""One stage: forward and backward of a micro-batch, and what lies between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from phalanx.partition.parts import Part
+from phalanx.partition.program import Program
+from phalanx.pipeline.random_state import RandomState
+from phalanx.pipeline.split_backward import WeightsBackward, backward_input
+
+
+@dataclass
+class InFlight:
+    """What a stage keeps of a micro-batch from its forward to the end of its backward."""
+
+    inputs: dict[fx.Node, Any]
+    leaves: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By the stage that they came from: tensors whose gradient it wants."""
+    outputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By the stage that they went to: tensors whose gradient it may send."""
+    loss: Tensor | None = None
+    random_state: Tensor | None = None
+    finish: Callable[[dict[fx.Node, Any]], Any] | None = None
+    recompute: bool = False
+    weights: WeightsBackward | None = None
+
+
+class Stage:
+    """A part of the model on this rank."""
+
+    def __init__(self, part: Part, last: bool, root: nn.Module, output: fx.Node, random_state: RandomState) -> None:
+        self.part = part
+        self.index = part.index
+        wanted = [node for values in part.sends.values() for node in values]
+        if last:
+            wanted += output.all_input_nodes
+        self.program = Program(root, part.layers, dict.fromkeys(wanted))
+        self.parameters: list[nn.Parameter] = []
+        self._random_state = random_state
+        self.training = False
+        self._written: dict[bool, set[fx.Node]] = {}
+        """By mode: the values of other stages that some layer changes in place, once a micro-batch was seen."""
+        self.in_flight: dict[int, InFlight] = {}
+
+    def forward(
+        self,
+        micro_batch: int,
+        inputs: dict[fx.Node, Any],
+        leaves: dict[int, list[Tensor]],
+        *,
+        training: bool,
+        recompute: bool,
+        finish: Callable[[dict[fx.Node, Any]], Any] | None = None,
+    ) -> tuple[dict[int, tuple[list[Any], list[bool]]], Any]:
+        """What each later stage gets, with which of its tensors need gradients; and what `finish` made of the result.
+
+        `finish` is the loss of the last stage: it is computed anew with the rest, where the stage is recomputed.
+        """
+        held = InFlight(inputs, leaves, finish=finish, recompute=recompute)
+        self.training = training
+        if recompute:
+            held.random_state = self._random_state.get()
+        with torch.set_grad_enabled(training and not recompute):
+            results = self._run(inputs)
+            made = finish(results) if finish is not None else None
+        sends = {}
+        some = recompute and (any(leaves.values()) or any(p.requires_grad for p in self.parameters))
+        for target, nodes in self.part.sends.items():
+            values = [results[node] for node in nodes]
+            tensors = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
+            needs = [training and (t.requires_grad or (some and t.is_floating_point())) for t in tensors]
+            sends[target] = (values, needs)
+            if training:
+                held.outputs[target] = [t for t, needed in zip(tensors, needs, strict=True) if needed]
+        if training:
+            held.loss = made if isinstance(made, Tensor) else None
+            if not recompute:  # autograd keeps what it needs of them
+                held.inputs = {}
+            self.in_flight[micro_batch] = held
+        return sends, made
+
+    def recompute(self, micro_batch: int) -> None:
+        """Run forward again, with gradients, if it was run without."""
+        held = self.in_flight[micro_batch]
+        if not held.recompute:
+            return
+        held.recompute = False
+        assert held.random_state is not None
+        before = self._random_state.get()
+        self._random_state.set(held.random_state)
+        with torch.enable_grad():
+            results = self._run(held.inputs)
+            held.loss = held.finish(results) if held.finish is not None else None
+        self._random_state.set(before)
+        for target, nodes in self.part.sends.items():
+            tensors = [t for t in tree_flatten([results[node] for node in nodes])[0] if isinstance(t, Tensor)]
+            held.outputs[target] = [t for t in tensors if t.is_floating_point()]
+
+    def backward(
+        self, micro_batch: int, grads: dict[int, list[Tensor | None]], *, later_weights: bool = False
+    ) -> dict[int, list[Tensor | None]]:
+        """Gradients for each stage that values came from, from those of the stages that values went to.
+
+        With `later_weights` those of the parameters are left for `backward_weights`.
+        """
+        held = self.in_flight[micro_batch] if later_weights else self.in_flight.pop(micro_batch)
+        roots: list[Tensor] = []
+        root_grads: list[Tensor | None] = []
+        if held.loss is not None and held.loss.requires_grad:
+            roots, root_grads = [held.loss], [None]
+        for target, tensors in held.outputs.items():
+            for tensor, grad in zip(tensors, grads[target], strict=True):
+                if grad is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    root_grads.append(grad)
+        leaves = [leaf for source in held.leaves.values() for leaf in source]
+        if later_weights:
+            held.weights = backward_input(roots, root_grads, leaves, self.parameters)
+            held.outputs, held.loss, held.finish = {}, None, None
+        elif roots:
+            torch.autograd.backward(roots, root_grads)
+        made = {source: [leaf.grad for leaf in tensors] for source, tensors in held.leaves.items()}
+        for leaf in leaves:
+            leaf.grad = None
+        return made
+
+    def backward_weights(self, micro_batch: int) -> None:
+        """Add the gradients of the parameters."""
+        held = self.in_flight.pop(micro_batch)
+        assert held.weights is not None
+        held.weights.run()
+
+    def _run(self, inputs: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """Run the layers on `inputs`, which stay as they are: a layer that works in place gets a copy.
+
+        Which ones do is seen the first time, when all are copies.
+        """
+        written = self._written.get(self.training)
+        given = {
+            node: tree_map(_copy, value) if written is None or node in written else value
+            for node, value in inputs.items()
+        }
+        results = self.program.run(given)
+        if written is None:
+            self._written[self.training] = {
+                node for node, value in given.items() if any(t._version for t in flat_tensors([value]))
+            }
+        return results
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def flat_tensors(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors in nested values."""
+    return [leaf for leaf in tree_flatten(list(values))[0] if isinstance(leaf, Tensor)]

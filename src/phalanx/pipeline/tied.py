@@ -1,0 +1,97 @@
+"""Parameters that several stages use, as an embedding that is the output layer, too: each has one, and they stay equal.
+
+Every step the gradients of all of them are added, in the order of the ranks, so that each rank makes the same update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.partition.parts import Part
+from phalanx.pipeline.wire import Wire
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter, by its first name in the whole model, and the ranks that have one, the first of which adds up."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def find_ties(root: nn.Module, parts: Sequence[Part], rank_of: Sequence[int]) -> list[Tie]:
+    """The parameters that are used by stages of several ranks, in the order of the whole model."""
+    users: dict[int, set[int]] = {}
+    for part in parts:
+        for parameter in parameters_of(root, part):
+            users.setdefault(id(parameter), set()).add(rank_of[part.index])
+    return [
+        Tie(name, tuple(sorted(users[id(parameter)])))
+        for name, parameter in root.named_parameters()
+        if len(users.get(id(parameter), ())) > 1
+    ]
+
+
+def parameters_of(root: nn.Module, part: Part) -> list[nn.Parameter]:
+    """The parameters that a part uses, each once."""
+    found = [p for name in part.modules for p in root.get_submodule(name).parameters()]
+    for name in part.tensors:
+        path, _, last = name.rpartition(".")
+        parameter = root.get_submodule(path)._parameters.get(last)
+        if parameter is not None:
+            found.append(parameter)
+    return list({id(p): p for p in found}.values())
+
+
+class TiedGradients:
+    """Adds the gradients of this rank's tied parameters to those of the others. As collective as a step."""
+
+    def __init__(self, ties: Sequence[Tie], own: dict[str, nn.Parameter], wire: Wire, rank: int) -> None:
+        self._ties = [(tie, own[tie.name]) for tie in ties if rank in tie.ranks]
+        self._wire = wire
+        self._rank = rank
+        self._before: list[Tensor | None] = []
+
+    def begin(self) -> None:
+        """Before the first backward of a step: put away what earlier steps left, which is added up already."""
+        self._before = [parameter.grad for _, parameter in self._ties]
+        for _, parameter in self._ties:
+            parameter.grad = None
+
+    def add(self) -> None:
+        """After the last backward of a step."""
+        for (tie, parameter), before in zip(self._ties, self._before, strict=True):
+            grad = self._sum(tie, parameter)
+            parameter.grad = grad if before is None or grad is None else before.add_(grad)
+
+    def share_values(self) -> None:
+        """Give every rank the first one's values."""
+        with torch.no_grad():
+            for tie, parameter in self._ties:
+                first, *others = tie.ranks
+                if self._rank == first:
+                    for rank in others:
+                        self._wire.send_tensor(parameter, rank)
+                else:
+                    parameter.copy_(self._wire.receive_tensor(torch.empty_like(parameter), first))
+        self._wire.settle()
+
+    def _sum(self, tie: Tie, parameter: nn.Parameter) -> Tensor | None:
+        if not parameter.requires_grad:
+            return None
+        first, *others = tie.ranks
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if self._rank == first:
+            for rank in others:
+                grad += self._wire.receive_tensor(torch.empty_like(grad), rank)
+            for rank in others:
+                self._wire.send_tensor(grad, rank)
+        else:
+            self._wire.send_tensor(grad, first)
+            grad = self._wire.receive_tensor(torch.empty_like(grad), first)
+        self._wire.settle()
+        return grad

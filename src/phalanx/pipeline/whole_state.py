@@ -1,0 +1,65 @@
+"""The state of the whole model from those of its stages, and each stage's out of the whole."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_state(
+    own: Mapping[str, Any], names: Sequence[str], group: dist.ProcessGroup, *, rank0_only: bool = False
+) -> OrderedDict[str, Any]:
+    """The entries of all ranks in the order of `names`; on the other ranks their own alone, with `rank0_only`.
+
+    Collective. What several ranks have is taken from the first of them.
+    Cost: with `rank0_only` every rank sends its own to the first; else all get all, one tensor at a time.
+    """
+    rank = group.rank()
+    described: list[Any] = [None] * group.size()
+    dist.all_gather_object(described, {name: _describe(value) for name, value in own.items()}, group=group)
+    found: dict[str, Any] = {}
+    for source, entries in enumerate(described):
+        for name, entry in entries.items():
+            if name in found:
+                continue
+            found[name] = _fetch(own.get(name), entry, source, rank, group, rank0_only)
+    if rank0_only and rank:
+        found = dict(own)
+    return OrderedDict((name, found[name]) for name in names if name in found)
+
+
+def _describe(value: Any) -> tuple[str, Any, Any]:
+    if isinstance(value, Tensor):
+        return "tensor", tuple(value.shape), value.dtype
+    return "object", value, None
+
+
+def _fetch(mine: Any, entry: tuple[str, Any, Any], source: int, rank: int, group: Any, rank0_only: bool) -> Any:
+    kind, shape, dtype = entry
+    if kind == "object":
+        return shape
+    value = mine.detach().contiguous() if rank == source else None
+    if rank0_only:
+        if source == 0:
+            return mine
+        if rank == source:
+            group.send([value], 0, 0).wait()
+        elif rank == 0:
+            value = torch.empty(shape, dtype=dtype)
+            group.recv([value], source, 0).wait()
+        return value
+    if value is None:
+        value = torch.empty(shape, dtype=dtype)
+    dist.broadcast(value, group=group, group_src=source)
+    return mine if rank == source else value
+
+
+def require_same_names(state: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(missing, unexpected) in `state`, as `load_state_dict` of the whole model would find them."""
+    known = set(names)
+    return [name for name in names if name not in state], [name for name in state if name not in known]

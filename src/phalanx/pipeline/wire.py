@@ -1,0 +1,221 @@
+"""What goes from stage to stage: values forward, their gradients backward, and the news that a stage failed.
+
+A message is a header of fixed size, then what it announces. Where the header says that a tensor lies in memory that
+both map, nothing follows. The form of the values (how they nest, their dtypes and all dimensions but the first) is sent
+only when it is another than the last time on the same edge.
+
+    header   status | micro-batches of the step | rows of this one | rows of all | bytes of the form | (rows, place) ...
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from phalanx.errors import PhalanxError
+
+_WORDS = 64
+_FIXED = 5
+_MOST = (_WORDS - _FIXED) // 2
+_TAG = 1_000_000  # above what programs use on the same group
+_VALUES, _FAILED = 0, 1
+_BY_MESSAGE, _ABSENT = -1, -2
+_FAREWELL_S = 5.0
+
+
+class Edge(NamedTuple):
+    """Messages from one stage to another; `backward` if they are gradients. Each has its own order."""
+
+    source: int
+    target: int
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all stages must know of a step: its micro-batches, the rows of this one and of all."""
+
+    micro_batches: int
+    rows: int
+    all_rows: int
+
+
+class StageFailedError(PhalanxError):
+    """Another stage failed, and told."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Values without their data: `leaves` has (dtype, dimensions after the first, needs a gradient) or a constant."""
+
+    tree: str
+    leaves: tuple[Any, ...]
+
+    def encode(self) -> bytes:
+        return pickle.dumps(self)
+
+
+class _Array(NamedTuple):
+    dtype: torch.dtype
+    trailing: tuple[int, ...]
+    is_scalar: bool
+    needs_grad: bool
+
+
+class Wire:
+    """This rank's end of all edges of a pipeline. Sends never wait for the receiver; `settle` does, at the end."""
+
+    def __init__(self, group: dist.ProcessGroup, num_stages: int, rank_of: Sequence[int], device: torch.device) -> None:
+        self._group = group
+        self._num_stages = num_stages
+        self._rank_of = rank_of
+        self._device = device
+        self._sent: dict[Edge, bytes] = {}
+        self._forms: dict[Edge, _Form] = {}
+        self._works: list[tuple[dist.Work, Tensor]] = []
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def send_values(self, edge: Edge, values: Sequence[Any], needs_grad: Sequence[bool], step: Step) -> None:
+        """Send nested values; `needs_grad` says for each tensor in them whether its gradient is wanted back."""
+        leaves, tree = tree_flatten(list(values))
+        wanted = iter(needs_grad)
+        described: list[Any] = []
+        tensors: list[Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                described.append(_Array(leaf.dtype, tuple(leaf.shape[1:]), leaf.dim() == 0, next(wanted)))
+                tensors.append(leaf)
+            else:
+                described.append(leaf)
+        form = _Form(treespec_dumps(tree), tuple(described)).encode()
+        news = b"" if self._sent.get(edge) == form else form
+        self._sent[edge] = form
+        rows = [0 if t.dim() == 0 else t.shape[0] for t in tensors]
+        self._post(edge, step, news, rows, tensors)
+
+    def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: Step) -> None:
+        """Send gradients of the values that needed one, in their order; None for one that has none."""
+        self._post(edge, step, b"", [0] * len(grads), grads)
+
+    def _post(self, edge: Edge, step: Step, news: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
+        header = [_VALUES, step.micro_batches, step.rows, step.all_rows, len(news)]
+        for count, tensor in zip(rows, tensors, strict=True):
+            header += [count, _ABSENT if tensor is None else _BY_MESSAGE]
+        size = max(_WORDS, -(-len(header) // _WORDS) * _WORDS)
+        dst, tag = self._rank_of[edge.target], self._tag(edge)
+        if size > _WORDS:
+            raise ValueError(f"at most {_MOST} tensors may go from a stage to another, got {len(tensors)}")
+        self._send(torch.tensor(header + [0] * (_WORDS - len(header))), dst, tag)
+        if news:
+            self._send(torch.frombuffer(bytearray(news), dtype=torch.uint8), dst, tag)
+        for tensor in tensors:
+            if tensor is not None and tensor.numel():
+                self._send(tensor.detach().contiguous(), dst, tag)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        work = self._group.send([tensor], dst, tag)
+        if work is not None and not work.is_completed():
+            self._works.append((work, tensor))
+
+    def settle(self) -> None:
+        """Return when all that was sent has left its memory."""
+        works, self._works = self._works, []
+        for work, _ in works:
+            work.wait()
+
+    # -- receiving -----------------------------------------------------------------------------------------------
+
+    def receive_values(self, edge: Edge) -> tuple[list[Any], Step]:
+        """The next values on an edge; tensors whose gradient is wanted back require it.
+
+        Raises:
+            StageFailedError: the stage there failed; the message is its own.
+        """
+        header, step, src, tag = self._header(edge)
+        if header[4]:
+            form: _Form = pickle.loads(
+                self._receive(torch.empty(header[4], dtype=torch.uint8), src, tag).numpy().tobytes()
+            )
+            self._forms[edge] = form
+        form = self._forms[edge]
+        words = iter(header[_FIXED:])
+        leaves = []
+        for leaf in form.leaves:
+            if isinstance(leaf, _Array):
+                rows, _ = next(words), next(words)
+                shape = leaf.trailing if leaf.is_scalar else (rows, *leaf.trailing)
+                tensor = torch.empty(shape, dtype=leaf.dtype, device=self._device)
+                if tensor.numel():
+                    self._receive(tensor, src, tag)
+                leaves.append(tensor.requires_grad_() if leaf.needs_grad else tensor)
+            else:
+                leaves.append(leaf)
+        values: list[Any] = tree_unflatten(leaves, treespec_loads(form.tree))
+        return values, step
+
+    def receive_gradients(self, edge: Edge, like: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of `like`, which were sent the other way; None where there is none.
+
+        Raises:
+            StageFailedError: the stage there failed; the message is its own.
+        """
+        header, _, src, tag = self._header(edge)
+        grads: list[Tensor | None] = []
+        for at, tensor in enumerate(like):
+            if header[_FIXED + 2 * at + 1] == _ABSENT:
+                grads.append(None)
+                continue
+            grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            grads.append(self._receive(grad, src, tag) if grad.numel() else grad)
+        return grads
+
+    def _header(self, edge: Edge) -> tuple[list[int], Step, int, int]:
+        src, tag = self._rank_of[edge.source], self._tag(edge)
+        header: list[int] = self._receive(torch.empty(_WORDS, dtype=torch.int64), src, tag).tolist()
+        if header[0] == _FAILED:
+            text = self._receive(torch.empty(header[4], dtype=torch.uint8), src, tag)
+            raise StageFailedError(text.numpy().tobytes().decode())
+        return header, Step(header[1], header[2], header[3]), src, tag
+
+    def _receive(self, tensor: Tensor, src: int, tag: int) -> Tensor:
+        self._group.recv([tensor], src, tag).wait()
+        return tensor
+
+    def _tag(self, edge: Edge) -> int:
+        return _TAG + (edge.source * self._num_stages + edge.target) * 2 + edge.backward
+
+    # -- between ranks -------------------------------------------------------------------------------------------
+
+    def send_tensor(self, tensor: Tensor, rank: int) -> None:
+        """A tensor whose form the other rank knows."""
+        self._send(tensor.detach().contiguous(), rank, _TAG - 1)
+
+    def receive_tensor(self, tensor: Tensor, rank: int) -> Tensor:
+        """Fill `tensor` with what that rank sends."""
+        return self._receive(tensor, rank, _TAG - 1)
+
+    # -- failing -------------------------------------------------------------------------------------------------
+
+    def tell_failure(self, edges: Sequence[Edge], text: str) -> None:
+        """Put the news on edges, for whoever waits there, or comes there next. What fails here is not told."""
+        data = text.encode()
+        header = torch.tensor([_FAILED, 0, 0, 0, len(data)] + [0] * (_WORDS - _FIXED))
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        works = []
+        try:
+            for edge in edges:
+                for tensor in (header, body):
+                    works.append(self._group.send([tensor], self._rank_of[edge.target], self._tag(edge)))
+            for work in works:
+                work.wait(timedelta(seconds=_FAREWELL_S))
+        except RuntimeError:  # a peer is gone, which the others hear anyway
+            pass

@@ -1,0 +1,46 @@
+"""The best of all cuts, compared with trying all of them."""
+
+import itertools
+import random
+
+import pytest
+
+from phalanx.partition import balance
+
+
+def every_cut(layers, parts):
+    for ends in itertools.combinations(range(1, layers), parts - 1):
+        begins = [0, *ends, layers]
+        yield [end - begin for begin, end in itertools.pairwise(begins)]
+
+
+def dearest(costs, counts):
+    ends = list(itertools.accumulate(counts))
+    return max(sum(costs[end - count : end]) for count, end in zip(counts, ends, strict=True))
+
+
+def test_no_cut_is_better():
+    draw = random.Random(0)
+    for _ in range(200):
+        costs = [draw.uniform(1, 10) for _ in range(draw.randint(1, 9))]
+        parts = draw.randint(1, len(costs))
+        counts = balance(costs, parts)
+        assert sum(counts) == len(costs)
+        assert min(counts) >= 1
+        assert dearest(costs, counts) == pytest.approx(min(dearest(costs, cut) for cut in every_cut(len(costs), parts)))
+
+
+def test_among_equal_cuts_the_most_even_is_taken():
+    assert balance([4, 1, 1, 1, 1], 3) == [1, 2, 2]
+
+
+def test_a_limit_of_memory_comes_first():
+    assert balance([1, 1, 1, 9], 2, memory=[5, 5, 5, 5], limit=10) == [2, 2]
+    assert balance([1, 1, 1, 9], 2) == [3, 1]
+
+
+def test_a_cut_that_cannot_be_made_is_refused_with_its_numbers():
+    with pytest.raises(ValueError, match="2 layers cannot be cut into 3 parts"):
+        balance([1, 2], 3)
+    with pytest.raises(ValueError, match=r"no cut into 2 parts keeps each within 9 bytes.*15 in all, the largest 10"):
+        balance([1, 2], 2, memory=[5, 10], limit=9)
