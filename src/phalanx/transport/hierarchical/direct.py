@@ -13,10 +13,9 @@ from torch import Tensor
 
 from phalanx.core_numbers import BYTES
 from phalanx.deadline import Deadline, timeout_ns
-from phalanx.diagnostics.failure_report import RankCall
 from phalanx.dtypes import dtype_of
 from phalanx.transport.base import CallContext
-from phalanx.transport.call import Call, Disagreement, same_call
+from phalanx.transport.call import Call, Disagreement, compare_splits, same_call
 from phalanx.transport.hierarchical.rails import Message, talking_to
 from phalanx.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx.transport.hierarchical.small import SmallCollectives
@@ -85,7 +84,8 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                 self._agree_here(ctx, deadline)
                 mine = table.view(-1).view(torch.uint8)
                 self._all_gather_in_segments(mine, torch.split(flat, nbytes(table)), ctx, deadline)
-            _compare_sizes(tables.tolist())
+            if calls := compare_splits(tables.tolist()):
+                raise Disagreement(calls)
             messages = self._swap(src, dst, deadline)
             local = self.layout.local_ranks
             if len(local) > 1:
@@ -135,22 +135,6 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
         count = tensor.numel() if count is None else count
         code = dtype_of(tensor.dtype).code
         return same_call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(ctx))
-
-
-def _compare_sizes(sizes: Sequence[Sequence[Sequence[int]]]) -> None:
-    """sizes[r] is what rank r sends to whom, and what it awaits from whom, in bytes; every pair must fit.
-
-    Raises:
-        Disagreement: some do not; all ranks find the same.
-    """
-    calls: dict[int, str] = {}
-    for r, (sent, _) in enumerate(sizes):
-        for peer, (_, awaited) in enumerate(sizes):
-            if sent[peer] != awaited[r]:
-                calls.setdefault(r, f"all_to_all that sends {sent[peer]} bytes to rank {peer}")
-                calls.setdefault(peer, f"all_to_all that awaits {awaited[r]} bytes from rank {r}")
-    if calls:
-        raise Disagreement({rank: RankCall(text) for rank, text in calls.items()}, complete=True)
 
 
 def _wait_all(messages: Sequence[Message]) -> None:
