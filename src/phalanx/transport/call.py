@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from torch import Tensor
+
 from phalanx.diagnostics.failure_report import RankCall
-from phalanx.dtypes import dtype_name, reduction_name
+from phalanx.dtypes import dtype_name, dtype_of, reduction_name
 
 # A block: the digest, the words, and what the rank brings, if it is that little.
 BLOCK_BYTES = 512
@@ -86,8 +88,26 @@ class Disagreement(Exception):
         self.is_collective = is_collective
 
 
+def describe_call(
+    name: str,
+    tensor: Tensor,
+    place: str,
+    *,
+    redop: int = -1,
+    root: int = -1,
+    count: int | None = None,
+    sizes: tuple[int, ...] = (),
+) -> Call:
+    """The `Call` of an operation with `tensor`, whose elements are counted where no `count` is given; -1: not compared.
+
+    With its head, once: a training loop makes the same calls again and again.
+    """
+    count = tensor.numel() if count is None else count
+    return _same_call(name, dtype_of(tensor.dtype).code, redop, root, count, sizes, tuple(tensor.shape), place)
+
+
 @lru_cache(maxsize=1024)
-def same_call(
+def _same_call(
     name: str,
     dtype: int,
     redop: int,
@@ -97,7 +117,6 @@ def same_call(
     shape: tuple[int, ...],
     place: str,
 ) -> Call:
-    """The `Call`, with its head: a training loop makes the same calls again and again."""
     return Call(name, dtype, redop, root, count, sizes, shape, place)
 
 

@@ -12,7 +12,7 @@ from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import Operation, RankCall
 from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.transport.base import CallContext
-from phalanx.transport.call import Call, Disagreement, compare_splits
+from phalanx.transport.call import Call, Disagreement, compare_splits, describe_call
 from phalanx.transport.gloo.numerics import is_reducible, operation_of, result_of, summand
 from phalanx.transport.gloo.session import GlooSession, bytes_of, talking, timedelta_of
 from phalanx.transport.tensors import dense, nbytes, scaled, write_back
@@ -37,7 +37,7 @@ class GlooTransport(GlooSession):
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
         tensor = tensor.detach()
-        call = self._call("all_reduce" if root < 0 else "reduce", tensor, ctx, redop=redop, root=root)
+        call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         with self._collective(call, ctx) as deadline:
             result = self._reduced(dense(scaled(tensor, factor)), redop, deadline, root)
             if root in (-1, self.rank):
@@ -63,7 +63,9 @@ class GlooTransport(GlooSession):
         """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
         output = output.detach()
         counts = [t.numel() for t in inputs]
-        call = self._call("reduce_scatter", output, ctx, redop=redop, count=sum(counts), sizes=tuple(counts))
+        call = describe_call(
+            "reduce_scatter", output, self._place(ctx), redop=redop, count=sum(counts), sizes=tuple(counts)
+        )
         with self._collective(call, ctx) as deadline:
             whole = torch.cat([dense(scaled(t.detach(), factor)).view(-1) for t in inputs])
             parts = torch.split(self._reduced(whole, redop, deadline), counts)
@@ -76,7 +78,7 @@ class GlooTransport(GlooSession):
         output = output.detach()
         count = output.numel()
         sizes = (count,) * self.world_size
-        call = self._call("reduce_scatter", output, ctx, redop=redop, count=tensor.numel(), sizes=sizes)
+        call = describe_call("reduce_scatter", output, self._place(ctx), redop=redop, count=tensor.numel(), sizes=sizes)
         with self._collective(call, ctx) as deadline:
             whole = self._reduced(dense(scaled(tensor.detach(), factor)).view(-1), redop, deadline)
             write_back(output, whole[self.rank * count : (self.rank + 1) * count].view(output.shape))
@@ -87,7 +89,7 @@ class GlooTransport(GlooSession):
         """`tensor` becomes root's."""
         tensor = tensor.detach()
         data = dense(tensor)
-        with self._collective(self._call("broadcast", data, ctx, root=root), ctx) as deadline:
+        with self._collective(describe_call("broadcast", data, self._place(ctx), root=root), ctx) as deadline:
             if self.world_size > 1 and nbytes(data):
                 self._run("broadcast", [[bytes_of(data)]], deadline, root=root)
             if data is not tensor and root != self.rank:
@@ -101,13 +103,13 @@ class GlooTransport(GlooSession):
             self._gather_to(outputs, data, root, ctx)
             return
         counts = tuple(t.numel() for t in outputs)
-        call = self._call("all_gather", data, ctx, count=sum(counts), sizes=counts)
+        call = describe_call("all_gather", data, self._place(ctx), count=sum(counts), sizes=counts)
         with self._collective(call, ctx) as deadline:
             parts = self._all_gather(bytes_of(data), [nbytes(t) for t in outputs], deadline)
             self._hand_out(outputs, parts)
 
     def _gather_to(self, outputs: Sequence[Tensor], data: Tensor, root: int, ctx: CallContext) -> None:
-        with self._collective(self._call("gather", data, ctx, root=root), ctx) as deadline:
+        with self._collective(describe_call("gather", data, self._place(ctx), root=root), ctx) as deadline:
             mine = bytes_of(data)
             parts = [torch.empty_like(mine) for _ in outputs]
             if self.world_size == 1:
@@ -119,7 +121,7 @@ class GlooTransport(GlooSession):
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
         output, data = output.detach(), dense(tensor.detach())
-        with self._collective(self._call("all_gather", data, ctx), ctx) as deadline:
+        with self._collective(describe_call("all_gather", data, self._place(ctx)), ctx) as deadline:
             parts = self._all_gather(bytes_of(data), [nbytes(data)] * self.world_size, deadline)
             write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
 
@@ -139,7 +141,7 @@ class GlooTransport(GlooSession):
         """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
         output = output.detach()
         data = dense(output)
-        with self._collective(self._call("scatter", data, ctx, root=root), ctx) as deadline:
+        with self._collective(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
             pieces = [bytes_of(dense(t.detach())) for t in inputs]
             if self.world_size == 1:
                 bytes_of(data).copy_(pieces[0])
@@ -154,7 +156,9 @@ class GlooTransport(GlooSession):
         """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ."""
         outputs = [t.detach() for t in outputs]
         sent, awaited = [nbytes(t) for t in inputs], [nbytes(t) for t in outputs]
-        with self._collective(self._call_of_all_to_all(inputs[0], ctx), ctx) as deadline:
+        # The sizes differ from rank to rank, and are compared in a round of their own.
+        call = describe_call("all_to_all", inputs[0], self._place(ctx), count=-1)
+        with self._collective(call, ctx) as deadline:
             self._compare(sent, awaited, deadline)
             whole = torch.cat([bytes_of(dense(t.detach())) for t in inputs])
             got = torch.empty(sum(awaited), dtype=torch.uint8)
@@ -165,7 +169,9 @@ class GlooTransport(GlooSession):
         """As `all_to_all` with the equal parts of two contiguous tensors, which are not copied."""
         tensor, output = tensor.detach(), output.detach()
         sizes = [nbytes(tensor) // self.world_size] * self.world_size
-        with self._collective(self._call_of_all_to_all(tensor, ctx), ctx) as deadline:
+        # The sizes differ from rank to rank, and are compared in a round of their own.
+        call = describe_call("all_to_all", tensor, self._place(ctx), count=-1)
+        with self._collective(call, ctx) as deadline:
             self._compare(sizes, sizes, deadline)
             self._exchange(bytes_of(output), bytes_of(tensor), sizes, sizes, deadline)
 
@@ -176,11 +182,6 @@ class GlooTransport(GlooSession):
             got.copy_(sent)
         else:
             self._run("alltoall_base", [got, sent, list(awaited), list(sizes)], deadline)
-
-    def _call_of_all_to_all(self, tensor: Tensor, ctx: CallContext) -> Call:
-        # The sizes differ from rank to rank, and are compared in a round of their own.
-        code = dtype_of(tensor.dtype).code
-        return Call("all_to_all", code, shape=tuple(tensor.shape), place=self._place(ctx))
 
     def _compare(self, sent: list[int], awaited: list[int], deadline: Deadline) -> None:
         """Every rank learns what all send and await, so that all find the same pairs that do not fit."""
@@ -193,21 +194,6 @@ class GlooTransport(GlooSession):
     def _hand_out(outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         for output, part in zip(outputs, parts, strict=False):
             write_back(output, part.view(output.dtype).view(output.shape))
-
-    def _call(
-        self,
-        name: str,
-        tensor: Tensor,
-        ctx: CallContext,
-        *,
-        redop: int = -1,
-        root: int = -1,
-        count: int | None = None,
-        sizes: tuple[int, ...] = (),
-    ) -> Call:
-        count = tensor.numel() if count is None else count
-        code = dtype_of(tensor.dtype).code
-        return Call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(ctx))
 
     # -- point to point: a header (bytes, dtype) before each message, for Gloo would write what does not fit -----------
 

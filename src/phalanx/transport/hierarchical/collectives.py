@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.core_numbers import SUM
 from phalanx.transport.base import CallContext
-from phalanx.transport.call import Call
+from phalanx.transport.call import Call, describe_call
 from phalanx.transport.hierarchical.direct import DirectCollectives
 from phalanx.transport.numerics import HALF, sum_type
 from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
@@ -44,7 +44,7 @@ class HierarchicalCollectives(DirectCollectives):
         Numerics: half types add up in float32 and are rounded once; AVG divides the sum once. The same bits everywhere.
         """
         tensor = tensor.detach()
-        call = self._call("all_reduce" if root < 0 else "reduce", tensor, ctx, redop=redop, root=root)
+        call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         if self._is_small_sum(tensor.dtype, tensor.numel()):
             self._small_all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
         else:
@@ -75,7 +75,7 @@ class HierarchicalCollectives(DirectCollectives):
         """
         output, inputs = output.detach(), [t.detach() for t in inputs]
         counts = tuple(t.numel() for t in inputs)
-        call = self._call("reduce_scatter", output, ctx, redop=redop, count=sum(counts), sizes=counts)
+        call = describe_call("reduce_scatter", output, self._place(ctx), redop=redop, count=sum(counts), sizes=counts)
         if self._is_small_sum(output.dtype, sum(counts)):
             scaled_inputs = [scaled(t, factor) for t in inputs]
             self._small_reduce_scatter(output, scaled_inputs, call, redop, ctx)
@@ -108,7 +108,7 @@ class HierarchicalCollectives(DirectCollectives):
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         """`tensor` becomes root's. Cost: S bytes to each host that it is passed on to."""
         tensor = tensor.detach()
-        call = self._call("broadcast", tensor, ctx, root=root)
+        call = describe_call("broadcast", tensor, self._place(ctx), root=root)
         if self._is_small(nbytes(tensor)):
             self._small_broadcast(tensor, call, root, ctx)
         else:
@@ -132,7 +132,7 @@ class HierarchicalCollectives(DirectCollectives):
             self._interruptible(Call("gather"), ctx, partial(self._gather_to, outputs, tensor, root, ctx))
             return
         sizes = tuple(nbytes(t) for t in outputs)
-        call = self._call("all_gather", tensor, ctx, count=sum(sizes), sizes=sizes)
+        call = describe_call("all_gather", tensor, self._place(ctx), count=sum(sizes), sizes=sizes)
         if self._is_small(sum(sizes)):
             self._small_all_gather(outputs, tensor, call, sizes, ctx)
         else:
@@ -141,7 +141,7 @@ class HierarchicalCollectives(DirectCollectives):
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
         output, tensor = output.detach(), tensor.detach()
-        call = self._call("all_gather", tensor, ctx)
+        call = describe_call("all_gather", tensor, self._place(ctx))
         sizes = (nbytes(tensor),) * self.world_size
         if self._is_small(sum(sizes)):
             self._small_all_gather([output], tensor, call, sizes, ctx)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from phalanx.core_numbers import BYTES
 from phalanx.deadline import Deadline, timeout_ns
-from phalanx.dtypes import dtype_of
 from phalanx.transport.base import CallContext
-from phalanx.transport.call import Call, Disagreement, compare_splits, same_call
+from phalanx.transport.call import Disagreement, compare_splits, describe_call
 from phalanx.transport.hierarchical.rails import Message, talking_to
 from phalanx.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx.transport.hierarchical.small import SmallCollectives
@@ -28,7 +27,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
     def _gather_to(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, ctx: CallContext) -> None:
         data, parts = dense(tensor), [dense(t) for t in outputs]
         everybody, local = range(self.world_size), self.layout.local_ranks
-        with self._running(self._call("gather", data, ctx, root=root), ctx) as deadline:
+        with self._running(describe_call("gather", data, self._place(ctx), root=root), ctx) as deadline:
             self._agree_here(ctx, deadline)
             to_root = [data if r == root else None for r in everybody]
             messages = self._swap(to_root, parts or [None] * self.world_size, deadline)
@@ -49,7 +48,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
         output, parts = output.detach(), [dense(t.detach()) for t in inputs]
         data = dense(output)
         everybody, local = range(self.world_size), self.layout.local_ranks
-        with self._running(self._call("scatter", data, ctx, root=root), ctx) as deadline:
+        with self._running(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
             self._agree_here(ctx, deadline)
             from_root = [data if r == root else None for r in everybody]
             messages = self._swap(parts or [None] * self.world_size, from_root, deadline)
@@ -72,7 +71,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
         outputs, src = [t.detach() for t in outputs], [dense(t.detach()) for t in inputs]
         dst = [dense(t) for t in outputs]
         # Whether there are splits may differ from rank to rank, as on one host; the sizes themselves are compared.
-        call = Call("all_to_all", dtype_of(src[0].dtype).code, shape=tuple(src[0].shape), place=self._place(ctx))
+        call = describe_call("all_to_all", src[0], self._place(ctx), count=-1)
         sent, awaited = [nbytes(t) for t in src], [nbytes(t) for t in dst]
         table = torch.tensor([sent, awaited])
         tables = torch.empty((self.world_size, *table.shape), dtype=table.dtype)
@@ -120,21 +119,6 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                     with talking_to(r):
                         messages.append(Message(start(r, tensor, self._data), r, deadline))
         return messages
-
-    def _call(
-        self,
-        name: str,
-        tensor: Tensor,
-        ctx: CallContext,
-        *,
-        redop: int = -1,
-        root: int = -1,
-        count: int | None = None,
-        sizes: tuple[int, ...] = (),
-    ) -> Call:
-        count = tensor.numel() if count is None else count
-        code = dtype_of(tensor.dtype).code
-        return same_call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(ctx))
 
 
 def _wait_all(messages: Sequence[Message]) -> None:

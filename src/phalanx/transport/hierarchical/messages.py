@@ -17,7 +17,7 @@ from phalanx.diagnostics.failure_report import FailureReport, Operation, RankCal
 from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.transport.background import WHOLE_BYTES, look_at
 from phalanx.transport.base import CallContext
-from phalanx.transport.call import Call
+from phalanx.transport.call import describe_call
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Message, talking_to
 from phalanx.transport.hierarchical.session import HierarchicalSession
 from phalanx.transport.tensors import dense, nbytes, write_back
@@ -33,7 +33,10 @@ class HierarchicalMessages(HierarchicalSession):
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"send to rank {dst}", ctx)
-        with self._recorded(self._message("send", data, ctx), ctx, dst), self._reporting(here, ctx, deadline, dst):
+        with (
+            self._recorded(describe_call("send", data, self._place(ctx)), ctx, dst),
+            self._reporting(here, ctx, deadline, dst),
+        ):
             messages = []
             with talking_to(dst):
                 messages.append(Message(self._engine.send(dst, header, tag), dst, deadline))
@@ -48,7 +51,7 @@ class HierarchicalMessages(HierarchicalSession):
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"recv from rank {src}" if src >= 0 else "recv from any rank", ctx)
-        recorded = self._recorded(self._message("recv", data, ctx), ctx, src)
+        recorded = self._recorded(describe_call("recv", data, self._place(ctx)), ctx, src)
         with recorded, self._reporting(here, ctx, deadline, src), torch.no_grad():
             with talking_to(src):
                 if src >= 0:
@@ -84,10 +87,6 @@ class HierarchicalMessages(HierarchicalSession):
             wait()
         else:
             self._message_threads.run(wait, look_at(self._engine, peer, partial(ConnectionBroken, peer)))
-
-    def _message(self, name: str, data: Tensor, ctx: CallContext) -> Call:
-        code = dtype_of(data.dtype).code
-        return Call(name, code, count=data.numel(), shape=tuple(data.shape), place=self._place(ctx))
 
     def _operation(self, label: str, ctx: CallContext) -> Operation:
         return Operation(label, self.group, self.rank, call_site=self._place(ctx))

@@ -14,7 +14,7 @@ from phalanx.diagnostics.failure_report import Operation, RankCall
 from phalanx.dtypes import dtype_name, dtype_of
 from phalanx.engines.mpi import Underway
 from phalanx.transport.base import CallContext
-from phalanx.transport.call import Call, Disagreement, compare_splits
+from phalanx.transport.call import Call, Disagreement, compare_splits, describe_call
 from phalanx.transport.mpi.datatypes import datatype_of, element_of, operation_of, summand
 from phalanx.transport.mpi.session import MpiSession
 from phalanx.transport.numerics import divide
@@ -41,7 +41,7 @@ class MpiTransport(MpiSession):
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
         tensor = tensor.detach()
-        call = self._call("all_reduce" if root < 0 else "reduce", tensor, ctx, redop=redop, root=root)
+        call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         with self._collective(call, ctx) as deadline:
             work = summand(dense(scaled(tensor, factor)))
             operation = operation_of(self._mpi, redop, tensor.dtype)
@@ -61,7 +61,9 @@ class MpiTransport(MpiSession):
         """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
         output = output.detach()
         counts = [t.numel() for t in inputs]
-        call = self._call("reduce_scatter", output, ctx, redop=redop, count=sum(counts), sizes=tuple(counts))
+        call = describe_call(
+            "reduce_scatter", output, self._place(ctx), redop=redop, count=sum(counts), sizes=tuple(counts)
+        )
         with self._collective(call, ctx) as deadline:
             whole = summand(torch.cat([dense(scaled(t.detach(), factor)).view(-1) for t in inputs]))
             part = torch.empty(counts[self.rank], dtype=whole.dtype)
@@ -79,7 +81,7 @@ class MpiTransport(MpiSession):
         output, tensor = output.detach(), tensor.detach()
         count = output.numel()
         sizes = (count,) * self.world_size
-        call = self._call("reduce_scatter", output, ctx, redop=redop, count=tensor.numel(), sizes=sizes)
+        call = describe_call("reduce_scatter", output, self._place(ctx), redop=redop, count=tensor.numel(), sizes=sizes)
         with self._collective(call, ctx) as deadline:
             whole = summand(dense(scaled(tensor, factor)))
             part = summand(dense(output))
@@ -106,7 +108,7 @@ class MpiTransport(MpiSession):
         """`tensor` becomes root's."""
         tensor = tensor.detach()
         data = dense(tensor)
-        with self._collective(self._call("broadcast", data, ctx, root=root), ctx) as deadline:
+        with self._collective(describe_call("broadcast", data, self._place(ctx), root=root), ctx) as deadline:
             self._run(lambda comm: comm.Ibcast(self._elements(data), root), data, deadline)
             if data is not tensor and root != self.rank:
                 write_back(tensor, data)
@@ -119,7 +121,8 @@ class MpiTransport(MpiSession):
         all_sizes = tuple(counts) if root < 0 else ()
         count = sum(counts) if root < 0 else data.numel()
         name = "all_gather" if root < 0 else "gather"
-        with self._collective(self._call(name, data, ctx, root=root, count=count, sizes=all_sizes), ctx) as deadline:
+        call = describe_call(name, data, self._place(ctx), root=root, count=count, sizes=all_sizes)
+        with self._collective(call, ctx) as deadline:
             whole = torch.empty(sum(counts), dtype=tensor.dtype)
             sent, received = self._elements(data), self._pieces(whole, counts)
             memory = (data, whole)
@@ -134,7 +137,7 @@ class MpiTransport(MpiSession):
         """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
         output, data = output.detach(), dense(tensor.detach())
         whole = dense(output)
-        with self._collective(self._call("all_gather", data, ctx), ctx) as deadline:
+        with self._collective(describe_call("all_gather", data, self._place(ctx)), ctx) as deadline:
             sent = self._elements(data)
             received = [self._engine.memory(whole), data.numel(), element_of(self._mpi, data.dtype)]
             self._run(lambda comm: comm.Iallgather(sent, received), (data, whole), deadline)
@@ -145,7 +148,7 @@ class MpiTransport(MpiSession):
         """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
         output = output.detach()
         data = dense(output)
-        with self._collective(self._call("scatter", data, ctx, root=root), ctx) as deadline:
+        with self._collective(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
             whole = torch.cat([dense(t.detach()).view(-1) for t in inputs]) if inputs else data[:0]
             counts = [t.numel() for t in inputs]
             sent = self._pieces(whole, counts) if root == self.rank else None
@@ -160,7 +163,9 @@ class MpiTransport(MpiSession):
         """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ."""
         outputs = [t.detach() for t in outputs]
         sent_counts, received_counts = [t.numel() for t in inputs], [t.numel() for t in outputs]
-        with self._collective(self._call_of_all_to_all(inputs[0], ctx), ctx) as deadline:
+        # The sizes differ from rank to rank, and are compared in a round of their own.
+        call = describe_call("all_to_all", inputs[0], self._place(ctx), count=-1)
+        with self._collective(call, ctx) as deadline:
             self._compare(sent_counts, received_counts, inputs[0].element_size(), deadline)
             whole = torch.cat([dense(t.detach()).view(-1) for t in inputs])
             got = torch.empty(sum(received_counts), dtype=whole.dtype)
@@ -172,15 +177,12 @@ class MpiTransport(MpiSession):
         """As `all_to_all` with the equal parts of two contiguous tensors, which are not copied."""
         tensor, output = tensor.detach(), output.detach()
         counts = [tensor.numel() // self.world_size] * self.world_size
-        with self._collective(self._call_of_all_to_all(tensor, ctx), ctx) as deadline:
+        # The sizes differ from rank to rank, and are compared in a round of their own.
+        call = describe_call("all_to_all", tensor, self._place(ctx), count=-1)
+        with self._collective(call, ctx) as deadline:
             self._compare(counts, counts, tensor.element_size(), deadline)
             sent, received = self._pieces(tensor, counts), self._pieces(output, counts)
             self._run(lambda comm: comm.Ialltoallv(sent, received), (tensor, output), deadline)
-
-    def _call_of_all_to_all(self, tensor: Tensor, ctx: CallContext) -> Call:
-        # The sizes differ from rank to rank, and are compared in a round of their own.
-        code = dtype_of(tensor.dtype).code
-        return Call("all_to_all", code, shape=tuple(tensor.shape), place=self._place(ctx))
 
     def _compare(self, sent: list[int], awaited: list[int], size: int, deadline: Deadline) -> None:
         """Every rank learns what all send and await, so that all find the same pairs that do not fit."""
@@ -204,21 +206,6 @@ class MpiTransport(MpiSession):
     def _hand_out(outputs: Sequence[Tensor], whole: Tensor, counts: Sequence[int]) -> None:
         for output, piece in zip(outputs, torch.split(whole, list(counts)), strict=False):
             write_back(output, piece.view(output.shape))
-
-    def _call(
-        self,
-        name: str,
-        tensor: Tensor,
-        ctx: CallContext,
-        *,
-        redop: int = -1,
-        root: int = -1,
-        count: int | None = None,
-        sizes: tuple[int, ...] = (),
-    ) -> Call:
-        count = tensor.numel() if count is None else count
-        code = dtype_of(tensor.dtype).code
-        return Call(name, code, redop, root, count, sizes, tuple(tensor.shape), self._place(ctx))
 
     # -- point to point ------------------------------------------------------------------------------------------
 
