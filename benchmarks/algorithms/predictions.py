@@ -6,8 +6,8 @@ from phalanx.collectives import Links, Topology, build, hierarchical
 from phalanx.collectives.closed_form import predict
 from phalanx.collectives.segments import in_segments
 from phalanx.collectives.simulate import simulate
-from phalanx.transport.call import PAYLOAD_BYTES
 from phalanx.transport.hierarchical.segments import Ticks
+from phalanx.transport.hierarchical.small import ALWAYS_SMALL_BYTES
 
 
 def of_schedule(algorithm: str, nbytes: int, topology: Topology, links: Links) -> tuple[float, float]:
@@ -22,7 +22,7 @@ def of_backend(algorithm: str, nbytes: int, topology: Topology, links: Links, em
     It adds up in the memory of each host, runs `algorithm` between the hosts, and gathers in memory. `empty_s` is what
     it takes for nothing: the ranks agree.
     """
-    if nbytes <= PAYLOAD_BYTES:  # the tensor travels with what the ranks agree on, whatever the algorithm
+    if nbytes <= ALWAYS_SMALL_BYTES:  # the tensor travels with what the ranks agree on, whatever the algorithm
         return empty_s, empty_s
     whole = build(algorithm, "all_reduce", Topology.flat(len(topology.hosts)))
     num_segments = Ticks.of(nbytes, whole.num_steps).num_segments

@@ -1,25 +1,19 @@
-"""Fingerprints: a block of fixed size that holds what must agree, and the call in words."""
+"""Fingerprints: a head of fixed size that holds what must agree, and the call in words."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from phalanx.diagnostics.failure_report import RankCall
-from phalanx.transport.call import (
-    BLOCK_BYTES,
-    PAYLOAD_BYTES,
-    Call,
-    disagreement,
-    payload_of,
-    split_blocks,
-)
+from phalanx.transport.call import HEAD_BYTES, Call, describe_call, disagreement, split_heads
 
 CALL = Call("all_reduce", dtype=12, redop=0, count=12, shape=(3, 4), place="train.py:88")
 
 
 def received(call):
-    """What other ranks read in the block of `call`, their 7th, if theirs differs."""
-    return disagreement({0: call.block(7), 1: Call("other").block(7)}, 7)[0]
+    """What other ranks read in the head of `call`, their 7th, if theirs differs."""
+    return disagreement({0: call.head(7), 1: Call("other").head(7)}, 7)[0]
 
 
 def test_other_ranks_read_the_call_as_its_rank_made_it():
@@ -39,7 +33,7 @@ def test_of_a_long_path_the_end_is_kept(letter):
 
 def test_calls_that_differ_only_in_place_and_shape_agree():
     other = replace(CALL, shape=(12,), place="elsewhere.py:1")
-    assert disagreement({0: CALL.block(1), 1: other.block(1)}, 1) == {}
+    assert disagreement({0: CALL.head(1), 1: other.head(1)}, 1) == {}
 
 
 @pytest.mark.parametrize(
@@ -47,23 +41,23 @@ def test_calls_that_differ_only_in_place_and_shape_agree():
 )
 def test_any_other_difference_is_told_in_every_ranks_words(change):
     other = replace(CALL, **change)
-    assert disagreement({0: CALL.block(7), 1: other.block(7)}, 7) == {0: received(CALL), 1: received(other)}
+    assert disagreement({0: CALL.head(7), 1: other.head(7)}, 7) == {0: received(CALL), 1: received(other)}
 
 
 def test_another_number_in_the_sequence_is_a_difference():
-    assert disagreement({0: CALL.block(1), 1: CALL.block(2)}, 1)
+    assert disagreement({0: CALL.head(1), 1: CALL.head(2)}, 1)
 
 
-def test_what_a_rank_brings_travels_behind_its_words_and_need_not_agree():
-    payload = bytes(range(256))[:PAYLOAD_BYTES]
-    block = replace(CALL, place="x" * 1000).block(1, payload)
-    assert len(block) == BLOCK_BYTES
-    assert payload_of(block) == payload
-    assert payload_of(CALL.block(1)) == bytes(PAYLOAD_BYTES)
-    assert disagreement({0: CALL.block(1, b"one"), 1: CALL.block(1, b"other")}, 1) == {}
-
-
-def test_a_block_has_one_size_however_long_the_words_are():
+def test_a_head_has_one_size_however_long_the_words_are():
     long = replace(CALL, place="x" * 1000)
-    assert len(long.block(1)) == len(CALL.block(1)) == BLOCK_BYTES
-    assert split_blocks(CALL.block(1) + long.block(1), [4, 2]) == {4: CALL.block(1), 2: long.block(1)}
+    assert len(long.head(1)) == len(CALL.head(1)) == HEAD_BYTES
+    assert split_heads(CALL.head(1) + long.head(1), [4, 2]) == {4: CALL.head(1), 2: long.head(1)}
+
+
+def test_a_call_that_comes_again_is_described_once():
+    """Gloo and MPI hashed the fingerprint of every call anew, with the words in it."""
+    tensor = torch.zeros(3, 4)
+    call = describe_call("all_reduce", tensor, "train.py:88", redop=0)
+    assert call == CALL
+    assert describe_call("all_reduce", tensor.clone(), "train.py:88", redop=0) is call
+    assert describe_call("all_to_all", tensor, "train.py:88", count=-1).count == -1

@@ -13,12 +13,10 @@ from torch import Tensor
 from phalanx.diagnostics.failure_report import RankCall
 from phalanx.dtypes import dtype_name, dtype_of, reduction_name
 
-# A block: the digest, the words, and what the rank brings, if it is that little.
-BLOCK_BYTES = 512
-PAYLOAD_BYTES = 256
+# A head: the digest, the number in the sequence, the words.
+HEAD_BYTES = 256
 _DIGEST_BYTES = 16
 _SEQ_BYTES = 4
-HEAD_BYTES = BLOCK_BYTES - PAYLOAD_BYTES
 _SEPARATOR = "\x1f"
 _MAX_PLACE_BYTES = 120  # the end of a longer path, so that there is room for the rest
 
@@ -58,10 +56,6 @@ class Call:
         digest = hashlib.blake2b(repr(must_agree).encode(), digest_size=_DIGEST_BYTES - _SEQ_BYTES).digest()
         room = HEAD_BYTES - _DIGEST_BYTES
         return digest, self.words().encode()[:room].ljust(room, b"\0")
-
-    def block(self, seq: int, payload: bytes = b"") -> bytes:
-        """The head, then `payload`; always `BLOCK_BYTES` long."""
-        return (self.head(seq) + payload).ljust(BLOCK_BYTES, b"\0")
 
 
 def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCall]:
@@ -143,21 +137,16 @@ def agree(head: bytes, other: bytes) -> bool:
     return head[:_DIGEST_BYTES] == other[:_DIGEST_BYTES]
 
 
-def payload_of(block: bytes) -> bytes:
-    """What its rank brings, and zeros."""
-    return block[HEAD_BYTES:]
-
-
-def disagreement(blocks: Mapping[int, bytes], seq: int) -> dict[int, RankCall]:
+def disagreement(heads: Mapping[int, bytes], seq: int) -> dict[int, RankCall]:
     """What each rank called as its collective number `seq` if the ranks' calls differ; else nothing."""
-    if len({block[:_DIGEST_BYTES] for block in blocks.values()}) <= 1:
+    if len({head[:_DIGEST_BYTES] for head in heads.values()}) <= 1:
         return {}
-    return {r: rank_call(block, seq) for r, block in sorted(blocks.items())}
+    return {r: rank_call(head, seq) for r, head in sorted(heads.items())}
 
 
-def rank_call(block: bytes, seq: int) -> RankCall:
+def rank_call(head: bytes, seq: int) -> RankCall:
     """What the rank called as its collective number `seq`."""
-    words = block[_DIGEST_BYTES:HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
+    words = head[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
     name, _, rest = words.partition(_SEPARATOR)
     place, _, what = rest.partition(_SEPARATOR)
     operation = f"{name} #{seq}"
@@ -166,6 +155,6 @@ def rank_call(block: bytes, seq: int) -> RankCall:
     return RankCall(f"{name}{what} at {place}", f"{operation} ({place})")
 
 
-def split_blocks(data: bytes, ranks: Sequence[int]) -> dict[int, bytes]:
-    """`ranks`' blocks, which lie one after the other in `data`."""
-    return {r: data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES] for i, r in enumerate(ranks)}
+def split_heads(data: bytes, ranks: Sequence[int]) -> dict[int, bytes]:
+    """`ranks`' heads, which lie one after the other in `data`."""
+    return {r: data[i * HEAD_BYTES : (i + 1) * HEAD_BYTES] for i, r in enumerate(ranks)}

@@ -40,7 +40,7 @@ from phalanx.engines.gloo import GlooEngine
 from phalanx.errors import DeadlineError
 from phalanx.transport.background import WHOLE_BYTES, BackgroundThread, BackgroundThreads, look_at
 from phalanx.transport.base import CallContext, Transport
-from phalanx.transport.call import BLOCK_BYTES, Call, Disagreement, disagreement, split_blocks
+from phalanx.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
 from phalanx.transport.health_monitor import HealthMonitor
 
 _PATIENCE_S = 0.5  # in which a process that was killed is gone, or a rank that saw more has posted its report
@@ -240,10 +240,10 @@ class GlooSession(Transport):
     def _agree(self, call: Call, deadline: Deadline) -> None:
         if self.world_size == 1:
             return
-        blocks = bytearray(BLOCK_BYTES * self.world_size)
-        mine = torch.frombuffer(bytearray(call.block(self._seq)), dtype=torch.uint8)
-        self._run("_allgather_base", [torch.frombuffer(blocks, dtype=torch.uint8), mine], deadline)
-        if calls := disagreement(split_blocks(bytes(blocks), range(self.world_size)), self._seq):
+        heads = bytearray(HEAD_BYTES * self.world_size)
+        mine = torch.frombuffer(bytearray(call.head(self._seq)), dtype=torch.uint8)
+        self._run("_allgather_base", [torch.frombuffer(heads, dtype=torch.uint8), mine], deadline)
+        if calls := disagreement(split_heads(bytes(heads), range(self.world_size)), self._seq):
             raise Disagreement(calls)
 
     def _run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:

@@ -23,7 +23,7 @@ class GlooTransport(GlooSession):
 
     Numerics: Gloo adds up, in an order of its own: the same for the same job, perhaps another for another number of
     ranks. Half types add up in float32 and are rounded once; AVG divides the sum once.
-    Cost: one all_gather of 512 bytes a rank, in which the ranks agree, then Gloo's own; what is reduced is copied.
+    Cost: one all_gather of 256 bytes a rank, in which the ranks agree, then Gloo's own; what is reduced is copied.
     reduce_scatter costs an all_reduce of all inputs, all_gather of uneven sizes that of the largest.
     """
 

@@ -20,11 +20,13 @@ from phalanx import _core
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
 from phalanx.transport.base import CallContext
-from phalanx.transport.call import PAYLOAD_BYTES, Call
+from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.agreement import Agreement, Piece
 from phalanx.transport.hierarchical.exchange import SMALL_BYTES
 from phalanx.transport.numerics import HALF, divide, sum_of, sum_type
 from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
+
+ALWAYS_SMALL_BYTES = 256  # of a sum that travels with the heads although the options name an algorithm
 
 
 class SmallCollectives(Agreement):
@@ -38,7 +40,7 @@ class SmallCollectives(Agreement):
         """As `_is_small`, for a sum of so many elements, unless the options say how one of this size travels."""
         size = count * (torch.float32 if dtype in HALF else dtype).itemsize
         if self._options.algorithm is not None or self._compression.rounds(torch.float32 if dtype in HALF else dtype):
-            return size <= PAYLOAD_BYTES
+            return size <= ALWAYS_SMALL_BYTES
         return self._is_small(size)
 
     def _small_barrier(self, call: Call, ctx: CallContext) -> None:

@@ -26,7 +26,7 @@ class MpiTransport(MpiSession):
 
     Numerics: MPI adds up, in an order of its own: the same for the same job, perhaps another for another number of
     ranks. Half types add up in float32 and are rounded once; AVG divides the sum once.
-    Cost: one gather of 256 bytes per rank, in which the ranks agree, then MPI's own. Tensors whose elements lie in
+    Cost: one all_gather of 256 bytes a rank, in which the ranks agree, then MPI's own. Tensors whose elements lie in
     order in memory are not copied, except into and out of the lists of all_gather, gather, scatter, all_to_all and
     reduce_scatter, and half types.
     """

@@ -34,7 +34,7 @@ from phalanx.diagnostics.flight_recorder import Position
 from phalanx.engines.mpi import EngineClosed, MpiEngine, PeerLeft, TimedOut, Underway
 from phalanx.engines.mpi.polling import wait_until
 from phalanx.transport.base import CallContext, Transport
-from phalanx.transport.call import BLOCK_BYTES, Call, Disagreement, disagreement, split_blocks
+from phalanx.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
 
 _COLLECT_S = 0.5
 
@@ -165,11 +165,11 @@ class MpiSession(Transport):
         self._engine.close(seq=self.seq, report=self._report.to_json())
 
     def _agree(self, call: Call, deadline: Deadline) -> None:
-        mine = bytearray(call.block(self.seq))
-        blocks = bytearray(BLOCK_BYTES * self.world_size)
+        mine = bytearray(call.head(self.seq))
+        heads = bytearray(HEAD_BYTES * self.world_size)
         byte = self._mpi.BYTE
-        self._run(lambda comm: comm.Iallgather([mine, byte], [blocks, byte]), (mine, blocks), deadline)
-        if calls := disagreement(split_blocks(bytes(blocks), range(self.world_size)), self.seq):
+        self._run(lambda comm: comm.Iallgather([mine, byte], [heads, byte]), (mine, heads), deadline)
+        if calls := disagreement(split_heads(bytes(heads), range(self.world_size)), self.seq):
             raise Disagreement(calls)
 
     def _run(self, start: Callable[[Any], Any], memory: Any, deadline: Deadline) -> None:
