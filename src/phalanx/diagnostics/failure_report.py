@@ -225,6 +225,32 @@ def nested(what: str, group: str, rank: int) -> PhalanxError:
     )
 
 
+def late(
+    missing: Sequence[int],
+    names: Sequence[str],
+    answers: Mapping[int, Position],
+    waiter: int,
+    timeout_s: float,
+    *,
+    is_collective: bool,
+    remarks: tuple[str, ...] = (),
+) -> FailureReport:
+    """The report of rank `waiter`, which gave up after `timeout_s`: `missing` have not come.
+
+    `names`: of all ranks' processes; `answers`: where those are that still say so.
+    """
+    return FailureReport(
+        "late",
+        tuple(missing),
+        {rank: names[rank] for rank in missing},
+        {rank: answers[rank] for rank in missing if rank in answers},
+        timeout_s=timeout_s,
+        waiter=waiter,
+        is_collective=is_collective,
+        remarks=remarks,
+    )
+
+
 def closed(group: str) -> ClosedError:
     """The error for a group that this process has left."""
     return ClosedError(

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,17 +19,13 @@ import torch
 from torch import Tensor
 
 from phalanx.deadline import Deadline
-from phalanx.diagnostics.call_sites import short
-from phalanx.diagnostics.divergence import describe_left_alone
 from phalanx.diagnostics.failure_report import (
     KILLED,
     LEFT,
     LEFT_IN_FLIGHT,
     FailureReport,
     Operation,
-    closed,
     describe_interruption,
-    ended_well,
     nested,
 )
 from phalanx.diagnostics.failure_store import FailureStore
@@ -39,8 +34,9 @@ from phalanx.engines.engine import Pending
 from phalanx.engines.gloo import GlooEngine
 from phalanx.errors import DeadlineError
 from phalanx.transport.background import WHOLE_BYTES, BackgroundThread, BackgroundThreads, look_at
-from phalanx.transport.base import CallContext, Transport
-from phalanx.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
+from phalanx.transport.base import CallContext
+from phalanx.transport.call import Call, Disagreement
+from phalanx.transport.engine_session import EngineSession
 from phalanx.transport.health_monitor import HealthMonitor
 
 _PATIENCE_S = 0.5  # in which a process that was killed is gone, or a rank that saw more has posted its report
@@ -53,7 +49,7 @@ class GlooFailed(Exception):
     """Gloo could not finish: a peer is gone or late, or the connections were closed here."""
 
 
-class GlooSession(Transport):
+class GlooSession(EngineSession):
     """One rank's side of a group over Gloo.
 
     `names` is how people call each rank's process, 'pid 17 on node3'; `has_ended` says of a rank whether its process is
@@ -70,20 +66,10 @@ class GlooSession(Transport):
         names: Sequence[str],
         has_ended: Callable[[int], bool],
     ) -> None:
-        self.group = group
-        self.rank = engine.rank
-        self.world_size = engine.world_size
-        self.lock = threading.Lock()
+        super().__init__(group, engine.rank, engine.world_size, names)
         self._engine = engine
         self._failure_store = failure_store
-        self._names = tuple(names)
         self._has_ended = has_ended
-        self._seq = 0
-        self._sites: dict[str, int] = {"": 0}
-        self._places = [""]
-        self._position = Position()
-        self._entered_s = 0.0
-        self._report: FailureReport | None = None
         self._has_said = False  # how this rank ends
         self._holder = 0  # the thread that has `lock`; a signal handler runs in that very thread
         self._background = BackgroundThread(f"phalanx-{group}-background")
@@ -100,20 +86,6 @@ class GlooSession(Transport):
     def closed(self) -> bool:
         """Whether this process has left, or is a fork of the one that came."""
         return self._is_closed or os.getpid() != self._process
-
-    @property
-    def seq(self) -> int:
-        """How many collectives this rank has begun."""
-        return self._seq
-
-    def call_site(self, place: tuple[str, int]) -> int:
-        """A number for a (file, line)."""
-        text = f"{short(place[0])}:{place[1]}" if place[0] else ""
-        number = self._sites.get(text)
-        if number is None:
-            number = self._sites[text] = len(self._places)
-            self._places.append(text)
-        return number
 
     @property
     def in_collective(self) -> bool:
@@ -193,17 +165,8 @@ class GlooSession(Transport):
         self._acquire_lock(ctx.timeout_s)
         self._holder = threading.get_ident()
         try:
-            with torch.no_grad():
-                self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
-                self._seq += 1
-                operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
-                self._entered_s = time.monotonic()
-                self._position = Position(self._seq, operation.place, inside=True)
-                deadline = Deadline.after(ctx.timeout_s)
-                with self._reporting(operation, deadline):
-                    self._agree(call, deadline)
-                    yield deadline
-                self._position = Position(self._seq, operation.place)
+            with self._running(call, ctx) as deadline:
+                yield deadline
         finally:
             self._holder = 0
             self.lock.release()
@@ -226,25 +189,9 @@ class GlooSession(Transport):
                 "Let one thread call the collectives of a group, or give each thread a group of its own."
             )
 
-    def _check_open(self, operation: Operation) -> None:
-        if self.closed:
-            raise closed(self.group)
-        if self._report is not None:
-            raise self._report.error(operation)
-
-    def _where(self) -> Position:
-        """Where this rank is now."""
-        position = self._position
-        return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
-
-    def _agree(self, call: Call, deadline: Deadline) -> None:
-        if self.world_size == 1:
-            return
-        heads = bytearray(HEAD_BYTES * self.world_size)
-        mine = torch.frombuffer(bytearray(call.head(self._seq)), dtype=torch.uint8)
-        self._run("_allgather_base", [torch.frombuffer(heads, dtype=torch.uint8), mine], deadline)
-        if calls := disagreement(split_heads(bytes(heads), range(self.world_size)), self._seq):
-            raise Disagreement(calls)
+    def _gather_heads(self, mine: bytearray, heads: bytearray, deadline: Deadline) -> None:
+        into, head = (torch.frombuffer(data, dtype=torch.uint8) for data in (heads, mine))
+        self._run("_allgather_base", [into, head], deadline)
 
     def _run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
         """Carry out one of Gloo's collectives. Another thread waits for it, and this one for that thread.
@@ -283,9 +230,6 @@ class GlooSession(Transport):
         else:
             self._message_threads.run(wait, look_at(self._engine, peer, GlooFailed))
 
-    def _place(self, ctx: CallContext) -> str:
-        return self._places[ctx.call_site]
-
     # -- reports -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -310,7 +254,7 @@ class GlooSession(Transport):
         if isinstance(cause, Disagreement):
             return FailureReport("mismatch", calls=cause.calls, is_collective=cause.is_collective)
         if deadline.left_s < _SOON_S:
-            return self._late(deadline.timeout_s, peer)
+            return self._explain_late(deadline.timeout_s, peer)
         patience = Deadline.after(_PATIENCE_S)
         while True:
             if report := self._failure_store.report() or self._find_lost(peer):
@@ -320,57 +264,26 @@ class GlooSession(Transport):
             time.sleep(_PAUSE_S)
         answers = self._failure_store.collect_positions()
         if fate := self._failure_store.server_fate():
-            return self._lost(fate[0], "the job's store, which it served, does not answer", peer)
+            return self._report_lost(fate[0], "the job's store, which it served, does not answer", peer)
         silent = next((r for r in self._others if r not in answers), None)
         if silent is None:
             return self._failure_store.report() or FailureReport("broken", reason=f"Gloo failed: {cause}")
-        return self._lost(silent, "its connection closed without a word (killed, crashed, or cut off)", peer)
-
-    @property
-    def _others(self) -> list[int]:
-        return [r for r in range(self.world_size) if r != self.rank]
-
-    def _processes(self, *ranks: int) -> dict[int, str]:
-        return {rank: self._names[rank] for rank in ranks}
+        return self._report_lost(silent, "its connection closed without a word (killed, crashed, or cut off)", peer)
 
     def _find_lost(self, peer: int | None) -> FailureReport | None:
         """A rank that has said that it leaves, or whose process has ended."""
         for r in self._others:
             reason, position = self._failure_store.exit_reason(r)
             if reason:
-                return self._lost(r, reason, peer, position)
+                return self._report_lost(r, reason, peer, position)
         ended = next((r for r in self._others if self._has_ended(r)), None)
-        return None if ended is None else self._lost(ended, KILLED, peer)
+        return None if ended is None else self._report_lost(ended, KILLED, peer)
 
-    def _lost(self, who: int, reason: str, peer: int | None, position: Position | None = None) -> FailureReport:
-        """`peer`: a message was waited for, not a collective."""
-        positions = {} if position is None else {who: position}
-        remarks: tuple[str, ...] = ()
-        if peer is None and position is not None and position.seq < self._seq and ended_well(reason):
-            remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)
-        return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
-
-    def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
+    def _explain_late(self, timeout_s: float, peer: int | None) -> FailureReport:
         answers = self._failure_store.collect_positions()
         if report := self._failure_store.report():  # another rank was faster
             return report
-        if peer is None:
-            missing = self._missing(answers)
-        else:
-            missing = [peer] if peer >= 0 else self._others
-        return FailureReport(
-            "late",
-            tuple(missing),
-            self._processes(*missing),
-            {r: answers[r] for r in missing if r in answers},
-            timeout_s=timeout_s,
-            waiter=self.rank,
-            is_collective=peer is None,
-        )
-
-    def _missing(self, answers: dict[int, Position]) -> list[int]:
-        """Who has not come as far as this rank, or does not answer."""
-        return [r for r in self._others if r not in answers or answers[r].seq < self._seq]
+        return self._report_late(answers, timeout_s, peer)
 
 
 @contextlib.contextmanager

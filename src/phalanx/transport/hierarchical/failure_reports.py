@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from phalanx import _core
 from phalanx.core_numbers import DEADLINE, MISMATCH, PEER_LOST
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.divergence import describe_left_alone
-from phalanx.diagnostics.failure_report import NOTHING_CALLED, FailureReport, RankCall, ended_well
+from phalanx.diagnostics.failure_report import NOTHING_CALLED, FailureReport, RankCall, ended_well, late
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position, read, read_position
 from phalanx.diagnostics.whereabouts import how_it_ended, late_ranks
@@ -36,7 +37,7 @@ class LocalFailure(Exception):
         self.status = status
 
 
-class Reports:
+class Reports(ABC):
     """What `HierarchicalSession` knows of its group, as far as a report tells it."""
 
     layout: Layout
@@ -49,14 +50,14 @@ class Reports:
     _report: FailureReport | None
 
     @property
+    @abstractmethod
     def symm_mem(self) -> SymmetricMemory:
         """The memory of this host."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _position(self) -> Position:
         """Where this rank is."""
-        raise NotImplementedError
 
     @property
     def _core(self) -> _core.Group:
@@ -179,16 +180,7 @@ class Reports:
             # Nobody can be asked: those of this host have come, or the core would have said.
             missing = [r for r in missing if r not in self.layout.local_ranks] or missing
             remarks = ("The job's store does not answer either: this host may be cut off.",)
-        return FailureReport(
-            "late",
-            tuple(missing),
-            self._processes(*missing),
-            {r: answers[r] for r in missing if r in answers},
-            timeout_s=timeout_s,
-            waiter=self.rank,
-            is_collective=peer is None,
-            remarks=remarks,
-        )
+        return late(missing, self._names, answers, self.rank, timeout_s, is_collective=peer is None, remarks=remarks)
 
     def _late_here(self) -> list[int]:
         late = late_ranks(self._core, self.layout.local_rank, len(self.layout.local_ranks))

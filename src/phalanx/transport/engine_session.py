@@ -1,0 +1,142 @@
+"""Around every collective of a group whose engine carries all of it (Gloo, MPI): its number, the agreement, the report.
+
+number    the ranks' next collective, and the line of the program where this rank calls it
+agree     every rank's head goes to every rank: they differ, or data may move
+report    what fails inside becomes the error that all ranks of the group tell
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from phalanx.deadline import Deadline
+from phalanx.diagnostics.call_sites import short
+from phalanx.diagnostics.divergence import describe_left_alone
+from phalanx.diagnostics.failure_report import FailureReport, Operation, closed, ended_well, late
+from phalanx.diagnostics.flight_recorder import Position
+from phalanx.transport.base import CallContext, Transport
+from phalanx.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
+
+
+class EngineSession(Transport):
+    """One rank's side of such a group. `names` is how people call each rank's process: 'pid 17 on node3'.
+
+    One collective at a time: whoever calls `_running` holds `lock`.
+    """
+
+    def __init__(self, group: str, rank: int, world_size: int, names: Sequence[str]) -> None:
+        self.group = group
+        self.rank = rank
+        self.world_size = world_size
+        self.lock = threading.Lock()
+        self._names = tuple(names)
+        self._seq = 0
+        self._sites: dict[str, int] = {"": 0}
+        self._places = [""]  # by the number of the call site
+        self._position = Position()
+        self._entered_s = 0.0
+        self._report: FailureReport | None = None  # why the group is over
+
+    @property
+    def seq(self) -> int:
+        """How many collectives this rank has begun."""
+        return self._seq
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        """A number for a (file, line)."""
+        text = f"{short(place[0])}:{place[1]}" if place[0] else ""
+        number = self._sites.get(text)
+        if number is None:
+            number = self._sites[text] = len(self._places)
+            self._places.append(text)
+        return number
+
+    def _place(self, ctx: CallContext) -> str:
+        return self._places[ctx.call_site]
+
+    # -- around a collective -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _running(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
+        """Agree on `call` with all ranks; what fails inside becomes the error that all ranks raise. Under `lock`.
+
+        Raises:
+            MismatchError: some rank called something else; no tensor was changed.
+            PeerLostError, DeadlineError: a rank is gone or late.
+        """
+        with torch.no_grad():
+            self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
+            self._seq += 1
+            operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
+            self._entered_s = time.monotonic()
+            self._position = Position(self._seq, operation.place, inside=True)
+            deadline = Deadline.after(ctx.timeout_s)
+            with self._reporting(operation, deadline):
+                self._agree(call, deadline)
+                yield deadline
+            self._position = Position(self._seq, operation.place)
+
+    def _agree(self, call: Call, deadline: Deadline) -> None:
+        if self.world_size == 1:
+            return
+        mine, heads = bytearray(call.head(self._seq)), bytearray(HEAD_BYTES * self.world_size)
+        self._gather_heads(mine, heads, deadline)
+        if calls := disagreement(split_heads(bytes(heads), range(self.world_size)), self._seq):
+            raise Disagreement(calls)
+
+    @abstractmethod
+    def _gather_heads(self, mine: bytearray, heads: bytearray, deadline: Deadline) -> None:
+        """`heads` becomes every rank's `mine`, one after the other."""
+
+    @abstractmethod
+    def _reporting(
+        self, operation: Operation, deadline: Deadline, peer: int | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Turn what fails inside into the error that all ranks raise. `peer`: only it is waited for, below zero any."""
+
+    def _check_open(self, operation: Operation) -> None:
+        if self.closed:
+            raise closed(self.group)
+        if self._report is not None:
+            raise self._report.error(operation)
+
+    # -- what reports tell ---------------------------------------------------------------------------------------
+
+    def _where(self) -> Position:
+        """Where this rank is now."""
+        position = self._position
+        return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
+
+    @property
+    def _others(self) -> list[int]:
+        return [r for r in range(self.world_size) if r != self.rank]
+
+    def _processes(self, *ranks: int) -> dict[int, str]:
+        return {rank: self._names[rank] for rank in ranks}
+
+    def _missing(self, answers: Mapping[int, Position]) -> list[int]:
+        """Who has not come as far as this rank, or does not answer."""
+        return [r for r in self._others if r not in answers or answers[r].seq < self._seq]
+
+    def _report_lost(self, who: int, reason: str, peer: int | None, position: Position | None = None) -> FailureReport:
+        """`who` is gone, from `position` where that is known. `peer`: as of `_reporting`."""
+        positions = {} if position is None else {who: position}
+        remarks: tuple[str, ...] = ()
+        if peer is None and position is not None and position.seq < self._seq and ended_well(reason):
+            remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)
+        return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
+
+    def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
+        """This rank gave up. `answers`: where the others say that they are; `peer`: as of `_reporting`."""
+        if peer is None:
+            missing = self._missing(answers)
+        else:
+            missing = [peer] if peer >= 0 else self._others
+        return late(missing, self._names, answers, self.rank, timeout_s, is_collective=peer is None)
