@@ -54,12 +54,12 @@ def test_the_only_job_needs_no_number_and_of_several_one_must_be_chosen():
     ],
 )
 def test_a_rank_that_could_not_answer_is_not_asked(change, words):
-    assert words in decide_silence({**STATUS, **change}, 8)
+    assert words in decide_silence({**STATUS, **change}, (8,))
 
 
 def test_the_silence_of_a_rank_that_was_asked_is_explained():
-    assert decide_silence(STATUS, 8) is None
-    assert decide_silence({}, 8) == "has just ended"
+    assert decide_silence(STATUS, (8,)) is None
+    assert decide_silence({}, (8,)) == "has just ended"
     assert "cannot be interrupted" in explain_silence({**STATUS, "State": "D (disk sleep)"})
     assert "blocks SIGURG" in explain_silence({**STATUS, "SigBlk": HANDLED})
     assert "a handler of its own" in explain_silence(STATUS)
@@ -69,10 +69,10 @@ def test_the_silence_of_a_rank_that_was_asked_is_explained():
 def test_a_process_that_is_no_child_of_the_zygote_is_never_sent_a_signal():
     fd = os.memfd_create("stacks")
     try:
-        assert ask_ranks([(0, os.getpid())], [fd], zygote=1 << 30) == {0: "has just ended"}
+        assert ask_ranks([(0, os.getpid())], [fd], parents=(1 << 30,)) == {0: "has just ended"}
     finally:
         os.close(fd)
-    assert ask_ranks([], [], 1) == {}
+    assert ask_ranks([], [], (1,)) == {}
 
 
 @pytest.fixture

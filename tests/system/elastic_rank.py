@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 
 from phalanx.coordination.elastic_link import outlive_zygote
@@ -33,6 +34,8 @@ class Rank:
         assert json.loads(data)["kind"] == "welcome"
         if outlive_zygote(fds[0]):
             self.say("outlives")
+        if os.environ.get("CHILD"):  # as a DataLoader has workers: they are in the rank's process group
+            self.shout("child", subprocess.Popen(["sleep", "600"]).pid, "of", os.environ["RANK"])
         self.shout("joined", self.generation, "as", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.getpid())
 
     def shout(self, *words: object) -> None:

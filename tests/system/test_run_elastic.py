@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,12 @@ class Job:
     def wait_generation(self, number: int, num_ranks: int) -> None:
         """Until so many ranks are in that generation."""
         self.wait(rf"generation {number} as \d+ of {num_ranks} ", num_ranks)
+
+    def wait_stderr(self, text: str) -> None:
+        """Until the command itself has said so."""
+        assert self.running.process.stderr is not None
+        while text not in self.running.process.stderr.readline():
+            pass
 
     def kill(self, rank: int) -> int:
         """SIGKILL; returns which process it was."""
@@ -132,3 +139,72 @@ def test_ctrl_c_ends_the_job_while_a_rank_is_stopped_and_another_was_replaced(tm
         finished = job.running.finish()
         assert job.running.survivors() == []
     assert finished.code == 130
+
+
+def find_zygote(job: Job) -> int:
+    with open(f"/proc/{job.pids[0]}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])
+
+
+def test_the_zygote_is_killed_the_ranks_go_on_and_a_new_one_forks_replacements(tmp_path: Path) -> None:
+    with elastic_job(tmp_path) as job:
+        zygote = find_zygote(job)
+        os.kill(zygote, signal.SIGKILL)
+        job.kill(1)  # told by nobody but the kernel
+        job.wait_joined(1, 1)
+        job.wait_generation(1, 3)
+        job.kill(0)
+        job.wait_joined(2, 0)
+        job.wait_generation(2, 3)
+        again = find_zygote(job)
+        os.kill(again, signal.SIGKILL)
+        job.kill(2)
+        job.wait_joined(3, 2)
+        job.wait_generation(3, 3)
+        finished = job.finish()
+    assert finished.code == 0, finished.err
+    assert f"the zygote (pid {zygote}), from which the ranks are forked, ended: SIGKILL" in finished.err
+    assert f"the zygote (pid {again})" in finished.err
+    assert finished.err.count("The ranks go on; another one is started") == 2
+
+
+def wait_gone(pid: int) -> None:
+    """Until a process has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([fd], [], [])
+    finally:
+        os.close(fd)
+
+
+def test_what_a_lost_rank_has_started_is_ended_with_it(tmp_path: Path) -> None:
+    with elastic_job(tmp_path, env={"CHILD": "1"}) as job:
+        child = {rank: int(job.wait(rf"child (\d+) of {rank}")[0][1]) for rank in range(3)}
+        job.kill(1)
+        wait_gone(child[1])
+        job.wait_joined(1, 1)
+        os.kill(find_zygote(job), signal.SIGKILL)
+        job.kill(2)
+        wait_gone(child[2])
+        assert os.path.exists(f"/proc/{child[0]}")
+        job.wait_joined(2, 2)
+        assert job.finish().code == 0
+
+
+def test_nothing_is_left_when_the_agent_is_killed_after_its_zygote(tmp_path: Path) -> None:
+    with elastic_job(tmp_path, env={"CHILD": "1"}) as job:
+        os.kill(find_zygote(job), signal.SIGKILL)
+        job.kill(1)
+        job.wait_joined(1, 1)  # ranks 0 and 2 are the agent's own, rank 1 is the new zygote's
+        job.running.process.kill()
+        job.running.process.wait()
+        job.running.wait_gone()
+    with elastic_job(tmp_path, env={"CHILD": "1"}) as job:
+        os.kill(find_zygote(job), signal.SIGKILL)
+        job.wait_stderr("another one is started")
+        job.running.process.kill()  # while the new one is starting
+        job.running.process.wait()
+        job.running.wait_gone()

@@ -9,13 +9,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.progress_page import KIND as PROGRESS_PAGE
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
+from phalanx.launch.agent.adopted import Adopted, AdoptedExit
 from phalanx.launch.agent.agent_socket import AgentSocket, Request
 from phalanx.launch.agent.elastic import (
     BeginGeneration,
@@ -44,7 +45,7 @@ from phalanx.launch.output.display import Display
 from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import ENDING_SIGNALS
+from phalanx.launch.processes import ENDING_SIGNALS, name_signal
 from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer, answer_others
 from phalanx.symmetric_memory.peer import peer_of
 
@@ -56,6 +57,7 @@ _FORKS_AHEAD = 8  # ranks that the zygote was told to fork and has not: their de
 _READ_S = 0.05  # a flood of output makes way for signals and events this often
 _REPORT_END_AFTER_S = 1.0
 _LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
+_MAX_STILLBORN = 3
 _MAX_KNOCKING = 256  # ranks whose connection comes before the zygote's word that they exist
 
 
@@ -69,6 +71,7 @@ class Host:
     logs: Logs
     signals: int
     agent_socket: AgentSocket
+    adopted: Adopted = field(default_factory=Adopted)
 
 
 class Attempt:
@@ -99,6 +102,8 @@ class Attempt:
         self._part = self._first_part()
         self._old_stores: dict[int, int] = {}  # by generation: some ranks may still be about to open them
         self._knocking: list[Request] = []
+        self._has_started = False
+        self._stillborn = 0  # zygotes in a row that have died before they were asked for anybody
         self.links = ElasticLinks()
         self.elastic = self.decide_losses()
         self.state = self.supervise()
@@ -148,6 +153,7 @@ class Attempt:
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
         """Have a signal sent to ranks, wherever they are."""
         self._host.zygote.signal(signum, [rank for rank in ranks if rank in self.place.ranks], group=group)
+        self._host.adopted.signal(signum, ranks, group=group)
 
     def sweep_others(self) -> None:
         """Have every process of the job on other hosts killed."""
@@ -254,7 +260,6 @@ class Attempt:
 
     def _loop(self, done: Callable[[], bool]) -> None:
         host = self._host
-        control = host.zygote.control
         while not done() and not self.zygote_lost:
             poll = select.poll()
             sockets = (*host.agent_socket.fds, *self.links.fds)
@@ -262,7 +267,9 @@ class Attempt:
                 poll.register(fd, select.POLLIN)
             for fd in self.links.waiting:
                 poll.register(fd, select.POLLIN | select.POLLOUT)
-            poll.register(control.fileno(), select.POLLIN | (select.POLLOUT if control.waiting else 0))
+            control = host.zygote.control
+            if not control.gone:
+                poll.register(control.fileno(), select.POLLIN | (select.POLLOUT if control.waiting else 0))
             for writer in host.display.writers:
                 poll.register(writer.fd, select.POLLOUT)
             times = [
@@ -290,7 +297,8 @@ class Attempt:
                 control.send_some()
                 for event in control.take():
                     self._on_event(event)
-                self.zygote_lost = self.zygote_lost or control.gone
+                if control.gone:
+                    self._lose_zygote()
             if host.display.reader_gone and self.state.interrupted is None:
                 self.abandon_rest()
                 host.display.say(
@@ -349,12 +357,61 @@ class Attempt:
         """Have every process of the job killed, once."""
         if self._sweep_due is None:
             self._sweep_due = time.monotonic() + _SWEEP_LIMIT_S
-            self._host.zygote.wake()
-            self._host.zygote.sweep()
+            zygote, adopted = self._host.zygote, self._host.adopted
+            if adopted.used:
+                self._bury(list(adopted.sweep(zygote.pid)))
+            if zygote.has_forked and not zygote.control.gone:
+                zygote.wake()
+                zygote.sweep()
+            else:  # it is still importing: there is nothing below it
+                self._swept = True
             self.sweep_others()
+
+    def _lose_zygote(self) -> None:
+        """The zygote has ended. Where the ranks outlive it, another one is started; else the job ends."""
+        zygote, adopted = self._host.zygote, self._host.adopted
+        ranks = {pid: rank for rank, pid in self._pids.items() if rank in self.state.running}
+        expected = {*ranks.values(), *self.elastic.awaited}
+        unstarted = any(rank in self.place.ranks and rank not in expected for rank in self.state.running)
+        outlive = any(member.outlives for member in self.elastic.members.values())
+        if self.state.phase != "running" or unstarted or not outlive:
+            self.zygote_lost = True
+            return
+        status = zygote.wait_exit()
+        how = name_signal(-status) if status < 0 else f"exit code {status}"
+        self._stillborn = 0 if zygote.has_forked else self._stillborn + 1
+        who = f"the zygote (pid {zygote.pid}), from which the ranks are forked,"
+        said = f"phalanx run: {who} ended: {how}. The ranks go on"
+        adopted.adopt(zygote.pid, {pid: rank for pid, rank in ranks.items() if pid not in adopted})
+        zygote.control.close()
+        try:
+            if self._stillborn == _MAX_STILLBORN:
+                raise OSError(f"{self._stillborn} in a row have ended like this")
+            self._host.zygote = zygote.start_another(adopted.sessions)
+        except OSError as error:
+            self._host.display.say(f"{said}, but none of them can be replaced: {error.strerror or error}")
+            self.do_elastic(self.elastic.on_no_forks(time.monotonic()))
+        else:
+            self._host.display.say(f"{said}; another one is started")
+            for rank in self.elastic.awaited:  # whom the old one was told to fork, and did not tell of
+                self._fork(rank)
+                self._host.zygote.let_go_of_lost(rank)
+        self._reap_adopted()
+
+    def _reap_adopted(self) -> None:
+        """The ends of ranks whose zygote has gone: nobody else tells of them."""
+        sessions = self._host.adopted.sessions
+        self._bury(list(self._host.adopted.reap(self._host.zygote.pid)))
+        if sessions != self._host.adopted.sessions:
+            self._host.zygote.guard(self._host.adopted.sessions)
+
+    def _bury(self, ends: list[AdoptedExit]) -> None:
+        for end in ends:
+            self._on_exit(end.rank, end.pid, end.status, end.at)
 
     def _on_event(self, event: dict[str, Any]) -> None:
         if event["event"] == "started":
+            self._has_started = True
             self._pids[event["rank"]] = event["pid"]
             self.state.on_started(event["rank"])
             self.elastic.on_started(event["rank"], event["pid"])
@@ -427,6 +484,8 @@ class Attempt:
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """An elastic rank of this host says something."""
+        if message.get("kind") == "lost":
+            self._host.zygote.wake()  # somebody's end is not told while the zygote is stopped
         self.do_elastic(self.elastic.on_message(rank, pid, message, time.monotonic()))
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> None:
@@ -578,6 +637,8 @@ class Attempt:
     def on_signal(self, number: int, where: str = "") -> None:
         """A signal has come, here or at the agent of another host (`where`)."""
         if number == signal.SIGCHLD:  # the zygote's end shows on its socket
+            if self._host.adopted.used:
+                self._reap_adopted()
             if self._host.zygote.was_stopped():
                 self._host.display.say(
                     f"phalanx run: somebody has stopped the zygote (pid {self._host.zygote.pid}), from which the ranks "
@@ -618,7 +679,7 @@ class Attempt:
         """Do what was decided."""
         for action in actions:
             if isinstance(action, Kill):
-                if not self._pids:  # the zygote is still importing and can't hear us
+                if not self._has_started:  # the zygote is still importing and can't hear us
                     self._host.zygote.kill()
                     self.sweep_others()
                 else:

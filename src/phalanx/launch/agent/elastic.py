@@ -237,6 +237,17 @@ class Elastic:
         self._forking.discard(seat)
         return [Say(f"phalanx run: rank {self.rank_of(seat)} could not be replaced: {why}"), *self._decide(now)]
 
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The seats whose process is on its way."""
+        return tuple(sorted(self._forking))
+
+    def on_no_forks(self, now: float) -> list[ElasticAction]:
+        """Nobody can be forked any more."""
+        self._refuses_forks = True
+        missing, self._forking = self._forking, set()
+        return self._decide(now) if missing else []
+
     def on_time(self, now: float) -> list[ElasticAction]:
         """To be called when `next_due` has come."""
         actions: list[ElasticAction] = []

@@ -85,7 +85,7 @@ def opened_host(
         yield host
     finally:
         agent_socket.close()
-        zygote.close(kill_descendants([zygote.pid]))
+        host.zygote.close(kill_descendants([host.zygote.pid]))  # it may be another one by now
         folder.close()
         display.release(None)
         host.pump.drain()

@@ -127,6 +127,10 @@ class ZygoteProcess:
         except ChildProcessError:
             return False
 
+    def poll(self) -> None:
+        """Collect its end, if it has come."""
+        self._process.poll()
+
     def kill(self) -> None:
         """End the zygote at once, and with it the ranks: the kernel sees to that."""
         self._process.kill()

@@ -57,7 +57,9 @@ def _report_here(job: RunningJob) -> tuple[str, int]:
             Observer(group_info, control).read() for group_info, control in zip(snapshot.groups, controls, strict=True)
         ]
         now_ns = time.monotonic_ns()
-        text = format_report(snapshot, logs, ask_ranks(snapshot.ranks, stacks, snapshot.zygote), now_ns)
+        text = format_report(
+            snapshot, logs, ask_ranks(snapshot.ranks, stacks, (snapshot.zygote, snapshot.agent)), now_ns
+        )
         return text, snapshot.num_nodes - 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from phalanx.launch.failure import without_launcher
@@ -16,8 +16,10 @@ _POLL_S = 0.01
 _MAX_DUMP_BYTES = 1 << 20
 
 
-def ask_ranks(ranks: Sequence[tuple[int, int]], stacks: Sequence[int], zygote: int) -> dict[int, str]:
+def ask_ranks(ranks: Sequence[tuple[int, int]], stacks: Sequence[int], parents: Collection[int]) -> dict[int, str]:
     """What each rank (number and process) wrote to its descriptor of `stacks`, or why it wrote nothing.
+
+    `parents`: the zygote, and the agent, which adopts ranks that outlive theirs.
 
     The ranks go on as if nothing had happened: the handler runs in C, between two instructions, whatever the rank is
     doing, and the system call that it was in goes on.
@@ -29,7 +31,7 @@ def ask_ranks(ranks: Sequence[tuple[int, int]], stacks: Sequence[int], zygote: i
         answers = {}
         for (rank, pid), fd in zip(ranks, stacks, strict=True):
             os.ftruncate(fd, 0)
-            why = decide_silence(_status(pid), zygote)
+            why = decide_silence(_status(pid), parents)
             if why is None:
                 asked[rank] = (pid, fd)
                 _ask(pid)
@@ -41,9 +43,9 @@ def ask_ranks(ranks: Sequence[tuple[int, int]], stacks: Sequence[int], zygote: i
         return answers
 
 
-def decide_silence(status: Mapping[str, str], zygote: int) -> str | None:
+def decide_silence(status: Mapping[str, str], parents: Collection[int]) -> str | None:
     """Why a process with this /proc/PID/status need not be asked; None if it should be."""
-    if not status or status.get("PPid") != str(zygote) or status["State"][0] in "ZX":
+    if not status or int(status.get("PPid", "0")) not in parents or status["State"][0] in "ZX":
         return "has just ended"
     if status["State"][0] in "Tt":
         return "is stopped (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT` lets it go on"
@@ -57,7 +59,7 @@ def decide_silence(status: Mapping[str, str], zygote: int) -> str | None:
 
 def explain_silence(status: Mapping[str, str]) -> str:
     """Why a process that was asked has not answered."""
-    why = decide_silence(status, int(status.get("PPid", "0")))
+    why = decide_silence(status, (int(status.get("PPid", "0")),))
     if why is not None:
         return why
     if status["State"][0] == "D":

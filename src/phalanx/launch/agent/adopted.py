@@ -1,0 +1,102 @@
+"""The ranks that have outlived the zygote which forked them: the agent, which adopts orphans, is their parent now.
+
+    before                        the zygote is killed              a loss later
+    agent                         agent                             agent
+      └─ zygote A                   ├─ rank 0, rank 1  (adopted)      ├─ rank 0
+           ├─ rank 0                └─ zygote B  (importing torch)    └─ zygote B
+           └─ rank 1                                                       └─ rank 1, replaced
+
+Who sees their ends: this process, by SIGCHLD. Who ends them when this process is killed: the kernel
+(`phalanx.coordination.elastic_link`); what they have started, the new zygote, by the session of the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, kill_sessions
+
+
+@dataclass(frozen=True)
+class AdoptedExit:
+    """The end of an adopted rank, as the zygote would have told it."""
+
+    rank: int
+    pid: int
+    status: int
+    at: float
+
+
+class Adopted:
+    """By process; `rank` is the number that it was started with."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}
+        self._sessions: dict[int, set[int]] = {}  # that of a zygote -> those of its ranks that live
+        self.used = False  # a zygote has died: orphans are ours from then on
+
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        """Those of the zygotes whose ranks live."""
+        return tuple(self._sessions)
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self._ranks
+
+    def adopt(self, zygote: int, ranks: dict[int, int]) -> None:
+        """Their zygote has died; `ranks` by process."""
+        self.used = True
+        self._ranks.update(ranks)
+        if ranks:
+            self._sessions[zygote] = set(ranks)
+
+    def signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
+        """Send `signum`; only the parent can do it safely: nobody else has the number of one that was not reaped."""
+        wanted = set(ranks)
+        for pid, rank in self._ranks.items():
+            if rank in wanted:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    (os.killpg if group else os.kill)(pid, signum)
+                    if signum in ENDING_SIGNALS:
+                        os.kill(pid, signal.SIGCONT)
+
+    def reap(self, zygote: int) -> Iterator[AdoptedExit]:
+        """The ends of those that have ended; `zygote`, the child that is none of them, is left to whoever waits for it.
+
+        What a rank that failed leaves in its process group is killed; orphans are buried.
+        """
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None or found.si_pid == zygote:
+                return
+            pid = found.si_pid
+            status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            if pid in self._ranks and status != 0:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            yield from self._bury(pid, status)
+
+    def sweep(self, zygote: int) -> Iterator[AdoptedExit]:
+        """Kill them, and all that is below this process without being below `zygote`."""
+        for pid, status in kill_descendants(list(self._ranks), spared=zygote).items():
+            yield from self._bury(pid, os.waitstatus_to_exitcode(status))
+
+    def _bury(self, pid: int, status: int) -> Iterator[AdoptedExit]:
+        rank = self._ranks.pop(pid, None)
+        if rank is None:
+            return
+        for session, living in list(self._sessions.items()):
+            living.discard(pid)
+            if not living:  # nobody holds the number any more, and what is left is nobody's
+                kill_sessions([session])
+                del self._sessions[session]
+        yield AdoptedExit(rank, pid, status, time.monotonic())
