@@ -174,6 +174,8 @@ def main() -> None:
     add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
+    import torch.distributed  # noqa: F401  # here, once: nine processes that each import it for TCPStore take 12 s
+
     machine = describe_machine()
     rates: dict[str, dict[str, list[float]]] = {}
     for clients in arguments.clients:
