@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-from pathlib import Path
 
 import pytest
 
@@ -55,7 +54,8 @@ def test_a_key_is_looked_for_in_the_file_the_variables_and_the_configuration_fol
     environment["PHALANX_KEY_FILE"] = str(tmp_path / "variable" / "phalanx" / "key")
     assert find_key(environment=environment) == keys["variable"]
     assert find_key(tmp_path / "argument" / "phalanx" / "key", environment) == keys["argument"]
-    assert default_path({"HOME": "/home/ada", "XDG_CONFIG_HOME": "relative"}) == Path("/home/ada/.config/phalanx/key")
+    no_folder = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": "relative"}
+    assert default_path(no_folder) == tmp_path / ".config" / "phalanx" / "key"
     with pytest.raises(AuthenticationError, match=r"the key in PHALANX_KEY: .*copy it again"):
         find_key(environment={"PHALANX_KEY": str(typed)[:-2]})
 
