@@ -8,7 +8,7 @@ affair: one for any backend and one for buckets in the shared heap are here, one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,6 @@ class Exchange(Protocol):
 
     def launch(self, bucket: DenseBucket) -> Pending:
         """Start on a bucket that is complete on this rank; the same order of buckets on every rank."""
-
-
-@runtime_checkable
-class Counted(Protocol):
-    """An exchange whose rounds have numbers, which must be the same on every rank."""
-
-    round: int
 
 
 class WorkExchange:
@@ -83,34 +76,25 @@ class SharedExchange:
 
         filled = [bucket for bucket in buckets if bucket.plan.numel]  # an empty tensor lies nowhere
         self._numbers = {id(bucket): number for number, bucket in enumerate(filled)}
-        self._reducer = SharedReducer(group, [_real(_content(bucket)) for bucket in filled], dist.ReduceOp.AVG)
+        self.reducer = SharedReducer(group, [_real(_content(bucket)) for bucket in filled], dist.ReduceOp.AVG)
         self._open = False
 
     def launch(self, bucket: DenseBucket) -> SharedExchange:
         """Say that this rank's bucket is complete, and reduce what all ranks have."""
         if not self._open:
             self._open = True
-            self._reducer.begin()
+            self.reducer.begin()
         number = self._numbers.get(id(bucket))
         if number is not None:
             where = bucket.buffer if bucket.in_place is None else bucket.in_place
-            self._reducer.ready(number, _real(where), _needed(bucket))
+            self.reducer.ready(number, _real(where), _needed(bucket))
         return self
-
-    @property
-    def round(self) -> int:
-        """How many rounds have begun. A rank that was out of some takes the others' number, between two rounds."""
-        return self._reducer.round
-
-    @round.setter
-    def round(self, number: int) -> None:
-        self._reducer.round = number
 
     def wait(self) -> None:
         """Return when every bucket of the round holds the mean, over the ranks that are in it."""
         if self._open:
             self._open = False
-            self._reducer.finish()
+            self.reducer.finish()
 
 
 def _content(bucket: DenseBucket) -> Tensor:

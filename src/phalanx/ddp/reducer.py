@@ -30,7 +30,7 @@ from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
-from phalanx.ddp.exchange import Counted, Exchange, Pending, SparsePending
+from phalanx.ddp.exchange import Exchange, Pending, SharedExchange, SparsePending
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
@@ -139,13 +139,14 @@ class Reducer:
     @property
     def rounds(self) -> list[int]:
         """How many rounds have ended, and how many the exchange has begun: what `catch_up` takes."""
-        return [self._num_rounds, self._set.exchange.round if isinstance(self._set.exchange, Counted) else 0]
+        exchange = self._set.exchange
+        return [self._num_rounds, exchange.reducer.round if isinstance(exchange, SharedExchange) else 0]
 
     def catch_up(self, rounds: Sequence[int]) -> None:
         """Count on from where the others are, after rounds that this rank was out of, or that others were out of."""
         self._num_rounds = rounds[0]
-        if isinstance(self._set.exchange, Counted):
-            self._set.exchange.round = rounds[1]
+        if isinstance(self._set.exchange, SharedExchange):
+            self._set.exchange.reducer.round = rounds[1]
         self.end_watch()
 
     def end_watch(self) -> None:
