@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,55 +27,58 @@ _LOOK_EVERY_S = 0.2
 _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
 
 
-def build_engine(
-    store: Any,
-    bootstrap: str,
-    infos: Sequence[RankInfo],
-    layout: Layout,
-    settings: Options,
-    name: str,
-    deadline: Deadline,
-    failure_store: FailureStore,
-) -> Engine:
-    """Collective over the group's ranks, which have met. `bootstrap` is a word that only they know.
+@dataclass(frozen=True)
+class MetGroup:
+    """A group whose ranks have met and know each other. `key` is a word in `store` that only they use."""
+
+    name: str
+    key: str
+    store: Any
+    infos: Sequence[RankInfo]
+    layout: Layout
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.layout.rank
+
+    def prefixed(self, what: str) -> PrefixStore:
+        """The part of the store in which `what` connects the group."""
+        return PrefixStore(f"{what}/{self.key}", self.store)
+
+
+def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore) -> Engine:
+    """Collective over the group's ranks.
 
     Raises:
         PhalanxError: the ranks cannot reach each other in this way; the message says where they are.
         PeerLostError: another rank was interrupted meanwhile.
     """
-    rank, size = layout.rank, len(infos)
     if settings.engine == "mpi":
         from phalanx.backend.mpi.start import start_together  # not at the top: it is for those who have mpi4py
         from phalanx.engines.mpi import MpiEngine
 
-        runtime, places = start_together(PrefixStore(f"mpi/{bootstrap}", store), rank, size, name, deadline)
+        rank, size = group.rank, len(group.infos)
+        runtime, places = start_together(group.prefixed("mpi"), rank, size, group.name, deadline)
         try:
             return MpiEngine(runtime, places, rank, _timedelta_of(deadline))
         except RuntimeError as error:
             raise PhalanxError(
-                f"init_process_group of group {name!r} on rank {rank}: no communicator from {runtime.vendor}: "
+                f"init_process_group of group {group.name!r} on rank {rank}: no communicator from {runtime.vendor}: "
                 f"{error}.\nDestroy groups that are no longer used."
             ) from None
-    return open_gloo(store, bootstrap, infos, layout, settings, name, deadline, failure_store)
+    return open_gloo(group, settings, deadline, failure_store)
 
 
-def open_gloo(
-    store: Any,
-    bootstrap: str,
-    infos: Sequence[RankInfo],
-    layout: Layout,
-    settings: Options,
-    name: str,
-    deadline: Deadline,
-    failure_store: FailureStore,
-) -> GlooEngine:
+def open_gloo(group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore) -> GlooEngine:
     """Gloo between all ranks, whatever engine is asked for; as `build_engine`."""
-    rank, size = layout.rank, len(infos)
+    rank, infos, name = group.rank, group.infos, group.name
+    size = len(infos)
 
     def connect() -> GlooEngine:
         address, interface = infos[rank].address, settings.interface or ""
-        prefixed = PrefixStore(f"gloo/{bootstrap}", store)
-        return GlooEngine(prefixed, rank, size, _timedelta_of(deadline), address=address, interface=interface)
+        prefixed, left = group.prefixed("gloo"), _timedelta_of(deadline)
+        return GlooEngine(prefixed, rank, size, left, address=address, interface=interface)
 
     def check_others() -> None:
         report = failure_store.report()
@@ -93,7 +97,7 @@ def open_gloo(
     except PhalanxError:
         raise
     except RuntimeError as error:
-        raise _unreachable(error, infos, layout, name) from None
+        raise _unreachable(error, group) from None
     except (KeyboardInterrupt, SystemExit) as error:
         processes = {rank: f"pid {infos[rank].process.pid} on {infos[rank].hostname} {infos[rank].address}".rstrip()}
         reason = f"{type(error).__name__} in init_process_group"
@@ -143,15 +147,16 @@ def _timedelta_of(deadline: Deadline) -> timedelta:
     return timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
 
 
-def _unreachable(error: RuntimeError, infos: Sequence[RankInfo], layout: Layout, name: str) -> PhalanxError:
+def _unreachable(error: RuntimeError, group: MetGroup) -> PhalanxError:
     """Gloo could not connect this rank with all others: who was to be reached where."""
+    infos = group.infos
     hosts = "\n".join(
         f"  {name_ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"
-        for host in layout.topology.hosts
+        for host in group.layout.topology.hosts
     )
     return PhalanxError(
-        f"init_process_group of group {name!r} on rank {layout.rank}: the ranks' hosts cannot all reach each other.\n"
-        f"{hosts}\nGloo said: {error}\n"
+        f"init_process_group of group {group.name!r} on rank {group.rank}: the ranks' hosts cannot all reach each "
+        f"other.\n{hosts}\nGloo said: {error}\n"
         "Check that these addresses can be reached from each host (firewall, loopback address); choose another with "
         "pg_options=phalanx.Options(interface=...)."
     )

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.backend import device_backends
-from phalanx.backend.connect import build_engine, open_gloo
+from phalanx.backend.connect import MetGroup, build_engine, open_gloo
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.rendezvous import agent_address, find_lost_host, own_address
 from phalanx.backend.tcp_store import is_kept_here
@@ -34,7 +34,7 @@ from phalanx.symmetric_memory import memfd
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
-from phalanx.transport.base import CallContext
+from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.gloo.transport import GlooTransport
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.options import Options
@@ -197,20 +197,11 @@ def _cannot_share(infos: Sequence[RankInfo]) -> str:
 def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
     from phalanx.transport.shared_memory import SharedMemoryTransport  # here, because it needs the C core
 
-    rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
-    transport = SharedMemoryTransport(name)
+    infos = bootstrap.infos
+    transport = SharedMemoryTransport(options.group_id)
     symm_mem = _open_symmetric_memory(server, infos, range(len(infos)), options, deadline, transport.idle)
     transport.attach(symm_mem)
-    try:
-        if rank == 0:
-            bootstrap.forget()
-        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.call_site(("", 0))))
-    except BaseException:
-        symm_mem.close()
-        raise
-    return _group_class()(
-        options.store, transport, rank, options.group_size, options.timeout, name, options.global_ranks_in_group
-    )
+    return _begin(transport, bootstrap, options, deadline)
 
 
 def _group_class() -> Any:
@@ -329,7 +320,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     """Share memory on each host, and build the engine between all ranks."""
     from phalanx.transport.hierarchical.transport import HierarchicalTransport  # as above
 
-    rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
+    rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     token = infos[0].token
     processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
@@ -337,11 +328,18 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
     failure_store = _open_failure_store(options, token, infos, processes)
     try:
-        engine = build_engine(options.store, token, infos, layout, settings, name, deadline, failure_store)
+        group = MetGroup(name, token, options.store, infos, layout)
+        engine = build_engine(group, settings, deadline, failure_store)
     except BaseException:
         symm_mem.close()
         raise
     transport.attach(symm_mem, engine, failure_store)
+    return _begin(transport, bootstrap, options, deadline)
+
+
+def _begin(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
+    """The group over `transport`, once all ranks have come to it: from here on a failure is the group's."""
+    rank, size, name = options.group_rank, options.group_size, options.group_id
     try:
         if rank == 0:
             bootstrap.forget()
@@ -378,25 +376,14 @@ def _open_failure_store(
 
 def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
     """Where memory can't be shared: Gloo between all ranks, also those of one host."""
-    rank, size, name, infos = options.group_rank, options.group_size, options.group_id, bootstrap.infos
+    rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     processes = [f"{info} {info.address}".rstrip() for info in infos]
     failure_store = _open_failure_store(options, _GLOO, infos, processes)
-    transport = GlooTransport(
-        name,
-        open_gloo(options.store, _GLOO, infos, layout, settings, name, deadline, failure_store),
-        failure_store,
-        processes,
-        lambda r: infos[r].has_ended(infos[rank]),
-    )
-    try:
-        if rank == 0:
-            bootstrap.forget()
-        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.call_site(("", 0))))
-    except BaseException:
-        transport.close()
-        raise
-    return _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
+    group = MetGroup(name, _GLOO, options.store, infos, layout)
+    engine = open_gloo(group, settings, deadline, failure_store)
+    transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
+    return _begin(transport, bootstrap, options, deadline)
 
 
 _exit_watched = False
