@@ -27,6 +27,7 @@ _MODULE_OF = {
     "Options": "phalanx.backend",
     "launch": "phalanx.launch",
     "progress": "phalanx.trainer",
+    "CheckpointManager": "phalanx.checkpoint",
     "save_checkpoint": "phalanx.checkpoint",
     "load_checkpoint": "phalanx.checkpoint",
     "PhalanxError": "phalanx.errors",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from phalanx.backend import Options as Options
     from phalanx.backend import init as init
     from phalanx.backend import shared_empty as shared_empty
+    from phalanx.checkpoint import CheckpointManager as CheckpointManager
     from phalanx.checkpoint import load_checkpoint as load_checkpoint
     from phalanx.checkpoint import save_checkpoint as save_checkpoint
     from phalanx.data import DistributedSampler as DistributedSampler

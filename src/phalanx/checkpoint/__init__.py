@@ -1,6 +1,8 @@
-"""What a job can go on from: written whole by one rank or not at all, read by each."""
+"""What a job can go on from: written whole or not at all, by one rank or by all of them, and read by any number."""
 
 from phalanx.checkpoint.load import load_checkpoint
+from phalanx.checkpoint.random_state import RandomState
 from phalanx.checkpoint.save import save_checkpoint
+from phalanx.checkpoint.series import CheckpointManager
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointManager", "RandomState", "load_checkpoint", "save_checkpoint"]

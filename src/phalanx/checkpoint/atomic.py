@@ -55,7 +55,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
         with _named(path) as file:
             _fill(file, write)
             os.replace(file.name, path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -181,7 +181,7 @@ def _fill(file: BinaryIO, write: Callable[[BinaryIO], None]) -> None:
     os.fsync(file.fileno())
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Make the new name durable too: on most file systems it is not before its folder is."""
     try:
         handle = os.open(directory, os.O_RDONLY)

@@ -1,11 +1,58 @@
-"""Whether a file of torch.save is what was written: each of its records carries a CRC-32, which torch.load ignores."""
+"""Whether a file is what was written: CRC-32 of the records of torch.save, and of whole files as they are written."""
 
 from __future__ import annotations
 
 import zipfile
-from typing import BinaryIO
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
 
 _BLOCK_BYTES = 1 << 20
+
+
+class ChecksummedStream:
+    """Writes to `file`, and knows the length and the checksum of what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.crc32 = 0
+        self.nbytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.nbytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """How much was written."""
+        return self.nbytes
+
+    def flush(self) -> None:
+        """Pass on what is buffered."""
+        self._file.flush()
+
+    def fileno(self) -> int:
+        """For fsync."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Pass on what is buffered; whoever opened the file closes it."""
+        self.flush()
+
+
+def checksum_of(path: Path, see: Callable[[bytes], None] = lambda block: None) -> tuple[int, int]:
+    """Length and CRC-32 of a file, which is read once; `see` gets every block of it."""
+    nbytes = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES * 16):
+            nbytes += len(block)
+            crc = zlib.crc32(block, crc)
+            see(block)
+    return nbytes, crc
 
 
 def find_damage(file: BinaryIO) -> str:

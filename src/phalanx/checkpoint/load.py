@@ -54,7 +54,7 @@ def load_checkpoint(
         TypeError: `into` is no mapping of names to what has a `load_state_dict`.
     """
     path = Path(path)
-    _require_device(map_location)
+    require_device(map_location)
     if into is not None:
         _require_stateful(into)
     try:
@@ -88,7 +88,7 @@ def load_checkpoint(
     return state
 
 
-def _require_device(map_location: object) -> None:
+def require_device(map_location: object) -> None:
     """Return if there is such a device here; what only torch.load can make sense of is left to it."""
     if not isinstance(map_location, (str, torch.device)):
         return

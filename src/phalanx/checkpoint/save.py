@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from phalanx.checkpoint.atomic import NotDurableError, replace_file
 from phalanx.checkpoint.blame import describe_unsafe_value
+from phalanx.checkpoint.disk_errors import describe_disk_error
 from phalanx.errors import CheckpointError, PhalanxError
 
 
@@ -85,9 +85,8 @@ def _explain(path: Path, state: Mapping[str, Any], error: Exception) -> str:
     elif isinstance(error, NotDurableError):
         fact = error.strerror or str(error)
         kept, advice = "The new checkpoint is in place, but a power cut may take it back.", "Look at the disk."
-    elif disk := _disk_error(error):
-        fact = disk.strerror or str(disk)
-        advice = _ADVICE.get(disk.errno or 0, "Mend that, or save to another folder.")
+    elif (disk := describe_disk_error(error))[0]:
+        fact, advice = disk
     else:
         fact = f"{type(error).__name__}: {error}"
         value, advice = describe_unsafe_value(state)
@@ -96,23 +95,3 @@ def _explain(path: Path, state: Mapping[str, Any], error: Exception) -> str:
             advice or "Save only what torch.save can: tensors, numbers, strings, and dicts, lists and tuples of them."
         )
     return f"save_checkpoint to {path} on rank 0: {fact}. {kept} {advice}"
-
-
-def _disk_error(error: BaseException | None) -> OSError | None:
-    """The disk's own error, which torch.save replaces by a complaint about positions in its archive."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-_ADVICE = {
-    errno.ENOENT: "Create the folder first.",
-    errno.ENOTDIR: "Save to a path whose folders are folders.",
-    errno.EISDIR: "Give the checkpoint a file name.",
-    errno.ELOOP: "Mend the symbolic links, or save to another path.",
-    errno.ENAMETOOLONG: "Give the checkpoint a shorter file name.",
-    errno.EPIPE: "What read the pipe has ended; start it again, or save to a file.",
-    **dict.fromkeys((errno.ENOTBLK, errno.ENXIO), "Give the checkpoint a file name."),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room, or save to another disk."),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Save to a folder that this user may write to."),
-}

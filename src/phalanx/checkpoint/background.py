@@ -1,0 +1,162 @@
+"""One save on its way to the disk: on a thread, or at once.
+
+thread of each rank    write its part | say so
+thread of rank 0       write its part | wait for all parts | commit
+training               goes on, and hears of a failure at its next call
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.deadline import Deadline
+from phalanx.errors import CheckpointError
+
+_LOOK_S = 0.002  # at first; then ever less often
+_LOOK_AT_MOST_S = 0.1
+
+
+class AbandonedError(CheckpointError):
+    """The save was given up before all parts were there: some rank could not write its own, or is gone."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done, none of which talks to other ranks.
+
+    write      this rank's part
+    commit     on rank 0: give the checkpoint its name; called once `parts` are all there
+    parts      on rank 0: the files that say that another rank's part is there
+    discard    on rank 0: remove what was written
+    """
+
+    step: int
+    write: Callable[[], None]
+    commit: Callable[[], Path] | None = None
+    parts: tuple[Path, ...] = ()
+    discard: Callable[[], None] = lambda: None
+
+
+class Saving:
+    """A save from its first byte to its name. `timeout_s`: how long rank 0 waits for the others after its own part."""
+
+    def __init__(self, work: Work, timeout_s: float) -> None:
+        self.step = work.step
+        self.problem: Exception | None = None  # of this rank's part
+        self.failure: Exception | None = None  # of the commit
+        self.path: Path | None = None
+        self._work = work
+        self._timeout_s = timeout_s
+        self._written = threading.Event()
+        self._finished = threading.Event()
+        self._given_up = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._parent = os.getpid()
+
+    @property
+    def is_background(self) -> bool:
+        """Whether a thread does it."""
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Do it on a thread."""
+        self._thread = threading.Thread(target=self._run, name=f"phalanx-checkpoint-{self.step}", daemon=True)
+        self._thread.start()
+
+    def write_now(self) -> None:
+        """Do this rank's part on this thread; `commit_now` does the rest, when all ranks have come so far."""
+        try:
+            self._write()
+        except BaseException:
+            self._work.discard()
+            raise
+
+    def commit_now(self) -> None:
+        """Give it its name, on this thread."""
+        try:
+            self._commit()
+        except BaseException:
+            self._work.discard()
+            raise
+
+    def wait_written(self) -> Exception | None:
+        """Wait until this rank's part is on the disk, or could not be; what kept it off."""
+        self._written.wait()
+        return self.problem
+
+    def wait_finished(self) -> Exception | None:
+        """Wait until rank 0 has given it its name, or could not; what kept it from it."""
+        self._finished.wait()
+        self.join()
+        return self.failure
+
+    def is_finished(self) -> bool:
+        """Whether nothing of it is left to be done on this rank."""
+        return self._finished.is_set()
+
+    def give_up(self) -> None:
+        """End it as soon as this rank's part is written: it gets no name, unless it has one by then."""
+        self._given_up.set()
+        if self._thread is None:
+            self._work.discard()
+            self._finished.set()
+        self._finished.wait()
+        self.join()
+
+    def finish_alone(self, timeout_s: float) -> None:
+        """Wait for the end without asking other ranks: of the own part, and so long for theirs."""
+        self._written.wait()
+        if not self._finished.wait(timeout_s):
+            self.give_up()
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None and os.getpid() == self._parent:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+            if self.problem is None:
+                self._commit()
+            else:
+                self._work.discard()
+        finally:
+            self._finished.set()
+
+    def _write(self) -> None:
+        try:
+            self._work.write()
+        except Exception as error:
+            self.problem = error
+        finally:
+            self._written.set()
+
+    def _commit(self) -> None:
+        try:
+            if self._work.commit is not None:
+                self._await_parts()
+                self.path = self._work.commit()
+        except Exception as error:
+            self.failure = error
+            self._work.discard()
+        finally:
+            self._finished.set()
+
+    def _await_parts(self) -> None:
+        deadline, pause = Deadline.after(self._timeout_s), _LOOK_S
+        missing = list(self._work.parts)
+        while missing := [path for path in missing if not path.exists()]:
+            if self._given_up.is_set():
+                raise AbandonedError("given up before all ranks had written their parts")
+            if deadline.passed:
+                raise AbandonedError(
+                    f"{', '.join(path.name for path in missing)} did not come within {deadline.timeout_s} s"
+                )
+            self._given_up.wait(pause)
+            pause = min(2 * pause, _LOOK_AT_MOST_S)

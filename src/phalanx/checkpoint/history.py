@@ -1,0 +1,190 @@
+"""The checkpoints of a run in one folder: which there are, how a new one appears, and which are kept.
+
+    runs/a/
+        00000007-step-300/      the seventh save of this folder: a checkpoint, whole
+        00000008-step-400/
+        latest -> 00000008-step-400
+        .step-500.3fa9c2d1.partial/    being written, or left by a writer that died: the next save removes it
+
+A checkpoint is a folder that has its name because it was complete, in this order:
+
+    make .partial    write files    fsync each    manifest    fsync it and the folder    rename    fsync runs/a   latest
+    |____________ killed here: nothing but a hidden folder is left ___________________|  |__ killed here: it is there _|
+
+The number comes first, since the latest is the one that was saved last: who goes back to step 300 saves 400 again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.atomic import NotDurableError, sync_directory
+from phalanx.checkpoint.manifest import MANIFEST, Manifest
+
+LATEST = "latest"
+_NAME = re.compile(r"(\d{8,})-step-(\d+)")
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One checkpoint of a folder, by its name only."""
+
+    number: int
+    step: int
+    path: Path
+
+
+class Draft:
+    """A checkpoint that is being written: a hidden folder, locked as long as this is open."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    def commit(self, manifest: Manifest, history: History) -> Path:
+        """Give it its name, durably; returns where it is then. What it holds has been synchronised by who wrote it.
+
+        Raises:
+            OSError: the disk would not have it; nothing has changed but this draft.
+            NotDurableError: it is there, and may not survive a power cut.
+        """
+        with (self.path / MANIFEST).open("xb") as file:
+            file.write(manifest.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.fsync(self._fd)
+        number = history.next_number()
+        while True:
+            path = history.folder / f"{number:08d}-step-{manifest.step}"
+            try:
+                os.rename(self.path, path)
+                break
+            except OSError as error:  # another job, or another rank 0 of this one, has taken the number
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                number += 1
+        self.close()
+        sync_directory(history.folder)
+        history.point_latest(path)
+        return path
+
+    def discard(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class History:
+    """The checkpoints in `folder`, and the newest `keep` of them after a save; all if None."""
+
+    def __init__(self, folder: Path, keep: int | None) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def entries(self) -> list[Entry]:
+        """All that have appeared, the latest first. A folder that is not there has none.
+
+        Raises:
+            OSError: it is there, and may not be read.
+        """
+        found = []
+        try:
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    match = _NAME.fullmatch(entry.name)
+                    if match and entry.is_dir(follow_symlinks=False):
+                        found.append(Entry(int(match[1]), int(match[2]), self.folder / entry.name))
+        except FileNotFoundError:
+            return []
+        return sorted(found, reverse=True)
+
+    def next_number(self) -> int:
+        """Of the save to come."""
+        entries = self.entries()
+        return entries[0].number + 1 if entries else 1
+
+    def draft(self, step: int) -> Draft:
+        """A new hidden folder to write into; makes the folder itself, and removes what dead writers left.
+
+        Raises:
+            OSError: the disk or its permissions would not have it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.remove_abandoned()
+        while True:
+            path = self._hidden(f"step-{step}")
+            path.mkdir()
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # taken for an abandoned one
+            _lock(fd)
+            if os.fstat(fd).st_nlink > 0 and path.exists():
+                return Draft(path, fd)
+            os.close(fd)
+
+    def point_latest(self, path: Path) -> None:
+        """Make `latest` a link to this one, for people and for torch.load; `entries` does not need it."""
+        link = self._hidden(LATEST)
+        with contextlib.suppress(OSError):  # a file system without links, or a user's own folder of this name
+            os.symlink(path.name, link)
+            try:
+                os.replace(link, self.folder / LATEST)
+            except OSError:
+                os.unlink(link)
+        with contextlib.suppress(NotDurableError):  # it is only a pointer
+            sync_directory(self.folder)
+
+    def remove_old(self) -> list[Path]:
+        """Remove all but the newest `keep`; returns those that went. One that cannot be removed stays."""
+        removed = []
+        for entry in self.entries()[self.keep :] if self.keep is not None else []:
+            hidden = self._hidden(entry.path.name)
+            with contextlib.suppress(OSError):
+                os.rename(entry.path, hidden)  # at once: a kill in the middle must not leave half a checkpoint
+                removed.append(entry.path)
+                shutil.rmtree(hidden, ignore_errors=True)
+        return removed
+
+    def remove_abandoned(self) -> None:
+        """Remove the hidden folders of writers that have died: a living one holds a lock on its own."""
+        for path in self._partials():
+            with contextlib.suppress(OSError):
+                if path.is_symlink():
+                    path.unlink()
+                    continue
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    if os.fstat(fd).st_uid == os.geteuid():
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(fd)
+
+    def _partials(self) -> Iterator[Path]:
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            yield from (self.folder / e.name for e in entries if _PARTIAL.fullmatch(e.name))
+
+    def _hidden(self, name: str) -> Path:
+        return self.folder / f".{name}.{secrets.token_hex(4)}.partial"
+
+
+def _lock(fd: int) -> None:
+    with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes it either
+        fcntl.flock(fd, fcntl.LOCK_EX)

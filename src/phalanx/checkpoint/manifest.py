@@ -1,0 +1,104 @@
+"""What a checkpoint that is a folder consists of: its files, their lengths and checksums. Written last, read first."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.checkpoint.checksum import checksum_of
+from phalanx.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+VERSION = 1
+_TITLE = "phalanx checkpoint"
+
+Kind = Literal["whole", "sharded"]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be: its length and CRC-32."""
+
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete checkpoint: "whole", one file of torch.save, or "sharded", files of torch.distributed.checkpoint."""
+
+    kind: Kind
+    step: int
+    world_size: int
+    created: str  # ISO 8601, UTC
+    torch: str
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(record.nbytes for record in self.files.values())
+
+    def encode(self) -> bytes:
+        """As text that carries its own checksum: one byte more or less, and it is refused."""
+        content = {"title": _TITLE, "version": VERSION, **asdict(self)}
+        body = json.dumps(content, indent=1, sort_keys=True)
+        return json.dumps({**content, "crc32": zlib.crc32(body.encode())}, indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> Manifest:
+        """The opposite of `encode`.
+
+        Raises:
+            ValueError: it is not what `encode` gave.
+        """
+        try:
+            content: dict[str, Any] = json.loads(text)
+            if content.get("title") != _TITLE:
+                raise ValueError("it is no manifest of a checkpoint")
+            if content.get("version") != VERSION:
+                raise ValueError(f"it is of version {content.get('version')}, and this Phalanx reads {VERSION}")
+            names = ("kind", "step", "world_size", "created", "torch")
+            files = {name: FileRecord(**record) for name, record in content["files"].items()}
+            manifest = cls(**{name: content[name] for name in names}, files=files)
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"it cannot be read: {type(error).__name__}: {error}") from None
+        if manifest.encode() != text:
+            raise ValueError("it does not match its checksum")
+        return manifest
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is one checkpoint with a manifest, whole or damaged."""
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What `folder` should consist of.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        return Manifest.decode(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+
+
+def find_damaged_file(folder: Path, name: str, record: FileRecord) -> str:
+    """Whether a file is what the manifest says, in words; empty if it is. Reads all of it."""
+    path = folder / name
+    try:
+        if (size := path.stat().st_size) != record.nbytes:
+            return f"{path} has {size:,} bytes, and {record.nbytes:,} were written"
+        _, crc = checksum_of(path)
+    except OSError as error:
+        return f"{path} could not be read: {error.strerror or error}"
+    return "" if crc == record.crc32 else f"{path} does not match its checksum: bits have changed since it was written"

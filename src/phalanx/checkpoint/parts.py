@@ -1,0 +1,208 @@
+"""The parts of a training run: what each one saves, under which keys, and what of a saved state fits it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.slices import slice_state
+
+_SHOWN = 8  # keys of a kind in a message
+
+
+@dataclass
+class Report:
+    """What of a saved state does not fit the parts that it is loaded into: names of keys, with the part's first."""
+
+    missing: list[str] = field(default_factory=list)  # the part has them, the checkpoint does not
+    unexpected: list[str] = field(default_factory=list)  # the other way round
+    misshapen: list[str] = field(default_factory=list)  # "model.w: (3, 4) in the checkpoint, (3, 5) here"
+
+    def __bool__(self) -> bool:
+        """Whether something does not fit."""
+        return bool(self.missing or self.unexpected or self.misshapen)
+
+    def __str__(self) -> str:
+        kinds = (
+            ("missing in the checkpoint", self.missing),
+            ("in the checkpoint and unexpected", self.unexpected),
+            ("of another shape", self.misshapen),
+        )
+        return "\n".join(
+            f"  {len(names)} {kind}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
+            for kind, names in kinds
+            if names
+        )
+
+
+def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[str, Any]:
+    """What to save: of each part its `state_dict()`, of anything else itself.
+
+    A sharded optimizer is asked for this rank's part if `sharded`, else for the whole on rank 0, and nothing elsewhere.
+    """
+    return {name: _state_of(part, peers, sharded=sharded) for name, part in parts.items()}
+
+
+def _state_of(part: Any, peers: Peers, *, sharded: bool) -> Any:
+    if isinstance(part, nn.Module):
+        return module_state(part)
+    if hasattr(part, "consolidate_state_dict"):
+        if sharded and hasattr(part, "shard_state_dict"):
+            return slice_state(part.shard_state_dict())
+        part.consolidate_state_dict(to=0)
+        return part.state_dict() if peers.is_first else {}
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def buffer_names(parts: Mapping[str, Any]) -> set[str]:
+    """Names of what ranks may hold unlike each other (running statistics, counters): rank 0's are saved."""
+    found = set()
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            prefixes = wrapper_prefixes(part)
+            found |= {f"{name}.{unwrap_key(key, prefixes)}" for key, _ in part.named_buffers(remove_duplicate=False)}
+    return found
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """A module's `state_dict()`, without the `module.` and `_orig_mod.` of what it is wrapped in, at any depth."""
+    return without_wrappers(module.state_dict(), wrapper_prefixes(module))
+
+
+def wrapper_prefixes(module: nn.Module) -> list[str]:
+    """What wrappers have put into the names of parameters: "module.", "encoder.module."; the outermost first."""
+    return [
+        f"{name}.{attribute}." if name else f"{attribute}."
+        for name, inner in module.named_modules()
+        if (attribute := _wraps_as(inner))
+    ]
+
+
+def without_wrappers(state: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
+    """`state` with the names that it has without wrappers."""
+    renamed = OrderedDict((unwrap_key(key, prefixes), value) for key, value in state.items())
+    if (metadata := getattr(state, "_metadata", None)) is not None:
+        # Keys of modules, which end without a dot; a wrapper's own goes, for its module's takes the place.
+        modules = {unwrap_key(f"{key}." if key else "", prefixes)[:-1]: value for key, value in metadata.items()}
+        renamed._metadata = OrderedDict(modules)  # type: ignore[attr-defined]
+    return renamed
+
+
+def unwrap_key(key: str, prefixes: Sequence[str]) -> str:
+    """The name of a parameter without what wrappers have put into it."""
+    for prefix in reversed(prefixes):  # the innermost first: those around it are still in the key
+        if key.startswith(prefix):
+            outer, _, _ = prefix[:-1].rpartition(".")
+            key = f"{outer}.{key[len(prefix) :]}" if outer else key[len(prefix) :]
+    return key
+
+
+def _wraps_as(module: nn.Module) -> str:
+    """The attribute in which a wrapper keeps its module; empty if it is none."""
+    kind = type(module)
+    if isinstance(module, (TorchDistributedDataParallel, DataParallel)):
+        return "module"
+    if kind.__module__.startswith("phalanx.") and isinstance(getattr(module, "module", None), nn.Module):
+        return "module"
+    if kind.__name__ == "OptimizedModule" and "_orig_mod" in module._modules:  # torch.compile's
+        return "_orig_mod"
+    return ""
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def describe_misfits(parts: Mapping[str, Any], state: Mapping[str, Any]) -> Report:
+    """What of `state` does not fit `parts`, before anything is loaded."""
+    report = Report()
+    for name, part in parts.items():
+        if name not in state:
+            report.missing.append(name)
+        elif isinstance(part, nn.Module):
+            _compare_module(name, part, state[name], report)
+        elif isinstance(part, torch.optim.Optimizer):
+            _compare_optimizer(name, part, state[name], report)
+    return report
+
+
+def _compare_module(name: str, module: nn.Module, saved: Any, report: Report) -> None:
+    if not isinstance(saved, Mapping):
+        report.misshapen.append(f"{name}: a {type(saved).__name__} in the checkpoint, a state of a module here")
+        return
+    mine = module_state(module)
+    theirs = _as_named_by(mine, saved, wrapper_prefixes(module))
+    report.missing += [f"{name}.{key}" for key in mine if key not in theirs]
+    report.unexpected += [f"{name}.{key}" for key in theirs if key not in mine]
+    if any(inner._load_state_dict_pre_hooks for inner in module.modules()):
+        return  # it changes what is loaded, so only it knows what fits
+    for key in mine:
+        here, there = mine[key], theirs.get(key)
+        if isinstance(here, Tensor) and isinstance(there, Tensor) and not _is_lazy(here) and here.shape != there.shape:
+            text = f"{name}.{key}: {tuple(there.shape)} in the checkpoint, {tuple(here.shape)} here"
+            report.misshapen.append(text)
+
+
+def _as_named_by(mine: Mapping[str, Any], saved: Mapping[str, Any], prefixes: Sequence[str]) -> Mapping[str, Any]:
+    """`saved` under the names of `mine`, which have no wrappers: other programs save a wrapped model as it is."""
+    stripped = without_wrappers(saved, prefixes)
+    return stripped if len(stripped.keys() & mine.keys()) > len(saved.keys() & mine.keys()) else saved
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
+
+
+def _compare_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any, report: Report) -> None:
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if not isinstance(groups, list):
+        report.misshapen.append(f"{name}: no state of an optimizer in the checkpoint")
+        return
+    there, here = [len(g["params"]) for g in groups], [len(g["params"]) for g in optimizer.param_groups]
+    if there != here:
+        report.misshapen.append(f"{name}: groups of {there} parameters in the checkpoint, {here} here")
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in groups for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved.get("state", {}).get(number, {}).items():
+            if key in ("exp_avg", "momentum_buffer") and isinstance(value, Tensor) and value.shape != parameter.shape:
+                text = f"{name}.state.{number}.{key}: {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)}"
+                report.misshapen.append(f"{text} here")
+
+
+def load_part(part: Any, saved: Any, *, strict: bool) -> None:
+    """Let one part go on from its state."""
+    if isinstance(part, nn.Module):
+        # Without its wrappers: a parameter's name is then the same however it was saved.
+        prefixes = wrapper_prefixes(part)
+        names = {unwrap_key(key, prefixes): key for key in part.state_dict()}
+        plain = _as_named_by(names, saved, prefixes)
+        mine = OrderedDict((names.get(key, key), value) for key, value in plain.items())
+        if not strict:
+            mine = _that_fits(part, mine)
+        elif (metadata := getattr(plain, "_metadata", None)) is not None and not prefixes:
+            mine._metadata = metadata  # type: ignore[attr-defined]
+        part.load_state_dict(mine, strict=strict)
+    else:
+        part.load_state_dict(saved)
+
+
+def _that_fits(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """What of `state` has the shape that it has here: load_state_dict refuses another shape, strict or not."""
+    mine = module.state_dict()
+    return OrderedDict(
+        (key, value)
+        for key, value in state.items()
+        if key in mine and not (isinstance(value, Tensor) and value.shape != mine[key].shape)
+    )

@@ -1,0 +1,98 @@
+"""What the ranks of a job say to each other about a checkpoint: over any backend, or nobody where there is no group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import CheckpointError, PhalanxError
+
+T = TypeVar("T")
+
+_COLLECTIVE = (
+    "This was {what}, which is collective: every rank calls it, at the same step. Call it on every rank, not under "
+    "`if rank == 0`."
+)
+
+
+class Peers:
+    """The ranks of `group`, of the default group if None, or this process alone where there is none.
+
+    `what` names the call in errors. Everything but the properties is collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, what: str = "a checkpoint") -> None:
+        self.what = what
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the group: it decides, and others hear of it."""
+        return self.rank == 0
+
+    def all_gather(self, value: T) -> list[T]:
+        """What each rank passes, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        self._told(lambda: dist.all_gather_object(values, value, group=self.group))
+        return values
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank passes, on rank 0; nothing on the others."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_first else None
+        self._told(lambda: dist.gather_object(value, values, group=self.group, group_dst=0))
+        return values or []
+
+    def broadcast(self, value: T, *, src: int = 0) -> T:
+        """What rank `src` passes, on every rank."""
+        if self.world_size == 1:
+            return value
+        values = [value if self.rank == src else None]
+        self._told(lambda: dist.broadcast_object_list(values, group=self.group, group_src=src))
+        return values[0]  # type: ignore[return-value]
+
+    def broadcast_tensor(self, tensor: torch.Tensor, *, src: int) -> None:
+        """Make `tensor`, contiguous and on the CPU, that of rank `src` on every rank."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return
+        content = tensor.detach().reshape(-1).view(torch.uint8)
+        carried = content.to(self._device)
+        self._told(lambda: dist.broadcast(carried, group=self.group, group_src=src))
+        if carried is not content:
+            content.copy_(carried)
+
+    def agree(self, problem: str | None, cause: Exception | None = None) -> None:
+        """Return if no rank has a problem.
+
+        Raises:
+            CheckpointError: some have; the first one's is told on every rank.
+        """
+        told = [(rank, text) for rank, text in enumerate(self.all_gather(problem)) if text is not None]
+        if told:
+            also = f" Other ranks have a problem, too: {len(told) - 1}." if len(told) > 1 else ""
+            raise CheckpointError(told[0][1] + also) from cause
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the group takes tensors: on the CPU if it can."""
+        assert self.group is not None
+        devices = self.group._device_types
+        cpu = torch.device("cpu")
+        return cpu if cpu in devices or not devices else torch.device(devices[0].type)
+
+    def _told(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except PhalanxError as error:
+            error.args = (f"{error}\n{_COLLECTIVE.format(what=self.what)}", *error.args[1:])
+            raise

@@ -1,0 +1,207 @@
+"""Loading one checkpoint of several: verified and read in full on all ranks before anything is loaded into a part."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.checkpoint.load import describe_gap, require_device
+from phalanx.checkpoint.manifest import Manifest, find_damaged_file, read_manifest
+from phalanx.checkpoint.parts import Report, describe_misfits, load_part, module_state
+from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.tree import Node, build, find, is_dtensor, tensor_names
+from phalanx.checkpoint.whole import STATE, hand_on
+from phalanx.errors import CheckpointError
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
+    from torch.distributed.tensor import DTensor
+
+    from phalanx.checkpoint.sharded_read import Pieces
+
+
+@dataclass
+class Restored:
+    """What was loaded: of which step, from where, the state by name, and what of it did not fit (with strict=False)."""
+
+    step: int
+    path: Path
+    state: dict[str, Any]
+    report: Report = field(default_factory=Report)
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is not what was written."""
+
+
+def restore(
+    peers: Peers,
+    folder: Path,
+    names: Sequence[str],
+    parts: Mapping[str, Any] | None,
+    *,
+    map_location: str | torch.device,
+    strict: bool,
+    fallback: bool,
+) -> Restored | None:
+    """Load the first of the checkpoints `names` in `folder`, or with `fallback` the first that is not damaged."""
+    require_device(map_location)
+    parts = {} if parts is None else parts
+    if not isinstance(parts, Mapping):
+        raise TypeError(f"{peers.what}: parts must be a dict of what to load by name, got a {type(parts).__name__}")
+    stateful = {name: part for name, part in parts.items() if hasattr(part, "load_state_dict")}
+    for number, name in enumerate(names):
+        path = folder / name
+        try:
+            manifest, state = read_state(peers, path, stateful)
+        except DamagedError as error:
+            left = names[number + 1 :]
+            if not fallback or not left:
+                hint = f" fallback=True takes the one before, {left[0]}." if left else " There is none before it."
+                raise DamagedError(f"{error}{hint}") from None
+            warnings.warn(f"{error} Taking the one before, {left[0]}.", stacklevel=3)
+            continue
+        return _load(peers, path, manifest, state, stateful, list(parts), map_location, strict)
+    return None
+
+
+def _load(
+    peers: Peers,
+    path: Path,
+    manifest: Manifest,
+    state: dict[str, Any],
+    stateful: Mapping[str, Any],
+    wanted: Sequence[str],
+    map_location: str | torch.device,
+    strict: bool,
+) -> Restored:
+    report = describe_misfits(stateful, state)
+    report.missing += [name for name in wanted if name not in state and name not in stateful]
+    told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
+    advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
+    peers.agree(told + advice if told and strict else None)
+    for name, part in stateful.items():
+        if name not in state:
+            continue
+        if (
+            not strict
+            and isinstance(part, torch.optim.Optimizer)
+            and any(text.startswith(f"{name}:") or text.startswith(f"{name}.state.") for text in report.misshapen)
+        ):
+            continue
+        load_part(part, state[name], strict=strict)
+        if isinstance(part, torch.optim.Optimizer) and (gap := describe_gap(part, state[name])):
+            warnings.warn(f"{peers.what}: {path}: {name!r} {gap}", stacklevel=4)
+    if str(map_location) != "cpu":
+        state = _moved(state, map_location)
+    return Restored(manifest.step, path, state, report)
+
+
+def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
+    """A checkpoint's manifest and its state, on the CPU; shards where a part has shards. Collective.
+
+    Raises:
+        DamagedError: a file is not what was written; on every rank.
+    """
+    problem: str | None = None
+    manifest: Manifest | None = None
+    if peers.is_first:
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            problem = str(error)
+    problem, manifest = peers.broadcast((problem, manifest))
+    if problem is not None or manifest is None:
+        raise DamagedError(f"{peers.what}: {problem}")
+    if manifest.kind == "whole":
+        return manifest, _read_whole(peers, path, manifest)
+    return manifest, _read_sharded(peers, path, manifest, parts)
+
+
+def _read_whole(peers: Peers, path: Path, manifest: Manifest) -> dict[str, Any]:
+    problem, file = hand_on(peers, path / STATE, manifest.files[STATE])
+    if problem is not None:
+        raise DamagedError(f"{peers.what}: {problem}.")
+    assert file is not None
+    with file:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return state
+
+
+def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[str, Any]) -> dict[str, Any]:
+    from phalanx.checkpoint.sharded_read import Pieces, read_metadata, read_structure, read_tensors
+
+    seers = [rank for rank, sees in enumerate(peers.all_gather(path.is_dir())) if sees]
+    problem: str | None = None
+    head: Any = None
+    files = sorted(manifest.files)
+    if peers.rank in seers:  # they share out the reading for the checksums
+        mine = seers.index(peers.rank)
+        damaged = (find_damaged_file(path, name, manifest.files[name]) for name in files[mine :: len(seers)])
+        problem = next(filter(None, damaged), None)
+    _refuse_damage(peers, problem)
+    if peers.is_first:
+        try:
+            head = (read_metadata(path), *read_structure(path))
+        except Exception as error:
+            problem = f"{path} cannot be read: {type(error).__name__}: {error}"
+    problem, head = peers.broadcast((problem, head))
+    if problem is not None:
+        raise DamagedError(f"{peers.what}: {problem}.")
+    metadata, structure, aliases = head
+    pieces = Pieces(path, metadata)
+    names = [name for name in tensor_names(structure) if name not in aliases]
+    shards = {name: shard for name, shard in _shards(pieces, structure, parts).items() if name not in aliases}
+    found, problem = read_tensors(peers, pieces, names, shards, seers)
+    _refuse_damage(peers, problem and f"{path}: {problem}")
+    state: dict[str, Any] = build(structure, found.__getitem__, aliases)
+    return state
+
+
+def _refuse_damage(peers: Peers, problem: str | None) -> None:
+    told = [text for text in peers.all_gather(problem) if text]
+    if told:
+        raise DamagedError(f"{peers.what}: {told[0]}.")
+
+
+def _shards(pieces: Pieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
+    """New tensors, sharded as a part's own are, for what is to be loaded into it."""
+    found: dict[str, DTensor] = {}
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            for key, mine in module_state(part).items():
+                node = find(structure, name, key)
+                if is_dtensor(mine) and node is not None and node[0] == "tensor":
+                    _add_like(found, pieces, node[1], mine)
+        elif isinstance(part, torch.optim.Optimizer):
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            for number, parameter in enumerate(parameters):
+                node = find(structure, name, "state", number)
+                if is_dtensor(parameter) and node is not None:
+                    for _, inner in node[1]:
+                        if inner[0] == "tensor":
+                            _add_like(found, pieces, inner[1], parameter)
+    return found
+
+
+def _add_like(found: dict[str, DTensor], pieces: Pieces, name: str, like: DTensor) -> None:
+    if name not in set(pieces.names()):
+        return
+    shape, dtype = pieces.form(name)
+    if shape == like.shape:
+        found[name] = cast("DTensor", torch.empty_like(like, dtype=dtype, requires_grad=False))
+
+
+def _moved(value: Any, device: str | torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) is dict or hasattr(value, "_metadata"):
+        return type(value)((key, _moved(item, device)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    return value

@@ -1,0 +1,459 @@
+"""The checkpoints of a run: save one, go on while it is written, load the latest."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.checkpoint.atomic import NotDurableError
+from phalanx.checkpoint.background import AbandonedError, Saving, Work
+from phalanx.checkpoint.blame import describe_unsafe_value
+from phalanx.checkpoint.disk_errors import describe_disk_error
+from phalanx.checkpoint.history import Draft, Entry, History
+from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
+from phalanx.checkpoint.parts import buffer_names, states_of
+from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.restore import Restored, restore
+from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
+from phalanx.checkpoint.tree import Tree, is_dtensor, merge
+from phalanx.checkpoint.whole import UnreadableError, refuse_unreadable, write_whole
+from phalanx.errors import CheckpointError
+from phalanx.log import get_logger
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
+    from phalanx.checkpoint import sharded as sharded_files
+
+_AT_EXIT_S = 60.0  # for other ranks' parts of the last save, when this process ends without `wait`
+
+
+class CheckpointManager:
+    """The checkpoints of a run in `folder`, newest `keep` of them.
+
+    manager = CheckpointManager("runs/a", keep=3)
+    parts = {"model": model, "optimizer": optimizer, "sampler": sampler, "random": RandomState()}
+    restored = manager.load(parts)                  # the latest, if there is one: restored.step
+    for step in range(restored.step + 1 if restored else 0, steps):
+        ...
+        if step % 100 == 0:
+            manager.async_save(step, parts)         # waits for a copy in memory only
+    manager.wait()
+
+    Works on any backend, and without a process group in one process. Collective: `save`, `async_save`, `wait`, `load`
+    and `close` are called by all ranks of the group. What is saved appears whole or not at all (docs/checkpoints.md).
+    An error is raised on every rank, and what is in training is untouched by it.
+
+    A part is anything with `state_dict` and `load_state_dict` (a model is saved under the names that it has without
+    DistributedDataParallel), or a plain value: a tensor, a number, a string, dicts and lists of them.
+
+    Arguments:
+        folder: on a disk that every rank sees, if `sharded`; made if it is not there.
+        keep: how many checkpoints stay; None for all.
+        sharded: every rank writes its part, in the files of torch.distributed.checkpoint; otherwise rank 0 writes one
+            file of torch.save. None decides by the state: sharded if some tensor of it is (DTensor, or a
+            ZeroRedundancyOptimizer of more than one rank).
+        process_group: the default group if None, whichever that is at the time of the call.
+        timeout: how long rank 0 waits for the other ranks' parts, in seconds, after its own is written.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        sharded: bool | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"CheckpointManager: keep must be 1 or more checkpoints, or None for all, got {keep!r}")
+        if not timeout > 0:
+            raise ValueError(f"CheckpointManager: timeout must be above zero seconds, got {timeout!r}")
+        self.folder = Path(os.path.abspath(folder))  # of now: a script may change its directory
+        self.keep = keep
+        self.sharded = sharded
+        self.process_group = process_group
+        self.timeout = timeout
+        self._history = History(self.folder, keep)
+        self._memory = SnapshotMemory()
+        self._plan: sharded_files.Plan | None = None
+        self._saving: Saving | None = None
+        self._saving_group: dist.ProcessGroup | None = None
+        _open.add(self)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, parts: Mapping[str, Any]) -> Path:
+        """Write a checkpoint of now; when this returns, on any rank, it is on the disk. Returns where. Collective.
+
+        Raises:
+            CheckpointError: it could not be written (or the one before, that `async_save` began); on every rank.
+            MismatchError, PeerLostError, DeadlineError: some rank did not come.
+        """
+        peers = self._peers("CheckpointManager.save")
+        saving = self._begin(peers, step, parts, memory=None)
+        saving.write_now()
+        self._saving, self._saving_group = saving, peers.group
+        path = self._settle(peers)
+        assert path is not None
+        return path
+
+    def async_save(self, step: int, parts: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint of now, and return when training may go on. Collective.
+
+        One is written at a time: with the one before still on its way, this waits for it first.
+
+        Cost: a copy in memory of what this rank writes, and some small messages. The memory is kept.
+
+        Raises:
+            CheckpointError: it could not be begun, or the one before could not be written; on every rank. What goes
+                wrong from here on is raised by the next call of this manager.
+            MismatchError, PeerLostError, DeadlineError: some rank did not come.
+        """
+        peers = self._peers("CheckpointManager.async_save")
+        saving = self._begin(peers, step, parts, memory=self._memory)
+        self._saving, self._saving_group = saving, peers.group
+        saving.start()
+
+    def wait(self) -> Path | None:
+        """Wait until what `async_save` began is on the disk, and return where it is; None if there was nothing to wait
+        for. Collective.
+
+        Raises:
+            CheckpointError: it could not be written; on every rank.
+        """
+        return self._settle(self._peers("CheckpointManager.wait"))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank still writes."""
+        return self._saving is not None and not self._saving.is_finished()
+
+    def close(self) -> None:
+        """`wait`, and let go of the memory for copies. Collective."""
+        try:
+            self.wait()
+        finally:
+            self._memory.release()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:  # other ranks may not come to a collective any more
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End what is being written, without the other ranks; what is complete on the disk stays. Not collective."""
+        saving, self._saving, self._saving_group = self._saving, None, None
+        if saving is not None:
+            saving.give_up()
+            if saving.failure or saving.problem:
+                reason = saving.failure or saving.problem
+                get_logger(__name__).warning("the checkpoint of step %d was given up: %s", saving.step, reason)
+
+    def _peers(self, what: str) -> Peers:
+        return Peers(self.process_group, what=what)
+
+    def _begin(self, peers: Peers, step: int, parts: Mapping[str, Any], memory: SnapshotMemory | None) -> Saving:
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
+        if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
+            raise TypeError(f"{peers.what}: parts must be a dict of what to save by name, got {type(parts).__name__}")
+        self._settle(peers)
+        state, kind, pinned = self._collect(peers, parts)
+        draft, folder = self._open_draft(peers, step, kind)
+        try:
+            if kind == "whole":
+                return self._begin_whole(peers, step, state, draft, memory)
+            return self._begin_sharded(peers, step, state, pinned, draft, folder, memory)
+        except BaseException:
+            if draft is not None:
+                draft.discard()
+            raise
+
+    def _collect(self, peers: Peers, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Kind, set[str]]:
+        """The state of all parts, how it is to be written, and whose value counts where ranks differ."""
+        problem, cause = None, None
+        state: dict[str, Any] = {}
+        wants = self.sharded
+        if wants is None:
+            wants = any(hasattr(part, "shard_state_dict") and peers.world_size > 1 for part in parts.values())
+        try:
+            state = states_of(parts, peers, sharded=wants)
+            has_shards = any(is_dtensor(leaf) for leaf in Tree.of(state).leaves.values())
+            if has_shards and self.sharded is False and peers.world_size > 1:
+                problem = (
+                    f"{peers.what}: the state holds tensors that are sharded over ranks (DTensor), of which rank 0 "
+                    "writes its own shard only. Leave out sharded=False."
+                )
+            wants = wants or (has_shards and self.sharded is None)
+        except Exception as error:
+            problem, cause = f"{peers.what} on rank {peers.rank}: {type(error).__name__}: {error}", error
+        told = peers.all_gather((problem, wants))
+        first = next((text for text, _ in told if text is not None), None)
+        if first is not None:
+            raise CheckpointError(first) from cause
+        kind: Kind = "sharded" if any(wants for _, wants in told) else "whole"
+        return state, kind, buffer_names(parts)
+
+    def _open_draft(self, peers: Peers, step: int, kind: Kind) -> tuple[Draft | None, Path]:
+        """The hidden folder to write into, which all ranks see if all of them write. Only rank 0 holds it."""
+        draft: Draft | None = None
+        problem, cause, name = None, None, ""
+        if peers.is_first:
+            try:
+                draft = self._history.draft(step)
+                name = draft.path.name
+            except OSError as error:
+                problem, cause = self._explain(peers, step, error), error
+        try:
+            problem, name = peers.broadcast((problem, name))
+            if problem is not None:
+                raise CheckpointError(problem) from cause
+            folder = self.folder / name
+            if kind == "sharded" and peers.world_size > 1:
+                peers.agree(None if _may_write(folder) else _explain_unseen(peers, folder))
+        except BaseException:
+            if draft is not None:
+                draft.discard()
+            raise
+        return draft, folder
+
+    def _begin_whole(
+        self, peers: Peers, step: int, state: Mapping[str, Any], draft: Draft | None, memory: SnapshotMemory | None
+    ) -> Saving:
+        if draft is None:
+            return Saving(Work(step, write=lambda: None), self.timeout)
+        content = state if memory is None else copy_tree(state, memory)
+        files: dict[str, FileRecord] = {}
+
+        def write() -> None:
+            files.update(write_whole(draft.path, content))
+
+        def commit() -> Path:
+            return self._commit(draft, self._manifest("whole", step, peers, files))
+
+        return Saving(Work(step, write, commit, discard=draft.discard), self.timeout)
+
+    def _begin_sharded(
+        self,
+        peers: Peers,
+        step: int,
+        state: Mapping[str, Any],
+        pinned: set[str],
+        draft: Draft | None,
+        folder: Path,
+        memory: SnapshotMemory | None,
+    ) -> Saving:
+        from phalanx.checkpoint import sharded as sharded_files
+
+        tree = Tree.of(state)
+        plan = self._plan = sharded_files.plan_save(tree, pinned, peers, self._plan)
+        structure = tree.structure
+        if not plan.is_uniform:
+            structures = peers.gather(structure)
+            for other in structures[1:]:
+                structure = merge(structure, other)
+        problem, cause, encoded = None, None, b""
+        pieces = sharded_files.Pieces()
+        try:
+            pieces = sharded_files.take_pieces(plan, tree, memory)
+            encoded = sharded_files.encode((structure, tree.aliases)) if peers.is_first else b""
+            if peers.is_first:
+                refuse_unreadable(encoded)
+        except Exception as error:
+            problem, cause = self._explain(peers, step, error, state), error
+        peers.agree(problem, cause)
+        parts: dict[int, sharded_files.Part] = {}
+
+        def write() -> None:
+            parts[peers.rank] = sharded_files.write_part(folder, plan, pieces)
+            if not peers.is_first:
+                sharded_files.tell_part(folder, peers.rank, parts[peers.rank])
+
+        if draft is None:
+            return Saving(Work(step, write), self.timeout)
+        others = {rank: sharded_files.part_path(folder, rank) for rank in range(1, peers.world_size)}
+
+        def commit() -> Path:
+            for rank, path in others.items():
+                parts[rank] = sharded_files.Part.decode(path.read_text())
+            ordered = [parts[rank] for rank in sorted(parts)]
+            files = sharded_files.write_metadata(folder, plan, ordered, tree.aliases, encoded)
+            for path in others.values():
+                path.unlink()
+            return self._commit(draft, self._manifest("sharded", step, peers, files))
+
+        return Saving(Work(step, write, commit, tuple(others.values()), draft.discard), self.timeout)
+
+    def _manifest(self, kind: Kind, step: int, peers: Peers, files: Mapping[str, FileRecord]) -> Manifest:
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return Manifest(kind, step, peers.world_size, now, str(torch.__version__), dict(files))
+
+    def _commit(self, draft: Draft, manifest: Manifest) -> Path:
+        path = draft.commit(manifest, self._history)
+        self._history.remove_old()
+        return path
+
+    def _settle(self, peers: Peers) -> Path | None:
+        """Wait for what is being written, on all ranks, and raise what became of it."""
+        if self._saving is not None and self._saving_group is not peers.group:
+            self.give_up()  # the group that began it is gone, and with it perhaps a rank: nobody waits for its part
+        saving = self._saving
+        if saving is None:
+            return None
+        problem = saving.wait_written()
+        told = peers.all_gather(None if problem is None else self._explain(peers, saving.step, problem))
+        self._saving = self._saving_group = None
+        if any(text is not None for text in told):
+            saving.give_up()
+            first = next(text for text in told if text is not None)
+            raise CheckpointError(first) from problem
+        failure: Exception | None = None
+        answer: tuple[str | None, str] | None = None
+        if not saving.is_background:
+            saving.commit_now()
+        if peers.is_first:
+            failure = saving.wait_finished()
+            name = saving.path.name if saving.path else ""
+            answer = (None if failure is None else self._explain(peers, saving.step, failure), name)
+        else:
+            saving.wait_finished()
+        outcome, name = peers.broadcast(answer)  # type: ignore[misc]
+        if outcome is not None:
+            raise CheckpointError(outcome) from failure
+        return self.folder / name
+
+    def _explain(self, peers: Peers, step: int, error: Exception, state: Mapping[str, Any] | None = None) -> str:
+        """One message: what could not be done, where, why, and what holds now."""
+        kept = "The checkpoints that were there before are unchanged, and so is what is in training."
+        fact, advice = describe_disk_error(error)
+        if isinstance(error, NotDurableError):
+            kept, advice = "The new checkpoint is in place, but a power cut may take it back.", "Look at the disk."
+        elif not fact:
+            fact = (
+                str(error)
+                if isinstance(error, (AbandonedError, UnreadableError))
+                else f"{type(error).__name__}: {error}"
+            )
+            value, advice = describe_unsafe_value(state) if state is not None else ("", "")
+            fact += value and f" ({value})"
+        text = f"{peers.what}: step {step} to {self.folder} on rank {peers.rank}: {fact}. {kept} {advice}"
+        return text.rstrip()
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Path]:
+        """All checkpoints of the folder, the latest first, as this rank sees it."""
+        return [entry.path for entry in self._history.entries()]
+
+    def latest(self) -> Path | None:
+        """The checkpoint that was saved last, as this rank sees the folder; None if there is none."""
+        return next(iter(self.checkpoints()), None)
+
+    def load(
+        self,
+        parts: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        map_location: str | torch.device = "cpu",
+        strict: bool = True,
+        fallback: bool = False,
+    ) -> Restored | None:
+        """Let `parts` go on from the latest checkpoint, or from that of `step`. Collective.
+
+        Returns what was loaded; None if there is no checkpoint at all.
+
+        One rank reads each piece, verifies its checksum and hands it on to the others; shards of a DTensor are read
+        where they are needed, from the files of any number of ranks. A rank whose host has not got the folder gets
+        everything from the others. Nothing is loaded into any part before all of the checkpoint was read and found
+        to fit. With no `parts` the state is returned, whole on every rank.
+
+        Arguments:
+            parts: what shall go on, by the name under which it was saved; a plain value stands for itself, and is in
+                the state that is returned.
+            map_location: the device for the tensors that are returned. A part's own tensors stay where they are.
+            strict: False loads what fits, and says the rest in the report; otherwise keys that are missing,
+                unexpected or misshapen are an error, which names them.
+            fallback: take the one before, with a warning, when a checkpoint is damaged. Without it that is an error.
+
+        Raises:
+            CheckpointError: it is damaged, it does not fit, there is none of `step`, or the folder cannot be read; on
+                every rank, and no part has changed.
+            ValueError: there is no such device here.
+            TypeError: `parts` is no dict by name.
+        """
+        peers = self._peers("CheckpointManager.load")
+        if self._saving is not None:
+            self._settle(peers)
+        entries = self._find(peers, step)
+        return restore(peers, self.folder, entries, parts, map_location=map_location, strict=strict, fallback=fallback)
+
+    def _find(self, peers: Peers, step: int | None) -> list[str]:
+        """The names of the checkpoints to try, in order, on every rank; rank 0's folder counts."""
+        problem, cause, mine = None, None, list[Entry]()
+        try:
+            mine = self._history.entries()
+        except OSError as error:
+            problem, cause = f"{peers.what} on rank {peers.rank}: {self.folder}: {error.strerror or error}.", error
+        told = peers.all_gather((problem, [entry.path.name for entry in mine if step is None or entry.step == step]))
+        problem, names = told[0]
+        if problem is not None:
+            raise CheckpointError(problem) from cause
+        elsewhere = [rank for rank, (_, theirs) in enumerate(told) if theirs]
+        if not names and elsewhere:
+            raise CheckpointError(
+                f"{peers.what}: rank {elsewhere[0]} sees checkpoints in {self.folder}, and rank 0, which reads them, "
+                "does not: the hosts do not share this folder. Mount it on rank 0's host, or start the job there."
+            )
+        if not names and step is not None:
+            steps = peers.broadcast(sorted({entry.step for entry in mine}))
+            raise CheckpointError(
+                f"{peers.what}: there is no checkpoint of step {step} in {self.folder}; there are those of steps "
+                f"{', '.join(map(str, steps)) or 'none'}."
+            )
+        return names
+
+
+def _may_write(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+
+
+def _explain_unseen(peers: Peers, folder: Path) -> str:
+    host = os.uname().nodename
+    if folder.is_dir():
+        return (
+            f"{peers.what}: rank {peers.rank} on {host} may not write into {folder.parent}. Nothing was written. Save "
+            "to a folder into which the user of every rank may write."
+        )
+    return (
+        f"{peers.what}: rank {peers.rank} on {host} does not see what rank 0 has made in {folder.parent}: the hosts do "
+        "not share this folder. Nothing was written. Save to a folder on a disk that all hosts mount, or, if rank 0 "
+        "holds the whole state, with sharded=False."
+    )
+
+
+_open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    """Let what was begun come to its end, where a script ends without `wait`: the threads would die with it."""
+    for manager in list(_open):
+        saving = manager._saving
+        if saving is not None and saving.is_background:
+            saving.finish_alone(_AT_EXIT_S)

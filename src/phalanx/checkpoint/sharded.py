@@ -1,0 +1,289 @@
+"""Writing a checkpoint on all ranks at once, in the files of torch.distributed.checkpoint: each writes a part of it.
+
+    plan       all ranks    which piece of which tensor each one writes: its own shards, and of what all of them have
+                            alike, about the same number of bytes each; kept for the next save of the same shapes
+    snapshot   each rank    of its pieces only
+    write      each rank    `__<rank>_0.distcp`, then `.part-<rank>`: what it wrote, and that it is done
+    commit     rank 0       when every part is there: `.metadata`, structure.pt, the manifest, the name
+
+Between plan and commit ranks say nothing to each other: the parts lie in the folder, which all of them must see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+from collections import ChainMap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor
+
+from phalanx.checkpoint.checksum import ChecksummedStream
+from phalanx.checkpoint.manifest import FileRecord
+from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.slices import SlicedTensor
+from phalanx.checkpoint.snapshot import SnapshotMemory, copy_contiguous
+from phalanx.checkpoint.tree import Tree, is_tensor
+
+STRUCTURE = "structure.pt"
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank writes, and on rank 0 what all of them do. `is_uniform`: all ranks' states have the same names."""
+
+    signature: tuple[Any, ...]
+    mine: SavePlan
+    metadata: Metadata | None
+    is_uniform: bool
+
+
+def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | None) -> Plan:
+    """Share out the work of saving `tree`; `pinned` are names of which rank 0's value counts. Collective."""
+    signature = _signature(tree)
+    if all(peers.all_gather(before is not None and before.signature == signature)):
+        assert before is not None
+        return before
+    told = peers.gather((_local_plan(tree), frozenset(pinned), tuple(tree.leaves)))
+    answers: list[tuple[SavePlan, bool]] | None = None
+    metadata = None
+    if peers.is_first:
+        plans, metadata = _global_plan([plan for plan, _, _ in told], set().union(*(names for _, names, _ in told)))
+        is_uniform = all(names == told[0][2] for _, _, names in told)
+        answers = [(plan, is_uniform) for plan in plans]
+    mine, is_uniform = cast(list[tuple[SavePlan, bool]], peers.broadcast(answers))[peers.rank]
+    return Plan(signature, mine, metadata, is_uniform)
+
+
+def _signature(tree: Tree) -> tuple[Any, ...]:
+    """What the plan follows from."""
+    return (*(_form(name, leaf) for name, leaf in tree.leaves.items()), tuple(tree.aliases.items()))
+
+
+def _form(name: str, leaf: Any) -> tuple[Any, ...]:
+    if not is_tensor(leaf):
+        return (name,)
+    where: Any = None
+    if isinstance(leaf, DTensor):
+        where = (leaf.placements, leaf.device_mesh.mesh.tolist())
+    elif isinstance(leaf, SlicedTensor):
+        where = tuple(leaf.boxes())
+    return (name, leaf.dtype, tuple(leaf.shape), where)
+
+
+def _local_plan(tree: Tree) -> SavePlan:
+    plain: dict[str, Any] = {}
+    sliced: list[WriteItem] = []
+    for name, leaf in tree.leaves.items():
+        if isinstance(leaf, SlicedTensor):
+            sliced += _slice_items(name, leaf)
+        elif name not in tree.aliases:
+            plain[name] = leaf
+    plan = create_default_local_save_plan(plain, is_coordinator=False)
+    return dataclasses.replace(plan, items=[*plan.items, *sliced], planner_data=tree.paths)
+
+
+def _slice_items(name: str, leaf: SlicedTensor) -> Iterator[WriteItem]:
+    for offsets, sizes in leaf.boxes():
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=leaf.dtype), size=leaf.shape)
+        yield WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[list[SavePlan], Metadata]:
+    """Every piece to one rank: pinned ones and objects to the first that has them, others to who has least to write."""
+    taken: set[MetadataIndex] = set()
+    chosen = []
+    for plan in plans:
+        items = []
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO or item.index.fqn in pinned:
+                if item.index in taken:
+                    continue
+                taken.add(item.index)
+            items.append(item)
+        chosen.append(dataclasses.replace(plan, items=items))
+    planned, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(chosen)
+    paths = dict(ChainMap(*(plan.planner_data for plan in plans)))
+    writer = FileSystemWriter(os.devnull)
+    prefixed = writer.prepare_global_plan([dataclasses.replace(plan, planner_data=None) for plan in planned])
+    return prefixed, dataclasses.replace(metadata, planner_data=paths)
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pieces:
+    """The data of what a rank writes, by piece; tensors of the state itself, or copies of them."""
+
+    tensors: dict[MetadataIndex, torch.Tensor] = field(default_factory=dict)
+    objects: dict[MetadataIndex, bytes] = field(default_factory=dict)
+
+
+def take_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> Pieces:
+    """What this rank is to write, copied into `memory`; as it is in the state if None."""
+    pieces = Pieces()
+    for item in plan.mine.items:
+        leaf = tree.leaves[item.index.fqn]
+        if item.type == WriteItemType.BYTE_IO:
+            pieces.objects[item.index] = encode(leaf)
+        elif isinstance(leaf, SlicedTensor):
+            assert item.index.offset is not None
+            pieces.tensors[item.index] = leaf.piece(item.index.offset)
+        else:
+            pieces.tensors[item.index] = find_tensor_shard(leaf, item.index).detach()
+    if memory is not None:
+        copies = copy_contiguous(pieces.tensors.values(), memory)
+        pieces.tensors = dict(zip(pieces.tensors, copies, strict=True))
+    return pieces
+
+
+def encode(value: object) -> bytes:
+    """As torch.save writes it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives torch's writer what was taken, wherever the state has gone on to."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._pieces.objects[write_item.index])
+        return self._pieces.tensors[write_item.index]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class RecordingFileSystem(FileSystem):
+    """What torch's writer writes through: synchronises, and knows length and checksum of every file."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
+        """A stream whose length and checksum are recorded when it ends."""
+        with open(path, mode) as file:
+            stream = ChecksummedStream(cast(Any, file))
+            yield stream
+            file.flush()
+            os.fsync(file.fileno())
+            self.records[Path(path).name] = FileRecord(stream.nbytes, stream.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename, and the record with it."""
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written: files, and where in them the pieces lie."""
+
+    files: Mapping[str, FileRecord]
+    pieces: Sequence[tuple[str, Sequence[int] | None, int | None, str, int, int]] = ()
+
+    def encode(self) -> str:
+        """As text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Part:
+        """The opposite of `encode`."""
+        content = json.loads(text)
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        return cls(files, [tuple(piece) for piece in content["pieces"]])
+
+
+def write_part(folder: Path, plan: Plan, pieces: Pieces) -> Part:
+    """Write this rank's pieces into `folder`, durably.
+
+    Raises:
+        OSError: the disk would not have it.
+    """
+    if not plan.mine.items:
+        return Part({})
+    writer, files = _writer(folder)
+    results = writer.write_data(plan.mine, _Planner(pieces)).wait()
+    return Part(
+        files.records,
+        [
+            (
+                result.index.fqn,
+                None if result.index.offset is None else list(result.index.offset),
+                result.index.index,
+                result.storage_data.relative_path,
+                result.storage_data.offset,
+                result.storage_data.length,
+            )
+            for result in results
+        ],
+    )
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """Where a rank says what it has written."""
+    return folder / f".part-{rank}"
+
+
+def tell_part(folder: Path, rank: int, part: Part) -> None:
+    """Say it, whole or not at all."""
+    path = part_path(folder, rank)
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(part.encode())
+    os.rename(draft, path)
+
+
+def write_metadata(
+    folder: Path, plan: Plan, parts: Sequence[Part], aliases: Mapping[str, str], structure: bytes
+) -> dict[str, FileRecord]:
+    """Write what says where everything lies: torch's `.metadata`, and the structure. Returns the files of all parts."""
+    assert plan.metadata is not None
+    metadata = dataclasses.replace(plan.metadata, state_dict_metadata=dict(plan.metadata.state_dict_metadata))
+    results = [
+        WriteResult(MetadataIndex(name, offset, index), length, _StorageInfo(path, at, length))
+        for part in parts
+        for name, offset, index, path, at, length in part.pieces
+    ]
+    by_name = {result.index.fqn: result for result in results}
+    for alias, name in aliases.items():
+        if alias not in metadata.state_dict_metadata and name in by_name:
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+            results.append(
+                dataclasses.replace(by_name[name], index=dataclasses.replace(by_name[name].index, fqn=alias))
+            )
+    writer, files = _writer(folder)
+    with files.create_stream(folder / STRUCTURE, "xb") as stream:
+        stream.write(structure)
+    writer.finish(metadata, [results])
+    for part in parts:
+        files.records.update(part.files)
+    return files.records
+
+
+def _writer(folder: Path) -> tuple[FileSystemWriter, RecordingFileSystem]:
+    writer, files = FileSystemWriter(folder, sync_files=False), RecordingFileSystem()  # the recording one synchronises
+    writer.fs = files
+    return writer, files

@@ -1,0 +1,172 @@
+"""Reading a checkpoint that many ranks wrote, on any number of ranks.
+
+wanted by some rank whole     one rank reads each piece and hands it on; the pieces are shared out
+a shard on every rank         each rank reads what overlaps with its own
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.sharded import METADATA, STRUCTURE
+from phalanx.checkpoint.tree import Node
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": None,  # every class of it
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what torch's `.metadata` consists of and nothing else: a file from a stranger runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _ALLOWED and ((names := _ALLOWED[module]) is None or name in names) and "." not in name:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which no .metadata of torch does")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Where everything lies.
+
+    Raises:
+        OSError: it cannot be read.
+        Exception: what its pickle trips over.
+    """
+    with (folder / METADATA).open("rb") as file:
+        metadata = _Unpickler(file).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+    return metadata
+
+
+def read_structure(folder: Path) -> tuple[Node, Mapping[str, str]]:
+    """What the state was apart from its tensors, and which tensors were others' memory."""
+    structure, aliases = torch.load(folder / STRUCTURE, map_location="cpu", weights_only=True)
+    return structure, aliases
+
+
+class Pieces:
+    """The tensors of a sharded checkpoint, in `folder`."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        self._folder = folder
+        self._metadata = metadata
+
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        kinds = self._metadata.state_dict_metadata
+        return [name for name, kind in kinds.items() if isinstance(kind, TensorStorageMetadata)]
+
+    def form(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of the whole tensor."""
+        kind = self._metadata.state_dict_metadata[name]
+        assert isinstance(kind, TensorStorageMetadata)
+        return kind.size, kind.properties.dtype
+
+    def chunks(self, name: str) -> list[ChunkStorageMetadata]:
+        """Where its pieces lie in the whole."""
+        kind = self._metadata.state_dict_metadata[name]
+        assert isinstance(kind, TensorStorageMetadata)
+        return kind.chunks
+
+    def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """One piece.
+
+        Raises:
+            OSError: the file cannot be read.
+            Exception: what torch.load trips over.
+        """
+        where = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        path = self._folder / where.relative_path
+        if path.parent != self._folder:
+            raise pickle.UnpicklingError(f"it names {where.relative_path}, outside of the checkpoint")
+        with path.open("rb") as file:
+            file.seek(where.offset)
+            content = io.BytesIO(file.read(where.length))
+        piece: Tensor = torch.load(content, map_location="cpu", weights_only=True)
+        return piece
+
+
+def read_tensors(
+    peers: Peers,
+    pieces: Pieces,
+    names: Sequence[str],
+    shards: Mapping[str, DTensor],
+    seers: Sequence[int],
+) -> tuple[dict[str, Tensor], str | None]:
+    """The tensors of these names, whole, or filled into `shards`; and what could not be read here. Collective.
+
+    `shards` are tensors to fill, of which this rank has a part. `seers` are the ranks that see the folder.
+    """
+    alone = set(shards) if peers.rank in seers else set()
+    by_all = set.intersection(*peers.all_gather(alone))
+    found: dict[str, Tensor] = {}
+    problem: str | None = None
+    turn = 0
+    for name in names:
+        shape, dtype = pieces.form(name)
+        target: Tensor = shards[name] if name in shards else torch.empty(shape, dtype=dtype)
+        found[name] = target
+        where, local = _place(target)
+        for chunk in pieces.chunks(name):
+            piece: Tensor | None = None
+            reader = seers[turn % len(seers)]
+            if name in by_all:
+                reads = _overlap(chunk, where) is not None
+            else:
+                reads, turn = peers.rank == reader, turn + 1
+            if reads and problem is None:
+                try:
+                    piece = pieces.read(name, chunk)
+                    if piece.shape != chunk.sizes or piece.dtype != dtype:
+                        raise ValueError(f"{name} is a {piece.dtype} {tuple(piece.shape)}")
+                except Exception as error:
+                    problem = f"{name}: {type(error).__name__}: {error}"
+            if name not in by_all:
+                piece = (torch.empty(chunk.sizes, dtype=dtype) if piece is None else piece).contiguous()
+                peers.broadcast_tensor(piece, src=reader)
+            if piece is not None:
+                _fill(local, where, chunk, piece)
+    return found, problem
+
+
+def _place(tensor: Tensor) -> tuple[ChunkStorageMetadata, Tensor]:
+    """Where in the whole this rank's part lies, and that part."""
+    if isinstance(tensor, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), tensor.to_local()
+    return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape), tensor
+
+
+def _overlap(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> list[tuple[int, int]] | None:
+    """Where in the whole two boxes overlap, from and to by dimension; None if they don't."""
+    found = [(max(x, y), min(x + m, y + n)) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)]
+    return found if all(start < stop for start, stop in found) else None
+
+
+def _fill(local: Tensor, where: ChunkStorageMetadata, chunk: ChunkStorageMetadata, piece: Tensor) -> None:
+    span = _overlap(where, chunk)
+    if span is None or math.prod(chunk.sizes) == 0:
+        return
+    to = tuple(slice(start - at, stop - at) for (start, stop), at in zip(span, where.offsets, strict=True))
+    of = tuple(slice(start - at, stop - at) for (start, stop), at in zip(span, chunk.offsets, strict=True))
+    with torch.no_grad():
+        local[to].copy_(piece[of])

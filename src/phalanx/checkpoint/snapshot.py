@@ -1,0 +1,127 @@
+"""A copy of tensors as they are now, in memory of the host that is kept for the next one.
+
+The copy is all that training waits for. Memory that was never touched costs two or three times the copy itself, since
+the kernel zeroes every page of it; so it is kept, and in huge pages where the system has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGN = 64
+
+
+class SnapshotMemory:
+    """Room for one snapshot at a time; grows, and is kept."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._at = 0
+
+    def begin(self, nbytes: int, count: int) -> None:
+        """Make room for a new snapshot of `count` pieces, `nbytes` in all; the one before is overwritten."""
+        room = nbytes + count * _ALIGN
+        if self._memory is None or len(self._memory) < room:
+            self._memory = mmap.mmap(-1, max(room, 1))
+            with contextlib.suppress(OSError, AttributeError):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._at = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """A piece of it, as bytes: a storage of its own."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        assert self._memory is not None
+        piece = torch.frombuffer(memoryview(self._memory)[self._at : self._at + nbytes], dtype=torch.uint8)
+        self._at += math.ceil(nbytes / _ALIGN) * _ALIGN
+        return piece
+
+    def release(self) -> None:
+        """Let go of the memory; what was taken of it stays as long as it is held."""
+        self._memory = None
+
+
+def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[Tensor]:
+    """Each tensor on its own, contiguous, on the CPU: what torch.distributed.checkpoint stores of it."""
+    sources = [tensor.detach() for tensor in tensors]
+    plain = [_is_plain(tensor) for tensor in sources]
+    memory.begin(sum(t.nbytes for t, is_plain in zip(sources, plain, strict=True) if is_plain), len(sources))
+    copies = []
+    for source, is_plain in zip(sources, plain, strict=True):
+        if is_plain:
+            copies.append(memory.take(source.nbytes).view(source.dtype).view(source.shape).copy_(source))
+        else:
+            copies.append(source.cpu().clone())
+    return copies
+
+
+def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
+    """A state with copies of its tensors, on the CPU, which share memory where the originals do: torch.save sees no
+    difference."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    _collect(state, storages)
+    memory.begin(sum(storage.nbytes() for storage in storages.values()), len(storages))
+    copies = {}
+    for key, storage in storages.items():
+        copy = memory.take(storage.nbytes())
+        if storage.nbytes():
+            copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        copies[key] = copy.untyped_storage()
+    return _rebuild(state, copies)
+
+
+def _collect(value: Any, storages: dict[int, torch.UntypedStorage]) -> None:
+    if isinstance(value, Tensor):
+        if _is_plain(value):
+            storage = value.untyped_storage()
+            storages.setdefault(storage._cdata, storage)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, storages)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, storages)
+
+
+def _rebuild(value: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
+    if isinstance(value, Tensor):
+        return _copy(value, copies)
+    if type(value) is dict:
+        return {key: _rebuild(item, copies) for key, item in value.items()}
+    if isinstance(value, dict):
+        made = value.copy()  # with a default or an order of its own, and what else it carries
+        vars(made).update(getattr(value, "__dict__", {})) if hasattr(made, "__dict__") else None
+        for key, item in value.items():
+            made[key] = _rebuild(item, copies)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(_rebuild(item, copies) for item in value)
+    return value
+
+
+def _copy(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
+    if not _is_plain(tensor):
+        return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
+    copy = torch.empty(0, dtype=tensor.dtype)
+    copy.set_(copies[tensor.untyped_storage()._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        copy = copy.conj()
+    if tensor.is_neg():
+        copy = torch._neg_view(copy)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    return copy.requires_grad_() if tensor.requires_grad else copy
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes are all there is to it."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta

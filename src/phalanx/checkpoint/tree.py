@@ -1,0 +1,156 @@
+"""A state as a tree: its leaves by name, as torch.distributed.checkpoint names them, and the rest of it, exactly.
+
+    {"model": {"w": T}, "groups": [{"lr": 0.1}], "empty": {}}
+
+    leaves      "model.w" -> T    "groups.0.lr" -> 0.1              what torch.distributed.checkpoint stores and loads
+    structure   dict or list or tuple, the keys' types, what is     what it forgets: plain data that torch.load opens
+                empty, "here goes the tensor called model.w"        with weights_only
+
+As in torch, a list without tensors or dicts in it is one leaf, and so is a tuple without tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from phalanx.checkpoint.slices import SlicedTensor
+
+Path = tuple[str | int, ...]
+Node = tuple[Any, ...]
+_DICTS = {"dict": dict, "OrderedDict": OrderedDict}
+_SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
+
+
+@dataclass
+class Tree:
+    """A state taken apart. `aliases` are names of tensors that are, byte for byte, the memory of another."""
+
+    leaves: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    structure: Node = ()
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Tree:
+        """Take `state` apart. Copies nothing."""
+        tree = cls()
+        tree.structure = tree._take_apart(state, (), {})
+        return tree
+
+    def _take_apart(self, value: Any, path: Path, seen: dict[tuple[Any, ...], str]) -> Node:
+        kind = type(value).__name__
+        if is_tensor(value):
+            name = self._add(value, path)
+            if (memory := _memory(value)) is not None and seen.setdefault(memory, name) != name:
+                self.aliases[name] = seen[memory]
+            return ("tensor", name, _form(value))
+        if type(value) in _DICTS.values():
+            items = [(key, self._take_apart(item, (*path, str(key)), seen)) for key, item in value.items()]
+            return (kind, items, dict(vars(value)) if kind == "OrderedDict" else {})
+        if type(value) in _SEQUENCES.values() and _is_branch(value):
+            return (kind, [self._take_apart(item, (*path, i), seen) for i, item in enumerate(value)])
+        self._add(value, path)
+        return ("value", value)
+
+    def _add(self, value: Any, path: Path) -> str:
+        name = base = ".".join(map(str, path))
+        count = 1
+        while name in self.leaves:  # {"a.b": 1, "a": {"b": 2}}, {1: x, "1": y}
+            count += 1
+            name = f"{base}#{count}"
+        self.leaves[name] = value
+        self.paths[name] = path
+        return name
+
+
+def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, str]) -> Any:
+    """The state again; `tensor` gives the tensor of a name."""
+    kind = structure[0]
+    if kind == "value":
+        return structure[1]
+    if kind == "tensor":
+        name, (parameter, requires_grad) = structure[1:]
+        found = tensor(name) if name not in aliases else tensor(aliases[name]).detach()
+        if parameter:
+            return Parameter(found, requires_grad=requires_grad)
+        return found.requires_grad_() if requires_grad else found
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](build(node, tensor, aliases) for node in structure[1])
+    made = _DICTS[kind]((key, build(node, tensor, aliases)) for key, node in structure[1])
+    if structure[2]:
+        vars(made).update(structure[2])  # the versions that a module's state_dict carries
+    return made
+
+
+def merge(first: Node, second: Node) -> Node:
+    """The structure of two ranks: what either has; the first where they differ."""
+    if first[0] in _DICTS and second[0] in _DICTS:
+        theirs = dict(second[1])
+        mine = [(key, merge(node, theirs.pop(key)) if key in theirs else node) for key, node in first[1]]
+        items = mine + [(key, node) for key, node in second[1] if key in theirs]
+        if all(type(key) is int for key, _ in items):  # parameters by number, of an optimizer
+            items.sort(key=lambda item: item[0])
+        return (first[0], items, *first[2:])
+    if first[0] in _SEQUENCES and first[0] == second[0]:
+        shared = [merge(a, b) for a, b in zip(first[1], second[1], strict=False)]
+        longer = max(first[1], second[1], key=len)
+        return (first[0], shared + longer[len(shared) :])
+    return first
+
+
+def find(structure: Node, *path: Any) -> Node | None:
+    """The node at `path`, if there is one."""
+    node: Node | None = structure
+    for key in path:
+        if node is None or node[0] not in _DICTS:
+            return None
+        node = next((inner for name, inner in node[1] if name == key), None)
+    return node
+
+
+def tensor_names(structure: Node) -> list[str]:
+    """Of all tensors that a structure speaks of, in order."""
+    if structure[0] == "tensor":
+        return [structure[1]]
+    if structure[0] == "value":
+        return []
+    inner = (node[1] if structure[0] in ("dict", "OrderedDict") else node for node in structure[1])
+    return [name for node in inner for name in tensor_names(node)]
+
+
+def is_tensor(value: object) -> bool:
+    """Whether it is one leaf with a shape."""
+    return isinstance(value, (Tensor, SlicedTensor))
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is torch's DTensor. Without one nobody pays for its import, which takes most of a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _is_branch(value: list[Any] | tuple[Any, ...]) -> bool:
+    if isinstance(value, list) and any(type(item) in _DICTS.values() for item in value):
+        return True
+    return any(is_tensor(item) or (type(item) in _SEQUENCES.values() and _is_branch(item)) for item in value)
+
+
+def _form(value: Any) -> tuple[bool, bool]:
+    return (isinstance(value, Parameter), getattr(value, "requires_grad", False))
+
+
+def _memory(value: Any) -> tuple[Any, ...] | None:
+    """What is equal for two tensors only if they are the same elements in the same memory."""
+    if is_dtensor(value) or not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    if value.numel() == 0 or value.is_meta:
+        return None
+    return (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
