@@ -8,6 +8,7 @@ from tests.pipeline.unsplit import draw_model, train_unsplit
 
 import phalanx.pipeline.pipeline  # noqa: F401 - imported once here, not once in each rank
 from phalanx import Pipeline
+from phalanx.pipeline import wire
 from phalanx.testing import run_ranks
 
 STEPS = 2
@@ -25,6 +26,7 @@ def draw_cases(seed, world_size, count):
 
 
 def train(rank, world_size, cases):
+    wire._LENT_BYTES = 64  # these models are small, and what goes from stage to stage shall be read where it lies
     found = []
     for seed, schedule, micro_batches, checkpoint in cases:
         model, loss_fn, inputs, targets = draw_model(seed)

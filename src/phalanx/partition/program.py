@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import fx, nn
 
 from phalanx.partition.layers import Layer
 
+_NOTHING = nullcontext()
+
 
 class Program:
     """Layers made ready to be run again and again. `at` is the layer that runs, or ran last."""
 
-    def __init__(self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node]) -> None:
-        """`results`: the values that somebody wants afterwards. `root` has the modules and tensors by their names."""
+    def __init__(
+        self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node], marked: Collection[fx.Node] = ()
+    ) -> None:
+        """`results`: the values that somebody wants afterwards. `root` has the modules and tensors by their names.
+
+        `marked`: nodes that run inside of the context that `run` is given.
+        """
         self._root = root
         self._results = tuple(results)
         steps = [(layer.name, node) for layer in layers for node in layer.nodes]
         last_use = {source: at for at, (_, node) in enumerate(steps) for source in node.all_input_nodes}
-        self._steps: list[tuple[str, fx.Node, Callable[..., Any], tuple[fx.Node, ...], bool]] = [
+        self._steps: list[tuple[str, fx.Node, Callable[..., Any], tuple[fx.Node, ...], bool, bool]] = [
             (
                 name,
                 node,
                 _function(root, node),
                 tuple(n for n in node.all_input_nodes if last_use[n] == at and n not in self._results),
                 _is_simple(node),
+                node in marked,
             )
             for at, (name, node) in enumerate(steps)
         ]
@@ -35,25 +44,20 @@ class Program:
         """Whether it is in a layer: where an error comes from."""
 
     def run(
-        self, values: Mapping[fx.Node, Any], around: Callable[[str, Callable[[], Any]], Any] | None = None
+        self, values: Mapping[fx.Node, Any], inside: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> dict[fx.Node, Any]:
-        """The results, from the values that come from elsewhere.
-
-        `around(layer, call)` runs each node, for whoever wants to see it: it returns what `call()` returned.
-        """
+        """The results, from the values that come from elsewhere. Marked nodes run in a context of `inside()`."""
         env = dict(values)
         self.running = True  # and stays so if a layer raises
-        for name, node, function, done, simple in self._steps:
+        for name, node, function, done, simple, is_marked in self._steps:
             self.at = name
-            if simple and around is None:
-                env[node] = function(*[env[argument] for argument in node.all_input_nodes])
-            else:
-                args, kwargs = self._arguments(node, env)
-                if around is None:
-                    env[node] = function(*args, **kwargs)
+            with inside() if is_marked else _NOTHING:
+                if simple:
+                    env[node] = function(*[env[argument] for argument in node.all_input_nodes])
                 else:
-                    env[node] = around(name, lambda: function(*args, **kwargs))  # noqa: B023 - called at once
-                del args, kwargs
+                    args, kwargs = self._arguments(node, env)
+                    env[node] = function(*args, **kwargs)
+                    del args, kwargs
             for source in done:
                 env.pop(source, None)
         self.running = False

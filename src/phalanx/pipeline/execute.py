@@ -131,7 +131,13 @@ class Executor:
         )
         with work.statistics.measured():
             sends, made = stage.forward(
-                micro_batch, inputs, leaves, training=work.grad, recompute=recompute, finish=finish
+                micro_batch,
+                inputs,
+                leaves,
+                training=work.grad,
+                recompute=recompute,
+                finish=finish,
+                making=self._wire.making,
             )
         if finish is not None:
             work.results[micro_batch] = made.detach() if isinstance(made, Tensor) else made
@@ -196,7 +202,8 @@ class Executor:
             else:
                 grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
         begin = time.perf_counter() - recomputed
-        made = stage.backward(micro_batch, grads, later_weights=later_weights)
+        with self._wire.making():
+            made = stage.backward(micro_batch, grads, later_weights=later_weights)
         for source, found in made.items():
             if source in self.stages:
                 self._local[Edge(stage.index, source, True)].append(found)

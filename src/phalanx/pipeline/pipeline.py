@@ -79,6 +79,7 @@ class Pipeline(nn.Module):
         self._stages = [self._stage(part, parts, layers) for part in own]
         wire = Wire(group, self._num_stages, [planned.rank_of(k) for k in range(self._num_stages)], self._device)
         self._wire = wire
+        self._shared = False
         rank_of = [planned.rank_of(k) for k in range(self._num_stages)]
         first_names = {id(p): name for name, p in module.named_parameters()}
         self._set("_first_names", first_names)
@@ -126,6 +127,9 @@ class Pipeline(nn.Module):
         self._executor.run(work)
         self._tied.add()
         self._statistics.update()
+        if not self._shared:  # the first step has shown what goes from stage to stage
+            self._shared = True
+            self._wire.share(_most(self._plan(self._micro_batches, True)))
         self.done = work.done
         loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum() if work.results else torch.zeros(())
         dist.broadcast(loss, group=self._group, group_src=(self._num_stages - 1) % self._size)
@@ -211,6 +215,11 @@ class Pipeline(nn.Module):
         mine = set(self._own.state_dict())
         self._own.load_state_dict({name: v for name, v in state_dict.items() if name in mine}, strict=False)
         return _IncompatibleKeys(missing, unexpected)
+
+
+def _most(schedule: Schedule) -> int:
+    """How many tensors of a size may lie in shared memory: those in flight, and what layers make on the way to them."""
+    return 8 * max(schedule.in_flight(stage) for stage in range(schedule.num_stages)) + 16
 
 
 def _weights(layers: LayerList) -> list[float]:

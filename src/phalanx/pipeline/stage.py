@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,8 @@ class Stage:
         wanted = [node for values in part.sends.values() for node in values]
         if last:
             wanted += output.all_input_nodes
-        self.program = Program(root, part.layers, dict.fromkeys(wanted))
+        sent = [node for values in part.sends.values() for node in values]
+        self.program = Program(root, part.layers, dict.fromkeys(wanted), makers_of(root, part.nodes, sent))
         self.parameters: list[nn.Parameter] = []
         self._random_state = random_state
         self.training = False
@@ -58,17 +60,19 @@ class Stage:
         training: bool,
         recompute: bool,
         finish: Callable[[dict[fx.Node, Any]], Any] | None = None,
+        making: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[dict[int, tuple[list[Any], list[bool]]], Any]:
         """What each later stage gets, with which of its tensors need gradients; and what `finish` made of the result.
 
         `finish` is the loss of the last stage: it is computed anew with the rest, where the stage is recomputed.
+        What is sent is made in `making()`.
         """
         held = InFlight(inputs, leaves, finish=finish, recompute=recompute)
         self.training = training
         if recompute:
             held.random_state = self._random_state.get()
         with torch.set_grad_enabled(training and not recompute):
-            results = self._run(inputs)
+            results = self._run(inputs, making)
             made = finish(results) if finish is not None else None
         sends = {}
         some = recompute and (any(leaves.values()) or any(p.requires_grad for p in self.parameters))
@@ -96,7 +100,7 @@ class Stage:
         before = self._random_state.get()
         self._random_state.set(held.random_state)
         with torch.enable_grad():
-            results = self._run(held.inputs)
+            results = self._run(held.inputs, nullcontext)
             held.loss = held.finish(results) if held.finish is not None else None
         self._random_state.set(before)
         for target, nodes in self.part.sends.items():
@@ -137,7 +141,9 @@ class Stage:
         assert held.weights is not None
         held.weights.run()
 
-    def _run(self, inputs: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    def _run(
+        self, inputs: dict[fx.Node, Any], making: Callable[[], AbstractContextManager[None]]
+    ) -> dict[fx.Node, Any]:
         """Run the layers on `inputs`, which stay as they are: a layer that works in place gets a copy.
 
         Which ones do is seen the first time, when all are copies.
@@ -147,12 +153,34 @@ class Stage:
             node: tree_map(_copy, value) if written is None or node in written else value
             for node, value in inputs.items()
         }
-        results = self.program.run(given)
+        results = self.program.run(given, making)
         if written is None:
             self._written[self.training] = {
                 node for node, value in given.items() if any(t._version for t in flat_tensors([value]))
             }
         return results
+
+
+def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Node]) -> set[fx.Node]:
+    """Those that make the memory of `values`: not what works in place, nor what passes its input on."""
+    makers: set[fx.Node] = set()
+    todo = [value for value in values if value in nodes]
+    while todo:
+        node = todo.pop()
+        if node in makers:
+            continue
+        makers.add(node)
+        if node.op == "call_module":
+            module = root.get_submodule(str(node.target))
+            passes = getattr(module, "inplace", False) or isinstance(module, _PASSING)
+        else:
+            passes = True  # a function may be a view of what it gets, or work in place
+        if passes:
+            todo += [source for source in node.all_input_nodes if source in nodes]
+    return makers
+
+
+_PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
 
 
 def _copy(value: Any) -> Any:

@@ -9,18 +9,24 @@ only when it is another than the last time on the same edge.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
+from phalanx.backend.shared import shares_memory
 from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx.backend.lending import Lending
 
 _WORDS = 64
 _FIXED = 5
@@ -28,6 +34,7 @@ _MOST = (_WORDS - _FIXED) // 2
 _TAG = 1_000_000  # above what programs use on the same group
 _VALUES, _FAILED = 0, 1
 _BY_MESSAGE, _ABSENT = -1, -2
+_LENT_BYTES = 16 * 1024  # tensors below travel in messages
 _FAREWELL_S = 5.0
 
 
@@ -81,6 +88,9 @@ class Wire:
         self._sent: dict[Edge, bytes] = {}
         self._forms: dict[Edge, _Form] = {}
         self._works: list[tuple[dist.Work, Tensor]] = []
+        self._lending: Lending | None = None
+        self.sizes: Counter[int] = Counter()
+        """How often a tensor of so many bytes went by message, though it is large."""
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -108,8 +118,9 @@ class Wire:
 
     def _post(self, edge: Edge, step: Step, news: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
         header = [_VALUES, step.micro_batches, step.rows, step.all_rows, len(news)]
-        for count, tensor in zip(rows, tensors, strict=True):
-            header += [count, _ABSENT if tensor is None else _BY_MESSAGE]
+        places = [self._place(tensor) for tensor in tensors]
+        for count, place in zip(rows, places, strict=True):
+            header += [count, place]
         size = max(_WORDS, -(-len(header) // _WORDS) * _WORDS)
         dst, tag = self._rank_of[edge.target], self._tag(edge)
         if size > _WORDS:
@@ -117,9 +128,40 @@ class Wire:
         self._send(torch.tensor(header + [0] * (_WORDS - len(header))), dst, tag)
         if news:
             self._send(torch.frombuffer(bytearray(news), dtype=torch.uint8), dst, tag)
-        for tensor in tensors:
-            if tensor is not None and tensor.numel():
+        for tensor, place in zip(tensors, places, strict=True):
+            if tensor is not None and place == _BY_MESSAGE and tensor.numel():
                 self._send(tensor.detach().contiguous(), dst, tag)
+
+    def _place(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return _ABSENT
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes < _LENT_BYTES:
+            return _BY_MESSAGE
+        place = None if self._lending is None else self._lending.lend(tensor.detach())
+        if place is None:
+            self.sizes[nbytes] += 1
+            return _BY_MESSAGE
+        return place
+
+    def making(self) -> contextlib.AbstractContextManager[None]:
+        """Tensors that this thread makes meanwhile may be sent without a copy."""
+        return contextlib.nullcontext() if self._lending is None else self._lending.making()
+
+    def share(self, most: int) -> None:
+        """From now on, tensors of the sizes that were sent so far stay where they are, and are read there. Collective.
+
+        `most`: how many of a size a rank may have at the same time. Nothing happens where ranks share no memory.
+        """
+        if self._lending is not None or not shares_memory(self._group):
+            return
+        sizes: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(sizes, set(self.sizes), group=self._group)
+        if every := set().union(*sizes):
+            from phalanx.backend.lending import Lending  # needs the C core, which a group that shares memory has
+
+            with contextlib.suppress(PhalanxError):  # no room in the heap, on all ranks: messages it is
+                self._lending = Lending(self._group, dict.fromkeys(every, most))
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         work = self._group.send([tensor], dst, tag)
@@ -151,11 +193,9 @@ class Wire:
         leaves = []
         for leaf in form.leaves:
             if isinstance(leaf, _Array):
-                rows, _ = next(words), next(words)
+                rows, place = next(words), next(words)
                 shape = leaf.trailing if leaf.is_scalar else (rows, *leaf.trailing)
-                tensor = torch.empty(shape, dtype=leaf.dtype, device=self._device)
-                if tensor.numel():
-                    self._receive(tensor, src, tag)
+                tensor = self._take(place, shape, leaf.dtype, src, tag)
                 leaves.append(tensor.requires_grad_() if leaf.needs_grad else tensor)
             else:
                 leaves.append(leaf)
@@ -171,12 +211,17 @@ class Wire:
         header, _, src, tag = self._header(edge)
         grads: list[Tensor | None] = []
         for at, tensor in enumerate(like):
-            if header[_FIXED + 2 * at + 1] == _ABSENT:
-                grads.append(None)
-                continue
-            grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            grads.append(self._receive(grad, src, tag) if grad.numel() else grad)
+            place = header[_FIXED + 2 * at + 1]
+            absent = place == _ABSENT
+            grads.append(None if absent else self._take(place, tuple(tensor.shape), tensor.dtype, src, tag))
         return grads
+
+    def _take(self, place: int, shape: tuple[int, ...], dtype: torch.dtype, src: int, tag: int) -> Tensor:
+        if place >= 0:
+            assert self._lending is not None
+            return self._lending.borrow(src, place, shape, dtype)
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        return self._receive(tensor, src, tag) if tensor.numel() else tensor
 
     def _header(self, edge: Edge) -> tuple[list[int], Step, int, int]:
         src, tag = self._rank_of[edge.source], self._tag(edge)

@@ -249,6 +249,12 @@ class SymmetricMemory:
             raise InternalError(f"address {address:#x} is not in the group's heap. Please report this.")
         return address - self._heap - self.rank * self._heap_bytes
 
+    def address_of(self, rank: int, offset: int) -> int:
+        """Where `rank`'s heap has this offset, in this process."""
+        if self._heap is None or not (0 <= rank < self.world_size and 0 <= offset < self._heap_bytes):
+            raise InternalError(f"offset {offset:#x} of rank {rank} is not in the group's heap. Please report this.")
+        return self._heap + rank * self._heap_bytes + offset
+
     def holds(self, address: int) -> bool:
         """Whether an address lies in the heap, this rank's piece or another's."""
         return self._heap is not None and 0 <= address - self._heap < self._heap_bytes * self.world_size
