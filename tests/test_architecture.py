@@ -21,7 +21,7 @@ LAYERS = [
     {"_core", "symmetric_memory", "engines", "diagnostics", "coordination", "partition"},
     {"transport", "collectives"},
     {"backend"},
-    {"ddp", "nn", "optim", "data", "checkpoint", "pipeline"},
+    {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc"},
     {"trainer", "launch", "testing", "doctor", "bench"},
     {"cli"},
 ]
@@ -57,6 +57,7 @@ READS_ENVIRONMENT = {
     "backend/create.py": "the network interface, and whether a public address is allowed, as Gloo's users say it",
     "backend/start.py": "asks whether a launcher put this process in a job",
     "backend/job.py": "finds the job that a launcher put this process in",
+    "rpc/rendezvous.py": "finds the job that a launcher put this process in",
     "ddp/malloc.py": "leaves malloc alone where its variables have set it up",
     "trainer/progress.py": "is told by `phalanx run` that a terminal lies behind its pipe",
     "coordination/key_file.py": "looks for the job's key",

@@ -1,0 +1,39 @@
+"""Remote calls and remote references, by the names of `torch.distributed.rpc`.
+
+init_rpc, shutdown, get_worker_info            start.py
+rpc_sync, rpc_async, remote                    invoke.py
+RRef                                           rref.py, references.py
+functions.async_execution                      functions.py
+the agent: threads, calls, connections         agent/
+"""
+
+from phalanx.rpc import functions as functions
+from phalanx.rpc import rref_proxy as rref_proxy
+from phalanx.rpc.invoke import remote as remote
+from phalanx.rpc.invoke import rpc_async as rpc_async
+from phalanx.rpc.invoke import rpc_sync as rpc_sync
+from phalanx.rpc.options import BackendType as BackendType
+from phalanx.rpc.options import RpcBackendOptions as RpcBackendOptions
+from phalanx.rpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
+from phalanx.rpc.remote_error import RemoteError as RemoteError
+from phalanx.rpc.rref import RRef as RRef
+from phalanx.rpc.start import get_worker_info as get_worker_info
+from phalanx.rpc.start import init_rpc as init_rpc
+from phalanx.rpc.start import shutdown as shutdown
+from phalanx.rpc.worker_info import WorkerInfo as WorkerInfo
+
+__all__ = [
+    "BackendType",
+    "RRef",
+    "RemoteError",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "functions",
+    "get_worker_info",
+    "init_rpc",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

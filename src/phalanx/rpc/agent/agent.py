@@ -1,0 +1,513 @@
+"""The agent: this process as a worker, which calls others and is called.
+
+caller                                             callee
+invoke: pickle, count the call, send
+                        -- REQUEST or REMOTE -->   the leader reads it
+                                                   a thread runs the function
+                        <-- REPLY or ERROR --      pickles the result, sends
+the leader reads it, the future has it
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.futures import Future
+
+from phalanx.deadline import Deadline
+from phalanx.errors import ClosedError, PeerLostError, PhalanxError
+from phalanx.log import get_logger
+from phalanx.rpc import remote_error, wire
+from phalanx.rpc.agent.calls import Call, Peer, count, describe_timeout
+from phalanx.rpc.agent.request import Request
+from phalanx.rpc.agent.serving import Lead, Serving
+from phalanx.rpc.call_hook import call_hook
+from phalanx.rpc.membership import Membership
+from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
+from phalanx.rpc.references import References
+from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.segments import Lender
+from phalanx.rpc.self_connection import SelfConnection
+from phalanx.rpc.serialization import deserialize, serialize
+from phalanx.rpc.unix_connection import UnixConnection
+from phalanx.rpc.unix_links import Listener, connect
+from phalanx.rpc.wire import Frame
+from phalanx.rpc.worker_info import Member
+from phalanx.symmetric_memory.watch import watch
+
+_logger = get_logger(__name__)
+_NO_EXTRAS = (None, None, None)
+_TICK_S = 1.0  # of the clock, while calls are under way
+_CONNECT_S = 30.0
+
+Control = Callable[[Member, Any], Any]
+
+
+class Agent:
+    """A worker. `controls` are what workers ask of each other, by name: given who asks, and one argument.
+
+    A control runs in the thread that reads: it must not wait. Its result is the answer; a Future is answered when it is
+    done.
+    """
+
+    def __init__(self, name: str, number: int, host: str, options: RpcBackendOptions) -> None:
+        self.options = options
+        self.default_timeout_s = options.rpc_timeout
+        self.lender = Lender()
+        self.controls: dict[str, Control] = {}
+        self.on_lost: list[Callable[[Member], None]] = []
+        self.on_close: list[Callable[[], None]] = []
+        self.serving = Serving(options.num_worker_threads, self._handle, self.flush, self._tick)
+        self.listener = Listener(self._welcome, self.serving)
+        self.me = Member.of_self(name, number, host, local=self.listener.address)
+        self.references = References(self.me.uid)
+        self.membership: Membership
+        self.peers: dict[int, Peer] = {}
+        self.closed = False
+        self.closing = False  # others may go now without being lost
+        self.num_calls = 0
+        self.rounds: Any = None
+        self._connections: set[UnixConnection] = set()
+        self._dirty: deque[Any] = deque()
+        self._releasing: deque[UnixConnection] = deque()
+        self._to_self = SelfConnection(self._from_self)
+        self._watched: dict[int, Member] = {}
+        self.controls["goodbye"] = self._hear_goodbye
+
+    def start(self, membership: Membership) -> None:
+        """Serve, and call."""
+        self.membership = membership
+        self.listener.start()
+        self.serving.start()
+
+    # -- calling -------------------------------------------------------------------------------------------------------
+
+    def invoke(
+        self,
+        to: Member,
+        what: str,
+        name: str,
+        obj: Any,
+        timeout_s: float = UNSET_RPC_TIMEOUT,
+        *,
+        kind: int = wire.REQUEST,
+        rref: Any = None,
+        on_answer: Callable[[Any], Any] | None = None,
+    ) -> Future[Any]:
+        """Send `obj` to a worker, as `kind`; the answer comes in the future. Raises what pickling raises.
+
+        Raises:
+            ClosedError: this worker was shut down.
+        """
+        if self.closed:
+            raise ClosedError(f"{what}({name}) to {to}: this worker was shut down.")
+        payload = serialize(obj, to)
+        hook = call_hook()
+        note = hook.on_request(to, payload) if hook is not None and kind != wire.CONTROL else None
+        extras = b""
+        if payload.forks or rref is not None or note is not None:
+            extras = pickle.dumps((payload.forks or None, rref, note), 5)
+        call = Call(what, name, self.default_timeout_s if timeout_s < 0 else timeout_s, payload.kept)
+        call.on_answer = on_answer
+        peer = self.peer(to)
+        if peer.lost:
+            self._fail(peer, call)
+            return call.future
+        connection = peer.connection or self._connect(peer, call)
+        if connection is None:
+            return call.future
+        buffers = payload.buffers
+        peer.add(call, payload.nbytes if buffers else 0)
+        if call.deadline < self.serving.due:
+            self.serving.wake_clock(call.deadline)
+        if kind != wire.CONTROL:
+            self.num_calls += 1
+        connection.send(kind, call.number, payload.data, extras, buffers)
+        if peer.is_lost() and peer.take(call.number) is not None:
+            self._fail(peer, call)
+        return call.future
+
+    def control(self, to: Member, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Future[Any]:
+        """Ask something of a worker itself."""
+        return self.invoke(to, "rpc", name, (name, argument), timeout_s, kind=wire.CONTROL)
+
+    def tell(self, to: Member, name: str, argument: Any) -> None:
+        """As `control`, without an answer; who is gone is not told."""
+        peer = self.peer(to)
+        connection = peer.connection
+        if connection is None and not peer.lost and not self.closed:
+            connection = self._connect(peer, Call("rpc", name, _CONNECT_S))
+        if connection is not None:
+            connection.send(wire.CONTROL, 0, pickle.dumps((name, argument), 5))
+
+    def peer(self, member: Member) -> Peer:
+        """A worker as we call it."""
+        peer = self.peers.get(member.uid)
+        if peer is None:
+            made = Peer(member, self.options.max_calls_in_flight, self.options.max_bytes_in_flight)
+            peer = self.peers.setdefault(member.uid, made)
+            if member.uid == self.me.uid:
+                peer.connection = self._to_self
+        return peer
+
+    def _connect(self, peer: Peer, call: Call) -> Any:
+        """The connection to a worker; None if there can be none: the call has failed."""
+        with peer.connecting:
+            if not peer.lost and peer.connection is None:  # another thread may have been faster
+                self._open_connection(peer, Deadline.after(min(call.timeout_s or _CONNECT_S, _CONNECT_S)))
+        connection = peer.connection
+        if connection is None:
+            self._fail(peer, call)
+        return connection
+
+    def _open_connection(self, peer: Peer, deadline: Deadline) -> None:
+        try:
+            sock, fd_sock = connect(peer.member, self.me, deadline)
+        except PeerLostError as error:
+            self.lose(peer.member, str(error))
+        else:
+            self._watch(peer.member)
+            peer.connection = self._add_connection(sock, fd_sock, peer.member)
+
+    def _fail(self, peer: Peer, call: Call) -> None:
+        text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
+        if call.number:
+            text += "\nWhether the function ran there is not known."
+        ranks = (peer.member.info.id,)
+        set_error(call.future, lambda: PeerLostError(text, ranks=ranks))
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def _add_connection(self, sock: socket.socket, fd_sock: socket.socket, member: Member) -> UnixConnection:
+        connection = UnixConnection(sock, fd_sock, self.lender, self._wants_write, self._has_release)
+        connection.peer = member
+        self._connections.add(connection)
+        self.serving.watch(sock.fileno(), _ReadyConnection(self, connection))
+        return connection
+
+    def _welcome(self, member: Member, sock: socket.socket, fd_sock: socket.socket) -> None:
+        self.membership.learn(member)
+        self.peer(member)
+        self._watch(member)
+        self._add_connection(sock, fd_sock, member)
+
+    def _watch(self, member: Member) -> None:
+        """Hear of the end of a process of this host even where a child of it keeps its sockets open."""
+        process = member.process
+        if process.pid == self.me.process.pid:
+            return
+        if process.namespace and process.namespace == self.me.process.namespace and self.me.process.has_pidfds:
+            try:
+                fd = watch.acquire(process)
+            except PhalanxError:  # no descriptor is free: the connection's end tells, too
+                return
+            if fd in self._watched:
+                watch.release(process)
+                return
+            self._watched[fd] = member
+            self.serving.watch(fd, _EndedProcess(self, member, fd))
+
+    def ended(self, member: Member, fd: int) -> None:
+        """The process of a worker has ended."""
+        self.serving.forget(fd)
+        self._watched.pop(fd, None)
+        watch.release(member.process)
+        self.lose(member, "its process has ended.")
+
+    def read(self, connection: UnixConnection, events: int) -> None:
+        """A connection can be read, or written."""
+        if events & select.EPOLLOUT and connection.resume():
+            self.serving.change(connection.socket.fileno(), select.EPOLLIN)
+        if not events & ~select.EPOLLOUT:
+            return
+        try:
+            frames = connection.read()
+        except Exception as error:  # frames that make no sense
+            _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
+            frames = None
+        if frames is None:
+            self._connections.discard(connection)
+            self.serving.forget(connection.socket.fileno())
+            connection.close()
+            self.serving.incoming.append((connection, None))
+        else:
+            incoming = self.serving.incoming
+            for frame in frames:
+                incoming.append((connection, frame))
+
+    def _wants_write(self, connection: UnixConnection) -> None:
+        self.serving.change(connection.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def _has_release(self, connection: UnixConnection) -> None:
+        self._releasing.append(connection)
+        self.serving.wake_clock(0.0)
+
+    def _from_self(self, frame: Frame) -> None:
+        self.serving.incoming.append((self._to_self, frame))
+        self.serving.wake()
+
+    def answer_later(self, connection: Any) -> None:
+        """There are answers in the connection's queue: send them at the next `flush`."""
+        self._dirty.append(connection)
+
+    def flush(self) -> None:
+        """Send the answers that were put aside."""
+        dirty = self._dirty
+        while dirty:
+            try:
+                connection = dirty.popleft()
+            except IndexError:
+                return
+            connection.flush()
+
+    # -- what comes in -------------------------------------------------------------------------------------------------
+
+    def _handle(self, item: tuple[Any, Frame | None], lead: Lead) -> None:
+        """Of the leader: a frame has come."""
+        connection, frame = item
+        if frame is None:
+            self.lose(connection.peer, "its connection closed.")
+            return
+        kind = frame.kind
+        if kind == wire.REQUEST or kind == wire.REMOTE:
+            self.serving.requests.append(Request(self, connection, frame))
+        elif kind == wire.REPLY or kind == wire.ERROR:
+            lead.busy_since = time.monotonic()
+            self._take_answer(connection, frame)
+        elif kind == wire.CONTROL:
+            self._take_control(connection, frame)
+        elif kind == wire.FETCH:
+            self._take_fetch(connection, frame)
+
+    def _take_answer(self, connection: Any, frame: Frame) -> None:
+        peer = self.peers.get((connection.peer or self.me).uid)
+        call = peer.take(frame.call) if peer is not None else None
+        if peer is None or call is None:  # it came too late; but references in it are ours now, and go
+            if frame.extras:
+                self._drop_forks(frame)
+            return
+        try:
+            if frame.kind == wire.ERROR:
+                data = frame.data
+                set_error(call.future, lambda: remote_error.unpack(data))
+                return
+            result = self._read_reply(frame, peer.member)
+            if call.on_answer is not None:
+                result = call.on_answer(result)
+        except BaseException as error:
+            data = remote_error.pack(error, str(self.me.info))
+            set_error(call.future, lambda: remote_error.unpack(data))
+            return
+        call.future.set_result(result)
+
+    def _read_reply(self, frame: Frame, callee: Member) -> Any:
+        if not frame.extras:
+            return deserialize(frame.data, frame.buffers)[0]
+        forks, _, note = pickle.loads(frame.extras)
+        result, arrived = deserialize(frame.data, frame.buffers, self.take_forks(forks), without_grad=note is not None)
+        hook = call_hook()
+        if note is not None and hook is not None:
+            hook.receive_reply(note, arrived, callee)
+        return result
+
+    def take_forks(self, forks: Any) -> list[Any]:
+        """The references that came with a call, as RRefs; set by `rref`."""
+        return [self.make_rref(*fork) for fork in forks or ()]
+
+    make_rref: Callable[..., Any]
+
+    def _drop_forks(self, frame: Frame) -> None:
+        forks, _, _ = pickle.loads(frame.extras)
+        self.take_forks(forks)
+
+    def _take_control(self, connection: Any, frame: Frame) -> None:
+        member = connection.peer or self.me
+        try:
+            name, argument = pickle.loads(frame.data)
+            result = self.controls[name](member, argument)
+        except BaseException as error:
+            self.answer(connection, frame.call, error=error)
+            return
+        if not frame.call:
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: self._answer_future(connection, frame.call, done))
+        else:
+            self.answer(connection, frame.call, result)
+
+    def _take_fetch(self, connection: Any, frame: Frame) -> None:
+        rref_id = pickle.loads(frame.data)
+        note = pickle.loads(frame.extras)[2] if frame.extras else None
+        owned = self.references.find(rref_id)
+        if owned is None:
+            error = PhalanxError(f"RRef: {self.me} owns no object {rref_id} (any more).")
+            self.answer(connection, frame.call, error=error)
+        else:
+            owned.future.add_done_callback(lambda done: self._answer_future(connection, frame.call, done, note))
+
+    def _answer_future(self, connection: Any, number: int, done: Future[Any], note: Any = None) -> None:
+        try:
+            result = done.value()
+        except BaseException as error:
+            self.answer(connection, number, error=error)
+        else:
+            self.answer(connection, number, result, note=note)
+
+    def answer(
+        self,
+        connection: Any,
+        number: int,
+        result: Any = None,
+        *,
+        error: BaseException | None = None,
+        note: Any = None,
+        later: bool = False,
+    ) -> None:
+        """Answer a call. Never raises: what cannot be pickled is an error at the caller."""
+        to = connection.peer or self.me
+        if error is None:
+            try:
+                payload = serialize(result, to, is_answer=True)
+                hook = call_hook()
+                if note is not None and hook is not None:
+                    note = hook.on_reply(to, payload, note)
+                else:
+                    note = None
+                extras = b""
+                if payload.forks or note is not None:
+                    extras = pickle.dumps((payload.forks or None, None, note), 5)
+                connection.put(wire.REPLY, number, payload.data, extras, payload.buffers)
+            except BaseException as problem:
+                error = problem
+        if error is not None:
+            connection.put(wire.ERROR, number, remote_error.pack(error, str(self.me.info)))
+        if later:
+            self._dirty.append(connection)
+        else:
+            connection.flush()
+
+    # -- the end of others ---------------------------------------------------------------------------------------------
+
+    def _hear_goodbye(self, member: Member, why: Any) -> None:
+        self.lose(member, str(why))
+
+    def lose(self, member: Member, why: str) -> None:
+        """A worker is gone: its calls fail, and what it held is let go."""
+        peer = self.peer(member)
+        if peer.lost or member.uid == self.me.uid:
+            return
+        peer.lost = why
+        peer.connection = None
+        if not self.closed:
+            self.membership.forget(member)
+        for call in peer.take_all():
+            self._fail(peer, call)
+        for hear in list(self.on_lost):
+            hear(member)
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> float:
+        while self._releasing:
+            self._releasing.popleft().flush()
+        self._send_drops()
+        due = math.inf
+        for peer in list(self.peers.values()):
+            late, next_one = peer.expire(now)
+            due = min(due, next_one)
+            for call in late:
+                set_error(call.future, partial(describe_timeout, *call.described, peer.member))
+        return min(due, now + _TICK_S) if any(peer.calls for peer in list(self.peers.values())) else due
+
+    def _send_drops(self) -> None:
+        """Tell owners which references are gone."""
+        dropped = self.references.dropped
+        by_owner: dict[int, list[Any]] = {}
+        while dropped:
+            owner, rref_id, fork = dropped.popleft()
+            by_owner.setdefault(owner, []).append((rref_id, fork))
+        for owner, forks in by_owner.items():
+            member = self.membership.by_uid(owner)
+            if member is not None and not self.peer(member).lost:
+                self.tell(member, "drop_forks", forks)
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many calls of ours wait for an answer."""
+        return count(list(self.peers.values()))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def meet_containers(self) -> None:
+        """Let workers in that are on this host and do not see this process in their /proc."""
+        if any(
+            one.host == self.me.host and one.process.namespace != self.me.process.namespace
+            for one in self.membership.members()
+        ):
+            self.listener.open_to_containers()
+
+    def abandon(self) -> None:
+        """In a fork of this worker: let go of its sockets, and of nothing that is shared with it."""
+        self.closed = True
+        for connection in list(self._connections):
+            connection.abandon()
+        self.listener.abandon()
+
+    def close(self, why: str) -> None:
+        """Be a worker no more: calls under way fail, connections are closed."""
+        if self.closed:
+            return
+        self._send_drops()
+        for peer in list(self.peers.values()):
+            if peer.connection is not None and peer.member.uid != self.me.uid:
+                self.tell(peer.member, "goodbye", why)
+        self.closed = True
+        self.serving.close()
+        for peer in list(self.peers.values()):
+            for call in peer.take_all():
+                text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
+                set_error(call.future, partial(ClosedError, text))
+        for hear in self.on_close:
+            hear()
+        self.listener.close()
+        for connection in list(self._connections):
+            connection.close()
+        for member in self._watched.values():
+            watch.release(member.process)
+        self._watched = {}
+        self.lender.close()
+        for owned in self.references.clear():
+            del owned
+
+
+class _ReadyConnection:
+    """A connection, as the leader waits for it."""
+
+    def __init__(self, agent: Agent, connection: UnixConnection) -> None:
+        self._agent = agent
+        self._connection = connection
+
+    def ready(self, events: int) -> None:
+        """It can be read, or written."""
+        self._agent.read(self._connection, events)
+
+
+class _EndedProcess:
+    """A process of this host, as the leader waits for its end."""
+
+    def __init__(self, agent: Agent, member: Member, fd: int) -> None:
+        self._agent = agent
+        self._member = member
+        self._fd = fd
+
+    def ready(self, events: int) -> None:
+        """It has ended."""
+        self._agent.ended(self._member, self._fd)

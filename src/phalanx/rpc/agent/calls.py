@@ -1,0 +1,136 @@
+"""Calls that wait for an answer: their futures, when they have waited too long, and how many there may be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from torch.futures import Future
+
+from phalanx.errors import DeadlineError
+from phalanx.rpc.worker_info import Member
+
+_BIG_BYTES = 1 << 16  # of which it is counted how much is under way
+
+
+class Call:
+    """A call that was sent, or is about to be. `kept` lives until it is answered."""
+
+    __slots__ = ("at", "deadline", "future", "kept", "name", "nbytes", "number", "on_answer", "timeout_s", "what")
+
+    def __init__(self, what: str, name: str, timeout_s: float, kept: Any = None) -> None:
+        self.what = what  # "rpc_async"
+        self.name = name  # of the function
+        self.timeout_s = timeout_s
+        self.deadline = math.inf
+        self.future: Future[Any] = Future()
+        self.kept = kept
+        self.nbytes = 0
+        self.number = 0
+        self.on_answer: Any = None  # makes the result of what has arrived, before the future has it
+
+    @property
+    def described(self) -> tuple[str, str, float]:
+        """What an error says of it."""
+        return self.what, self.name, self.timeout_s
+
+
+class Peer:
+    """A worker, as far as this one calls it: the calls that it has yet to answer."""
+
+    def __init__(self, member: Member, most_calls: int, most_bytes: int) -> None:
+        self.member = member
+        self.calls: dict[int, Call] = {}
+        self.connection: Any = None
+        self.connecting = threading.Lock()
+        self.lost = ""  # why it will not answer any more
+        self._most_calls = most_calls
+        self._most_bytes = most_bytes
+        self._nbytes = 0
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._num_waiting = 0
+
+    def is_lost(self) -> bool:
+        """Whether it will not answer any more."""
+        return bool(self.lost)
+
+    def add(self, call: Call, nbytes: int) -> None:
+        """Count a call as under way; waits while there are too many.
+
+        Raises:
+            DeadlineError: there was no room for it in time; it was not sent.
+        """
+        call.number = next(_numbers)
+        if call.timeout_s:
+            call.deadline = time.monotonic() + call.timeout_s
+        if nbytes >= _BIG_BYTES or len(self.calls) >= self._most_calls:
+            self._wait_for_room(call, nbytes)
+        self.calls[call.number] = call
+
+    def _wait_for_room(self, call: Call, nbytes: int) -> None:
+        with self._lock:
+            self._num_waiting += 1
+            try:
+                while not self.lost and (
+                    len(self.calls) >= self._most_calls or (self._nbytes and self._nbytes + nbytes > self._most_bytes)
+                ):
+                    left = call.deadline - time.monotonic()
+                    if left <= 0:
+                        raise DeadlineError(
+                            f"{call.what}({call.name}) to {self.member}: {len(self.calls)} calls with {self._nbytes} "
+                            f"bytes of tensors are under way, and none was answered within {call.timeout_s:.1f} s; "
+                            "this one was not sent."
+                        )
+                    self._room.wait(min(left, 1.0))
+            finally:
+                self._num_waiting -= 1
+            if nbytes >= _BIG_BYTES:
+                call.nbytes = nbytes
+                self._nbytes += nbytes
+
+    def take(self, number: int) -> Call | None:
+        """The call, which waits no more; None if it does not, or not any more."""
+        call = self.calls.pop(number, None)
+        if call is not None and (call.nbytes or self._num_waiting):
+            with self._lock:
+                self._nbytes -= call.nbytes
+                self._room.notify_all()
+        return call
+
+    def take_all(self) -> list[Call]:
+        """All calls, which wait no more."""
+        return [call for number in list(self.calls) if (call := self.take(number)) is not None]
+
+    def expire(self, now: float) -> tuple[list[Call], float]:
+        """The calls that have waited too long, and when the next one will have."""
+        late, due = [], math.inf
+        for number, call in list(self.calls.items()):
+            if call.deadline <= now:
+                if self.take(number) is not None:
+                    late.append(call)
+            elif call.deadline < due:
+                due = call.deadline
+        return late, due
+
+
+_numbers = itertools.count(1)
+
+
+def describe_timeout(what: str, name: str, timeout_s: float, member: Member) -> DeadlineError:
+    """The error of a call that has waited too long."""
+    return DeadlineError(
+        f"{what}({name}) to {member}: RPC ran for more than set timeout ({timeout_s * 1000:.0f} ms). "
+        "The function may still be running there, and its result will be dropped. Give the call (timeout=) or "
+        "the worker (rpc_timeout of its options) more seconds, or 0 for no limit.",
+        missing=(member.info.id,),
+    )
+
+
+def count(peers: Iterable[Peer]) -> int:
+    """How many calls wait for an answer."""
+    return sum(len(peer.calls) for peer in peers)

@@ -1,0 +1,200 @@
+"""A call of another worker, from the frame to the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch.futures import Future
+
+from phalanx.rpc import remote_error, wire
+from phalanx.rpc.agent.serving import SHORT_S
+from phalanx.rpc.call_hook import call_hook
+from phalanx.rpc.references import Owned, References
+from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.serialization import deserialize
+from phalanx.rpc.wire import Frame
+from phalanx.rpc.worker_info import Member
+
+_MOST_REMEMBERED = 10_000
+_WEIGHT = 0.2  # of the last time, in the time that a function is expected to take
+_durations: dict[Any, float] = {}
+
+
+class Worker(Protocol):
+    """What a request needs of the worker that carries it out."""
+
+    me: Member
+    references: References
+
+    def take_forks(self, forks: Any) -> list[Any]:
+        """The references that came with it."""
+
+    def answer(
+        self,
+        connection: Any,
+        number: int,
+        result: Any = None,
+        *,
+        error: BaseException | None = None,
+        note: Any = None,
+        later: bool = False,
+    ) -> None:
+        """Send what came of it."""
+
+
+class Request:
+    """One call. Made by the leader in the order in which they came: what is owned comes to be here."""
+
+    __slots__ = (
+        "_agent",
+        "_caller",
+        "_connection",
+        "_error",
+        "_forks",
+        "_frame",
+        "_function",
+        "_note",
+        "_owned",
+        "_work",
+    )
+
+    def __init__(self, agent: Worker, connection: Any, frame: Frame) -> None:
+        self._agent = agent
+        self._connection = connection
+        self._caller = connection.peer or agent.me
+        self._frame = frame
+        self._note: Any = None
+        self._forks: Any = None
+        self._owned: Owned | None = None
+        self._error: BaseException | None = None
+        self._work: Any = None
+        self._function: Any = None
+        if frame.extras:
+            self._forks, rref, self._note = pickle.loads(frame.extras)
+            if frame.kind == wire.REMOTE:
+                rref_id, fork = rref
+                self._owned = agent.references.make(rref_id, fork, self._caller.uid)
+
+    def prepare(self) -> bool:
+        """Read it; whether the function is expected to be short."""
+        frame = self._frame
+        try:
+            forks = self._agent.take_forks(self._forks) if self._forks else ()
+            self._work, arrived = deserialize(frame.data, frame.buffers, forks, without_grad=self._note is not None)
+            frame.buffers = ()
+            self._function = key = _key(self._work[0], self._work[1])
+            if self._note is not None:
+                self._work = (*self._work, arrived)
+            return _durations.get(key, 1.0) < SHORT_S
+        except BaseException as error:
+            if isinstance(error, AttributeError):
+                error = _explain_missing(error)
+            self._error = error
+            return True
+
+    def run(self, more_follow: bool) -> None:
+        """Carry it out, and answer."""
+        begin = time.perf_counter()
+        try:
+            if self._error is not None:
+                raise self._error
+            result = self._call()
+        except BaseException as error:
+            self._work = None
+            self._finish(error=error, later=more_follow)
+            return
+        self._work = None
+        took = time.perf_counter() - begin
+        before = _durations.get(self._function)
+        if before is None:
+            if len(_durations) >= _MOST_REMEMBERED:
+                _durations.clear()
+            _durations[self._function] = took
+        else:
+            _durations[self._function] = before + _WEIGHT * (min(took, 10 * SHORT_S) - before)
+        if isinstance(result, _Later):
+            future: Future[Any] = result.future
+            del result
+            future.add_done_callback(self._finish_async)
+        else:
+            self._finish(result, later=more_follow)
+
+    def _call(self) -> Any:
+        function, args, kwargs = self._work[:3]
+        hook = call_hook()
+        around: Any = contextlib.nullcontext()
+        if self._note is not None and hook is not None:
+            around = hook.receive_request(self._note, self._work[3], self._caller)
+        with around:
+            result = function(*args, **kwargs)
+        if _is_async(function, args):
+            if not isinstance(result, Future):
+                raise RuntimeError(
+                    "Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future, but "
+                    f"{getattr(function, '__qualname__', function)} returned {type(result).__name__}."
+                )
+            return _Later(result)
+        return result
+
+    def _finish_async(self, done: Future[Any]) -> None:
+        try:
+            result = done.value()
+        except BaseException as error:
+            self._finish(error=error)
+        else:
+            self._finish(result)
+
+    def _finish(self, result: Any = None, *, error: BaseException | None = None, later: bool = False) -> None:
+        agent, owned = self._agent, self._owned
+        if owned is None:
+            agent.answer(self._connection, self._frame.call, result, error=error, note=self._note, later=later)
+        else:  # the answer says that it is there; who wants it asks for it, and hears of it after this
+            agent.answer(self._connection, self._frame.call, later=later)
+            self._settle(owned.future, result, error)
+
+    def _settle(self, future: Future[Any], result: Any, error: BaseException | None) -> None:
+        """The object of a reference is there, or will never be."""
+        if error is None:
+            future.set_result(result)
+        else:
+            data = remote_error.pack(error, str(self._agent.me.info))
+            set_error(future, lambda: remote_error.unpack(data))
+
+
+class _Later:
+    """A result that a function declared as asynchronous will have."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+
+def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether it was declared with @async_execution: itself, or the method that it calls."""
+    if getattr(function, "_calls_method", False):
+        function = getattr(args[0].local_value(), args[1])
+    return hasattr(function, "_wrapped_async_rpc_function")
+
+
+def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What tells how long a call takes: the function, and of a reference's method the method."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return getattr(function, "__qualname__", None) or type(function)
+    if getattr(function, "_calls_method", False):
+        return code, args[1]
+    return code
+
+
+def _explain_missing(error: AttributeError) -> AttributeError:
+    made = AttributeError(
+        f"{error}. Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller "
+        "and callee modules."
+    )
+    made.__cause__ = error
+    return made

@@ -1,0 +1,304 @@
+"""Which thread reads what comes in, and which ones run the functions that others call.
+
+One thread leads: it waits for the sockets, hands answers to those who wait for them, and runs short functions itself,
+so that a call costs no change of threads. Before a function that may take long (one that did before, or a new one) it
+gives the lead away:
+
+    leader     | read | f | f | g is new: give the lead away | g ................ | f | park
+    follower   | parked                                      | read | f | read | f | f ..
+
+A function that was short and blocks this time is seen by the clock, which looks every few milliseconds while the leader
+is in user code, and gives the lead to another thread. So no function, however it blocks, keeps an answer waiting.
+`num_threads` bounds how many functions run at once; threads beyond that read and hand out answers only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+SHORT_S = 300e-6  # a function that takes longer is run beside the leader
+LATE_S = 5e-3  # in user code: then another thread takes the lead
+_AWAKE_S = 0.1  # the clock goes on looking for so long after the last call
+
+
+class Readable(Protocol):
+    """Something of which the leader waits until it can be read."""
+
+    def ready(self, events: int) -> None:
+        """It can be."""
+
+
+class Request(Protocol):
+    """A call of another worker."""
+
+    def prepare(self) -> bool:
+        """Read it; whether it is expected to be short. Must not raise."""
+
+    def run(self, more_follow: bool) -> None:
+        """Carry it out, and answer; the answer may wait for `flush` if `more_follow`. Must not raise."""
+
+
+@dataclass(eq=False)
+class Lead:
+    """The lead of one thread, until another one has it. `busy_since`: when it went into user code, or 0.
+
+    It can be taken away only while the thread is in user code: what it reads and hands out stays in order.
+    """
+
+    busy_since: float = 0.0
+
+
+@dataclass(eq=False)
+class _Seat:
+    """Where a thread without work waits."""
+
+    gate: threading.Lock
+    lead: Lead
+
+
+class Serving:
+    """The threads of one agent.
+
+    What comes in goes into `incoming`, of which the leader gives one after the other to `handle`: that hands out
+    answers, which may run the user's callbacks (it says so in `Lead.busy_since`), and puts calls into `requests`.
+    `flush` sends what was put aside; `tick(now)` is called by the clock when it is due, and returns when it wants to be
+    called next. Neither `handle` nor `tick` may raise.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        handle: Callable[[Any, Lead], None],
+        flush: Callable[[], None],
+        tick: Callable[[float], float],
+    ) -> None:
+        self._num_threads = num_threads
+        self._handle = handle
+        self._flush = flush
+        self._tick = tick
+        self._poll = select.epoll()
+        self._readable: dict[int, Readable] = {}
+        self.incoming: deque[Any] = deque()
+        self.requests: deque[Request] = deque()
+        self._lock = threading.Lock()
+        self._parked: list[_Seat] = []
+        self._threads: list[threading.Thread] = []
+        self._leader: Lead | None = None
+        self._running = 0
+        self._last_call = 0.0
+        self._closed = False
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._clock_bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._clock_sleeps = False
+        self._due = math.inf
+        self._inside = threading.local()
+        self.watch(self._bell, _Bell(self._bell))
+
+    def start(self) -> None:
+        """Start to serve."""
+        self._start_thread("clock", self._be_clock)
+        with self._lock:
+            self._appoint()
+
+    # -- what is waited for --------------------------------------------------------------------------------------------
+
+    def watch(self, fd: int, readable: Readable, events: int = select.EPOLLIN) -> None:
+        """Call `readable.ready(events)` when `fd` is."""
+        self._readable[fd] = readable
+        self._poll.register(fd, events)
+
+    def change(self, fd: int, events: int) -> None:
+        """Wait for other events of `fd`."""
+        with contextlib.suppress(OSError):
+            self._poll.modify(fd, events)
+
+    def forget(self, fd: int) -> None:
+        """Wait for it no more."""
+        if self._readable.pop(fd, None) is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._poll.unregister(fd)
+
+    def wake(self) -> None:
+        """Make the leader look at what was put where it looks. Takes no lock: finalizers may call it."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def wake_clock(self, due: float) -> None:
+        """Let the clock tick by `due`. Takes no lock: finalizers may call it."""
+        if due < self._due:
+            self._due = due
+            if self._clock_sleeps:
+                with contextlib.suppress(OSError):
+                    os.eventfd_write(self._clock_bell, 1)
+
+    @property
+    def due(self) -> float:
+        """When the clock will tick."""
+        return self._due
+
+    @property
+    def is_served_here(self) -> bool:
+        """Whether this thread is one of ours."""
+        return getattr(self._inside, "yes", False)
+
+    @property
+    def num_running(self) -> int:
+        """How many functions run."""
+        return self._running
+
+    # -- the threads ---------------------------------------------------------------------------------------------------
+
+    def _start_thread(self, what: str, body: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=body, args=args, name=f"phalanx-rpc-{what}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _appoint(self) -> None:
+        """Give the lead to a thread that does nothing; with the lock held."""
+        if self._closed:
+            return
+        lead = self._leader = Lead()
+        if self._parked:
+            seat = self._parked.pop()
+            seat.lead = lead
+            seat.gate.release()
+        else:
+            self._start_thread("serve", self._serve, lead)
+
+    def _serve(self, lead: Lead) -> None:
+        self._inside.yes = True
+        seat = _Seat(threading.Lock(), lead)
+        seat.gate.acquire()
+        while True:
+            self._be_leader(seat.lead)
+            while self._run_one(None):
+                pass
+            self._flush()
+            with self._lock:
+                if self._closed:
+                    return
+                self._parked.append(seat)
+            seat.gate.acquire()
+            if self._is_closed():
+                return
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _be_leader(self, lead: Lead) -> None:
+        poll, incoming, requests, handle = self._poll.poll, self.incoming, self.requests, self._handle
+        while self._leader is lead and not self._closed:
+            while incoming and self._leader is lead:
+                handle(incoming.popleft(), lead)
+                lead.busy_since = 0.0
+            while requests and self._leader is lead and self._run_one(lead):
+                lead.busy_since = 0.0
+            if self._leader is not lead:
+                return
+            self._flush()
+            if incoming:
+                continue
+            for fd, events in poll():
+                self._last_call = time.monotonic()
+                if self._clock_sleeps:
+                    os.eventfd_write(self._clock_bell, 1)
+                readable = self._readable.get(fd)
+                if readable is not None:
+                    readable.ready(events)
+
+    def _run_one(self, lead: Lead | None) -> bool:
+        """Run the next request; False if there is none, or as many run as may."""
+        if self._running >= self._num_threads or self._closed:
+            return False
+        try:
+            request = self.requests.popleft()
+        except IndexError:
+            return False
+        if lead is not None:
+            lead.busy_since = time.monotonic()
+        is_short = request.prepare()
+        with self._lock:
+            self._running += 1
+            if lead is not None and self._leader is lead and not is_short:
+                self._appoint()
+        if not is_short:
+            self._flush()
+        try:
+            request.run(self._leader is lead and bool(self.requests))
+        finally:
+            with self._lock:
+                self._running -= 1
+        return True
+
+    # -- the clock -----------------------------------------------------------------------------------------------------
+
+    def _be_clock(self) -> None:
+        poll = select.poll()
+        poll.register(self._clock_bell, select.POLLIN)
+        while not self._closed:
+            now = time.monotonic()
+            if now >= self._due:
+                self._due = math.inf
+                self._due = min(self._tick(now), self._due)
+            busy = self._relieve(now)
+            if now - self._last_call >= _AWAKE_S:
+                self._clock_sleeps = True
+            watching = busy or now - self._last_call < _AWAKE_S
+            timeout_s = min(LATE_S if watching else 3600.0, max(0.0, self._due - time.monotonic()))
+            poll.poll(timeout_s * 1000)
+            self._clock_sleeps = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._clock_bell)
+
+    def _relieve(self, now: float) -> bool:
+        """Give the lead to another thread if the leader has been in user code for too long; whether it is in any."""
+        lead = self._leader
+        if lead is None or not lead.busy_since:
+            return False
+        if now - lead.busy_since > LATE_S:
+            with self._lock:
+                if self._leader is lead and lead.busy_since:
+                    self._appoint()
+        return True
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the threads; one that is in user code ends when it comes back, and keeps nobody waiting."""
+        with self._lock:
+            self._closed = True
+            parked, self._parked = self._parked, []
+        for seat in parked:
+            seat.gate.release()
+        self.wake()
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._clock_bell, 1)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, min(deadline - time.monotonic(), 0.2 if self._running else timeout_s)))
+        if not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
+            self._poll.close()
+            os.close(self._bell)
+            os.close(self._clock_bell)
+
+
+class _Bell:
+    """What wakes the leader."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def ready(self, events: int) -> None:
+        """Somebody rang."""
+        with contextlib.suppress(OSError):
+            os.eventfd_read(self._fd)

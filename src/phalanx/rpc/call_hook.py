@@ -1,0 +1,47 @@
+"""What takes part in every call beside the call itself: a distributed backward notes which tensors went where.
+
+    caller                                       callee
+    on_request(to, payload) -> note   ------->   receive_request(note, arrived, caller), around the function
+    receive_reply(note, arrived)      <-------   on_reply(to, payload, note) -> note
+
+A note is anything that pickle takes; None travels at no cost. `payload.tensors` and `arrived.tensors` are the same
+tensors in the same order. While a note came with them, they arrive without requiring grad: whoever reads the note
+attaches them to a graph (`arrived.requires_grad` says which).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from phalanx.rpc.serialization import Arrived, Payload
+from phalanx.rpc.worker_info import Member
+
+
+class CallHook(Protocol):
+    """The four places at which a call is seen; in the caller's thread, and in the one that runs the function."""
+
+    def on_request(self, to: Member, payload: Payload) -> Any:
+        """A call is about to be sent."""
+
+    def receive_request(self, note: Any, arrived: Arrived, caller: Member) -> AbstractContextManager[Any]:
+        """It has arrived; the function runs inside of what this returns."""
+
+    def on_reply(self, to: Member, payload: Payload, note: Any) -> Any:
+        """Its result is about to be sent to the caller; `note` is the request's. May run in another thread."""
+
+    def receive_reply(self, note: Any, arrived: Arrived, callee: Member) -> None:
+        """Its result has arrived; `note` is the reply's."""
+
+
+_hooks: list[CallHook] = []
+
+
+def set_call_hook(hook: CallHook | None) -> None:
+    """Let `hook` take part in all calls from now on; None: nobody does."""
+    _hooks[:] = [] if hook is None else [hook]
+
+
+def call_hook() -> CallHook | None:
+    """Who takes part."""
+    return _hooks[0] if _hooks else None

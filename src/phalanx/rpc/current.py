@@ -1,0 +1,32 @@
+"""The agent of this process, if it is a worker."""
+
+from __future__ import annotations
+
+from phalanx.errors import ClosedError
+from phalanx.rpc.agent.agent import Agent
+
+_agent: Agent | None = None
+
+
+def set_agent(agent: Agent | None) -> None:
+    """From now on, this process is that worker, or none."""
+    global _agent
+    _agent = agent
+
+
+def is_set() -> bool:
+    """Whether this process is a worker."""
+    return _agent is not None
+
+
+def agent() -> Agent:
+    """What makes this process a worker.
+
+    Raises:
+        ClosedError: it is none.
+    """
+    if _agent is None:
+        raise ClosedError(
+            "RPC has not been initialized in this process, or was shut down. Call phalanx.rpc.init_rpc first."
+        )
+    return _agent

@@ -1,0 +1,140 @@
+"""The calls: `rpc_sync`, `rpc_async` and `remote`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from phalanx.rpc import current, wire
+from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.options import UNSET_RPC_TIMEOUT
+from phalanx.rpc.references import RRefId
+from phalanx.rpc.rref import RRef
+from phalanx.rpc.worker_info import Member, WorkerInfo
+
+To = str | int | WorkerInfo
+_thread = threading.local()
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Call `func` on the worker `to`, and return what it returned there.
+
+    Arguments and result are pickled; tensors are copied once. Any thread may call.
+
+    Raises:
+        Exception: what `func` raised, with the traceback from there.
+        DeadlineError: `timeout` seconds have passed (0: never; not given: the default of `init_rpc`).
+        PeerLostError: the worker is lost, and whether `func` ran is not known.
+    """
+    return _call("rpc_sync", to, func, args, kwargs, timeout).wait()
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """As `rpc_sync`, but return at once; the Future has the result, or raises.
+
+    Tensors among the arguments must not change until it is done.
+
+    Waits while too many calls of this worker to `to` are under way (`RpcBackendOptions`).
+    """
+    future = _call("rpc_async", to, func, args, kwargs, timeout)
+    futures = getattr(_thread, "futures", None)
+    if futures is not None:
+        futures.append(future)
+    return future
+
+
+def remote(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Call `func` on the worker `to`, where the result stays, and return a reference to it at once.
+
+    What goes wrong is raised by the first use of the reference.
+    """
+    agent = current.agent()
+    member = find_worker(agent, to)
+    name = _check(func)
+    references = agent.references
+    rref_id = references.new_id()
+    work = (func, tuple(args or ()), dict(kwargs or {}))
+    if member.uid == agent.me.uid:
+        owned = references.make(rref_id, rref_id, member.uid)  # the call itself holds it
+        rref: RRef[Any] = RRef._make(agent, member, rref_id, None, owned)
+        done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=(rref_id, rref_id))
+        done.add_done_callback(lambda _: _drop(agent, rref_id))
+        return rref
+    fork = references.new_id()
+    done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=(rref_id, fork))
+    return RRef._make(agent, member, rref_id, fork, None, done)
+
+
+def _drop(agent: Agent, rref_id: RRefId) -> None:
+    agent.references.drop_fork(rref_id, rref_id)
+
+
+def _call(
+    what: str,
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+) -> Future[Any]:
+    agent = current.agent()
+    name = _check(func)
+    member = find_worker(agent, to)
+    return agent.invoke(member, what, name, (func, tuple(args) if args else (), kwargs or {}), timeout)
+
+
+def _check(func: Callable[..., Any]) -> str:
+    if not callable(func):
+        raise TypeError(f"function should be callable, got {type(func).__name__}")
+    return getattr(func, "__qualname__", None) or type(func).__name__
+
+
+def find_worker(agent: Agent, to: To) -> Member:
+    """The worker that a user means.
+
+    Raises:
+        ValueError: there is none; TypeError: this is no way to name one.
+    """
+    if not isinstance(to, str | int | WorkerInfo):
+        raise ValueError(f"Cannot get WorkerInfo from name {to}: a worker is named by its name, rank or WorkerInfo")
+    member = agent.membership.find(to)
+    if member is None:
+        known = ", ".join(f"{one.info.name!r} (rank {one.info.id})" for one in agent.membership.members()[:16])
+        raise ValueError(f"Unknown destination worker {to}: there are {known}.")
+    return member
+
+
+@contextmanager
+def wait_all() -> Iterator[None]:
+    """Wait at the end for all calls that this thread makes by `rpc_async` inside."""
+    _thread.futures = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread.futures)
+        finally:
+            del _thread.futures

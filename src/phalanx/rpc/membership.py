@@ -1,0 +1,179 @@
+"""Which workers there are: in a job of fixed size all from the start, else whoever has joined, in the job's store."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+from phalanx.coordination.address import Address
+from phalanx.deadline import Deadline
+from phalanx.errors import DeadlineError, MismatchError, PhalanxError
+from phalanx.rpc.worker_info import Member, WorkerInfo
+
+_NOBODY = "-"  # at the name of a worker that has left
+_PROBE_S = 1.0
+
+
+class Membership:
+    """The workers of the job, by name, number and uid. `world_size` is None where workers join and leave."""
+
+    def __init__(self, store: Any, world_size: int | None) -> None:
+        self._store = store
+        self.world_size = world_size
+        self._lock = threading.Lock()
+        self._by_uid: dict[int, Member] = {}
+        self._by_name: dict[str, Member] = {}
+        self._gone: set[int] = set()
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all workers were there from the start."""
+        return self.world_size is not None
+
+    def join(self, me: Member, deadline: Deadline) -> None:
+        """Become a member; in a job of fixed size, wait for all others.
+
+        Raises:
+            MismatchError: another worker has the name or the number.
+            DeadlineError: some worker never came.
+        """
+        if self.world_size is None:
+            self._join_others(me)
+            return
+        self._store.set(f"worker/{me.info.id}", me.to_json())
+        found = []
+        for rank in range(self.world_size):
+            found.append(self._wait_for(rank, me, deadline))
+        for member in found:
+            self.learn(member)
+        twice = {one.info.name for one in found if sum(o.info.name == one.info.name for o in found) > 1}
+        if twice:
+            ranks = {m.info.id: m.info.name for m in found if m.info.name in twice}
+            raise MismatchError(
+                f"init_rpc on rank {me.info.id}: RPC worker name is not unique: "
+                + ", ".join(f"rank {rank} is {name!r}" for rank, name in ranks.items())
+                + ".\nGive each worker a name of its own.",
+                calls={rank: f"init_rpc({name!r})" for rank, name in ranks.items()},
+            )
+        mine = found[me.info.id]
+        if mine.uid != me.uid:
+            raise MismatchError(
+                f"init_rpc: two processes are rank {me.info.id} of {self.world_size}:\n  {mine}\n  {me}\n"
+                "Give each process a rank of its own."
+            )
+
+    def _wait_for(self, rank: int, me: Member, deadline: Deadline) -> Member:
+        key = f"worker/{rank}"
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), 5.0)))
+                return Member.from_json(self._store.get(key))
+            except RuntimeError as error:
+                if not deadline.passed and "imed" in str(error):
+                    continue
+                if not deadline.passed:
+                    raise PhalanxError(f"init_rpc on rank {me.info.id}: the job's store failed: {error}") from error
+                missing = tuple(r for r in range(self.world_size or 0) if not self._store.check([f"worker/{r}"]))
+                raise DeadlineError(
+                    f"init_rpc of worker {me.info.name!r} (rank {me.info.id}): no answer from "
+                    f"{', '.join(f'rank {r}' for r in missing)} within {deadline.timeout_s:.1f} s.\n"
+                    "Each of the job's processes has to call init_rpc; read the log of a missing one first.",
+                    missing=missing,
+                ) from None
+
+    def _join_others(self, me: Member) -> None:
+        """Enter the name into the store; another worker that has it, or the number, must be gone."""
+        key, mine = f"name/{me.info.name}", me.to_json()
+        while True:
+            before = self._store.get(key).decode() if self._store.check([key]) else ""
+            for other in self._read():
+                same_name = other.info.name == me.info.name
+                if (same_name or other.info.id == me.info.id) and not _is_gone(other, me):
+                    raise MismatchError(
+                        f"init_rpc of {me}: RPC worker {'name' if same_name else 'rank'} is not unique: {other} has it."
+                        "\nGive each worker a name and a rank of its own."
+                    )
+            is_new = not self._store.check([key])
+            if self._store.compare_set(key, before, mine).decode() == mine:
+                break
+        if is_new:
+            self._store.set(f"slot/{self._store.add('slots', 1)}", me.info.name)
+        for member in self._read():
+            self.learn(member)
+
+    def _read(self) -> list[Member]:
+        """All that are entered in the store now."""
+        found = []
+        for slot in range(1, self._store.add("slots", 0) + 1):
+            key = f"name/{self._store.get(f'slot/{slot}').decode()}"
+            if self._store.check([key]) and (member := self._parse(self._store.get(key))) is not None:
+                found.append(member)
+        return found
+
+    def _parse(self, text: bytes) -> Member | None:
+        member = Member.from_json(text) if text != _NOBODY.encode() else None
+        return None if member is not None and member.uid in self._gone else member
+
+    def learn(self, member: Member) -> None:
+        """Know a worker, which may have told us of itself."""
+        with self._lock:
+            self._by_uid[member.uid] = member
+            self._by_name[member.info.name] = member
+
+    def forget(self, member: Member) -> None:
+        """It is lost, or has left: where workers join and leave, one of the same name may come."""
+        with self._lock:
+            self._gone.add(member.uid)
+            if not self.is_static and self._by_name.get(member.info.name) is member:
+                del self._by_name[member.info.name]
+
+    def leave(self, me: Member) -> None:
+        """Be a member no more."""
+        if not self.is_static:
+            key = f"name/{me.info.name}"
+            self._store.compare_set(key, me.to_json(), _NOBODY)
+
+    def members(self) -> list[Member]:
+        """All workers; where they join and leave, as the store has it now."""
+        if not self.is_static:
+            return sorted(self._read(), key=lambda one: one.info.id)
+        with self._lock:
+            return sorted(self._by_name.values(), key=lambda one: one.info.id)
+
+    def by_uid(self, uid: int) -> Member | None:
+        """The worker of this uid, if it is known."""
+        return self._by_uid.get(uid)
+
+    def find(self, to: str | int | WorkerInfo) -> Member | None:
+        """The worker of this name or number; where they join, the store is asked for one that is not known yet."""
+        name = to.name if isinstance(to, WorkerInfo) else to
+        if isinstance(name, str):
+            member = self._by_name.get(name)
+            if member is None and not self.is_static and self._store.check([f"name/{name}"]):
+                member = self._parse(self._store.get(f"name/{name}"))
+                if member is not None:
+                    self.learn(member)
+            return member
+        for member in list(self._by_name.values()):
+            if member.info.id == name:
+                return member
+        if not self.is_static:
+            for member in self._read():
+                self.learn(member)
+                if member.info.id == name:
+                    return member
+        return None
+
+
+def _is_gone(other: Member, me: Member) -> bool:
+    """Whether a worker that is entered in the store has ended without leaving."""
+    if other.host == me.host:
+        return other.process.has_ended()
+    with contextlib.suppress(OSError, ValueError):
+        address = Address.parse(other.network)
+        socket.create_connection((address.host, address.port), _PROBE_S).close()
+        return False
+    return True

@@ -1,0 +1,143 @@
+"""What a worker knows of references: those to objects of its own, and who holds them.
+
+    owner                                        user                          third worker
+    Owned: the object, and its forks   <------   a fork: one RRef object
+                                                 hands it on: holds its own  -->  a fork of its own
+                                       <------------------------------------      "add my fork"
+                                       ------------------------------------->     "it is added"
+                                                 may drop its own       <------   "I have mine"
+    the last fork is dropped: so is the object
+
+A fork is the RRef object of one worker. An object lives as long as it has forks, or its owner itself has an RRef to it.
+No lock is held while anything of the user's may run. Who is lost drops all forks that it held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from typing import Any
+
+from torch.futures import Future
+
+RRefId = tuple[int, int]  # the uid of the worker that made it, and its number there
+
+
+class Owned:
+    """An object of this worker to which there are references. `future` has it, or why there is none."""
+
+    __slots__ = ("forks", "future", "id", "is_made")
+
+    def __init__(self, rref_id: RRefId) -> None:
+        self.id = rref_id
+        self.future: Future[Any] = Future()
+        self.forks: dict[RRefId, int] = {}  # the forks of other workers -> who holds it
+        self.is_made = False  # or else somebody heard of it before we did
+
+
+class References:
+    """The tables of one worker."""
+
+    def __init__(self, uid: int) -> None:
+        self._uid = uid
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._owned: dict[RRefId, Owned] = {}
+        self._handed_on: dict[RRefId, tuple[Any, int]] = {}  # child fork -> what must live, and to whom it went
+        self.dropped: deque[tuple[int, RRefId, RRefId]] = deque()  # (owner, object, fork), by finalizers
+        self._lost: set[int] = set()
+
+    def new_id(self) -> RRefId:
+        """A number that nobody else has."""
+        return self._uid, next(self._numbers)
+
+    def make(self, rref_id: RRefId, fork: RRefId | None = None, holder: int = 0) -> Owned:
+        """The object of this number comes to be; with `fork`, `holder` has a reference."""
+        with self._lock:
+            owned = self._owned.get(rref_id) or Owned(rref_id)
+            owned.is_made = True
+            if fork is not None and holder not in self._lost:
+                owned.forks[fork] = holder
+                self._owned[rref_id] = owned
+            return owned
+
+    def find(self, rref_id: RRefId) -> Owned | None:
+        """The object of this number, while others hold it."""
+        with self._lock:
+            return self._owned.get(rref_id)
+
+    def add_fork(self, owned: Owned, fork: RRefId, holder: int) -> None:
+        """`holder` has one more reference to it."""
+        with self._lock:
+            if holder not in self._lost:
+                owned.forks[fork] = holder
+                self._owned[owned.id] = owned
+
+    def announce_fork(self, rref_id: RRefId, fork: RRefId, holder: int) -> bool:
+        """`holder` says that it was handed a reference. Whether there is, or will be, such an object.
+
+        Whoever made it may have handed it on before its request to make it has arrived here.
+        """
+        with self._lock:
+            owned = self._owned.get(rref_id)
+            if owned is None:
+                if rref_id[0] == self._uid or rref_id[0] in self._lost:
+                    return False
+                owned = self._owned[rref_id] = Owned(rref_id)
+            if holder not in self._lost:
+                owned.forks[fork] = holder
+            return True
+
+    def drop_fork(self, rref_id: RRefId, fork: RRefId) -> Owned | None:
+        """A reference is gone; the object, if it was the last one: let go of it outside of all locks."""
+        with self._lock:
+            owned = self._owned.get(rref_id)
+            if owned is None:
+                return None
+            owned.forks.pop(fork, None)
+            return self._owned.pop(rref_id) if not owned.forks else None
+
+    def hand_on(self, fork: RRefId, what: Any, to: int) -> None:
+        """Keep `what` until the worker `to` has its own fork."""
+        with self._lock:
+            if to not in self._lost:
+                self._handed_on[fork] = what, to
+
+    def has_arrived(self, fork: RRefId) -> Any:
+        """It has; what was kept for it, to be let go of outside of all locks."""
+        with self._lock:
+            return self._handed_on.pop(fork, None)
+
+    def lose(self, uid: int) -> tuple[list[Any], list[Owned]]:
+        """A worker is lost: what it held, to be let go of; and what it was to make and never will."""
+        freed: list[Any] = []
+        orphans: list[Owned] = []
+        with self._lock:
+            self._lost.add(uid)
+            for fork in [fork for fork, (_, to) in self._handed_on.items() if to == uid]:
+                freed.append(self._handed_on.pop(fork))
+            for owned in list(self._owned.values()):
+                for fork in [fork for fork, holder in owned.forks.items() if holder == uid]:
+                    del owned.forks[fork]
+                if not owned.is_made and owned.id[0] == uid:
+                    orphans.append(owned)
+                if not owned.forks:
+                    freed.append(self._owned.pop(owned.id))
+        return freed, orphans
+
+    def count(self) -> dict[str, int]:
+        """How many of each there are."""
+        with self._lock:
+            return {
+                "num_owner_rrefs": len(self._owned),
+                "num_forks": sum(len(owned.forks) for owned in self._owned.values()),
+                "num_pending_children": len(self._handed_on),
+            }
+
+    def clear(self) -> list[Owned]:
+        """Let go of everything: the worker ends."""
+        with self._lock:
+            owned, self._owned = list(self._owned.values()), {}
+            self._handed_on = {}
+            return owned

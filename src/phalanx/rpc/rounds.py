@@ -1,0 +1,118 @@
+"""When all workers come together: at the end, when no call is under way anywhere any more.
+
+Each worker comes when it is idle: none of its calls waits for an answer, and it runs none of others. But a call that
+another one makes may make it busy again. So they come again and again, each time telling how many calls it has made so
+far, until two rounds in a row have seen the same numbers (Mattern's counters): then nothing has happened in between,
+and nothing is under way.
+
+    worker 1   idle, "12 calls"  --->                    --->
+    worker 2   idle, "3 calls"   --->  worker 0 (leads)  --->  "15 again: the end", or "come again"
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import Any
+
+from torch.futures import Future
+
+from phalanx.deadline import Deadline
+from phalanx.errors import DeadlineError, PeerLostError
+from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.worker_info import Member
+
+_PAUSE_S = 0.002
+
+
+class Rounds:
+    """This worker's part in them."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._came: dict[str, dict[int, tuple[Any, Future[Any]]]] = {}
+        self._lost: dict[int, str] = {}
+        agent.controls["come"] = self._hear
+        agent.on_lost.append(self._lose)
+
+    def gather(self, key: str, value: Any, deadline: Deadline) -> list[Any]:
+        """The values of all workers, by rank: once all have called this with the same `key`.
+
+        Raises:
+            PeerLostError, DeadlineError: some worker will not come, or has not in time.
+        """
+        agent = self._agent
+        leader = agent.membership.members()[0]
+        future = agent.control(leader, "come", (key, value), 0.0)
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        if not done.wait(None if deadline.timeout_s > 1e8 else deadline.left_s):
+            raise DeadlineError(
+                f"shutdown of {agent.me}: not all workers have come within {deadline.timeout_s:.1f} s. "
+                "All of them must call shutdown; read the log of a missing one, or give it more time (timeout=)."
+            )
+        values: list[Any] = future.wait()
+        return values
+
+    def _hear(self, member: Member, told: tuple[str, Any]) -> Future[Any]:
+        key, value = told
+        answer: Future[Any] = Future()
+        with self._lock:
+            came = self._came.setdefault(key, {})
+            came[member.info.id] = value, answer
+        self._end(key)
+        return answer
+
+    def _end(self, key: str) -> None:
+        """Answer all if all have come, or if one never will."""
+        size = self._agent.membership.world_size or 0
+        with self._lock:
+            came = self._came.get(key)
+            if came is None:
+                return
+            lost = {rank: why for rank, why in self._lost.items() if rank not in came}
+            if len(came) < size and not lost:
+                return
+            del self._came[key]
+        for _, answer in came.values():
+            if lost:
+                rank, why = next(iter(lost.items()))
+                text = f"shutdown: the worker of rank {rank} is lost, and will not come: {why}"
+                set_error(answer, partial(PeerLostError, text, ranks=(rank,)))
+            else:
+                answer.set_result([came[rank][0] for rank in range(size)])
+
+    def _lose(self, member: Member) -> None:
+        with self._lock:
+            self._lost[member.info.id] = self._agent.peer(member).lost
+            keys = list(self._came)
+        for key in keys:
+            self._end(key)
+
+    def wait_idle(self, deadline: Deadline) -> None:
+        """Wait until no call of ours is under way, and we run none."""
+        agent = self._agent
+        while agent.num_in_flight or agent.serving.num_running or agent.serving.requests:
+            if deadline.passed:
+                raise DeadlineError(
+                    f"shutdown of {agent.me}: {agent.num_in_flight} of its calls are not answered, and it still runs "
+                    f"{agent.serving.num_running} of others, after {deadline.timeout_s:.1f} s."
+                )
+            time.sleep(_PAUSE_S)
+
+    def finish(self, deadline: Deadline) -> None:
+        """Wait until nothing is under way anywhere, and all workers know."""
+        agent = self._agent
+        before: list[int] = []
+        number = 0
+        while True:
+            self.wait_idle(deadline)
+            number += 1
+            counts = self.gather(f"end-{number}", agent.num_calls, deadline)
+            if counts == before:
+                agent.closing = True
+                return
+            before = counts

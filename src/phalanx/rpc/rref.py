@@ -1,0 +1,299 @@
+"""`RRef`: a reference to an object that lives on one worker, held by any.
+
+What the workers tell each other when one is made, handed on and dropped is drawn in `references`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch.futures import Future
+
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.rpc import current, wire
+from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.options import UNSET_RPC_TIMEOUT
+from phalanx.rpc.references import Owned, RRefId
+from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.serialization import Payload, arriving, register
+from phalanx.rpc.worker_info import Member, WorkerInfo
+
+T = TypeVar("T")
+
+
+class RRef(Generic[T]):
+    """A reference to `value`, which stays on this worker and lives as long as any worker refers to it.
+
+    References to objects of other workers are made by `remote`, or arrive in calls.
+    """
+
+    _agent: Agent
+    _owner: Member
+    _id: RRefId
+    _fork: RRefId | None
+    _owned: Owned | None
+    _confirmed: Future[Any] | None
+    _stand_in: ClassVar[Callable[[RRef[Any], str, float], Any]]  # `rref_proxy` sets it
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        if type_hint is not None and not isinstance(value, torch.nn.Module):
+            _check_type(value, type_hint)
+        agent = current.agent()
+        owned = agent.references.make(agent.references.new_id())
+        owned.future.set_result(value)
+        self._set(agent, agent.me, owned.id, None, owned)
+
+    def _set(
+        self,
+        agent: Agent,
+        owner: Member,
+        rref_id: RRefId,
+        fork: RRefId | None,
+        owned: Owned | None,
+        confirmed: Future[Any] | None = None,
+    ) -> None:
+        self._agent = agent
+        self._owner = owner
+        self._id = rref_id
+        self._fork = fork
+        self._owned = owned
+        self._confirmed = confirmed
+        self._profiling: Future[Any] | None = None
+
+    @classmethod
+    def _make(cls, *fields: Any) -> RRef[Any]:
+        made = cls.__new__(cls)
+        made._set(*fields)
+        return made
+
+    def __del__(self) -> None:
+        fork = getattr(self, "_fork", None)
+        if fork is not None and not self._agent.closed:
+            self._agent.references.dropped.append((self._owner.uid, self._id, fork))
+            self._agent.serving.wake_clock(0.0)
+
+    def is_owner(self) -> bool:
+        """Whether the object is on this worker."""
+        return self._owned is not None
+
+    def owner(self) -> WorkerInfo:
+        """The worker that the object is on."""
+        return self._owner.info
+
+    def owner_name(self) -> str:
+        """Its name."""
+        return self._owner.info.name
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows of this reference."""
+        self._check_open()
+        if self._owned is not None or self._confirmed is None:
+            return True
+        return self._confirmed.done() and _succeeded(self._confirmed)
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """The object: itself on its owner, else a copy, which is fetched now. Waits until it has been made.
+
+        Raises:
+            Exception: what the function raised that was to make it.
+        PeerLostError: the owner is gone, and the object with it.
+        """
+        self._check_open()
+        if self._owned is not None:
+            value: T = _wait(self._owned.future, self._timeout(timeout), f"RRef.to_here on its owner, {self._owner}")
+            return value
+        return _wait(self._fetch(timeout))  # type: ignore[no-any-return]
+
+    def _fetch(self, timeout: float = UNSET_RPC_TIMEOUT) -> Future[Any]:
+        self._raise_if_failed()
+        return self._agent.invoke(self._owner, "RRef.to_here", str(self._id), self._id, timeout, kind=wire.FETCH)
+
+    def local_value(self) -> T:
+        """The object, on its owner. Waits until it has been made.
+
+        Raises:
+            RuntimeError: this worker is not the owner.
+        """
+        self._check_open()
+        if self._owned is None:
+            raise RuntimeError(
+                f"Cannot call localValue() on a non-local reference. Call it on {self._owner.info.name}: {self}"
+            )
+        value: T = self._owned.future.wait()
+        return value
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """A stand-in for the object: each of its methods is called on the owner, and returns what that returned."""
+        return type(self)._stand_in(self, "sync", timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """As `rpc_sync`; each method returns a Future."""
+        return type(self)._stand_in(self, "async", timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """As `rpc_sync`; each method returns an RRef."""
+        return type(self)._stand_in(self, "remote", timeout)
+
+    def _get_future(self) -> Future[Any]:
+        """Done when the owner knows of this reference."""
+        if self._owned is not None:
+            return self._owned.future
+        if self._confirmed is None:
+            done: Future[Any] = Future()
+            done.set_result(None)
+            return done
+        return self._confirmed
+
+    def _get_profiling_future(self) -> Future[Any] | None:
+        return self._profiling
+
+    def _set_profiling_future(self, future: Future[Any]) -> None:
+        self._profiling = future
+
+    def _timeout(self, timeout: float) -> float:
+        return self._agent.default_timeout_s if timeout < 0 else timeout
+
+    def _check_open(self) -> None:
+        if self._agent.closed:
+            raise PhalanxError(f"RRef of {self._owner}: this worker was shut down, and references are of no use since.")
+
+    def _raise_if_failed(self) -> None:
+        """If the owner could not be told to make the object, say so."""
+        confirmed = self._confirmed
+        if confirmed is not None and confirmed.done():
+            confirmed.value()
+        lost = self._agent.peer(self._owner).lost
+        if lost:
+            raise PeerLostError(
+                f"RRef of {self._owner}: the owner is lost: {lost} The object is gone with it.",
+                ranks=(self._owner.info.id,),
+            )
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC: pass it to rpc_sync, "
+            "rpc_async or remote, or return it from a function that they call."
+        )
+
+    def __repr__(self) -> str:
+        if self._owned is not None:
+            return f"OwnerRRef({_show('', self._agent, self._id)})"
+        return f"UserRRef(RRefId = {_show('', self._agent, self._id)}, ForkId = {_show('', self._agent, self._fork)})"
+
+
+def _show(name: str, agent: Agent, number: RRefId | None) -> str:
+    if number is None:
+        return "none"
+    maker = agent.membership.by_uid(number[0])
+    return f"GloballyUniqueId(created_on={maker.info.id if maker else number[0]}, local_id={number[1]})"
+
+
+def _succeeded(future: Future[Any]) -> bool:
+    try:
+        future.value()
+    except BaseException:
+        return False
+    return True
+
+
+def _wait(future: Future[Any], timeout_s: float = 0.0, what: str = "") -> Any:
+    """The value; a future that has no time-out of its own gets one."""
+    if timeout_s and not future.done():
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        if not done.wait(timeout_s):
+            raise DeadlineError(f"{what}: RPC ran for more than set timeout ({timeout_s * 1000:.0f} ms).")
+    return future.wait()
+
+
+def _check_type(value: Any, type_hint: Any) -> None:
+    if isinstance(type_hint, type) and not isinstance(value, type_hint):
+        raise TypeError(f"RRef: type_hint is {type_hint.__name__}, and the value is a {type(value).__name__}")
+
+
+# -- handing over ------------------------------------------------------------------------------------------------------
+
+
+def _reduce_rref(rref: RRef[Any], payload: Payload) -> Any:
+    agent, to = rref._agent, payload.to
+    me = agent.me.uid
+    fork: RRefId | None = None
+    payload.kept.append(rref)
+    goes_home = rref._owner.uid == to.uid
+    if not goes_home or to.uid == me or payload.is_answer:  # else it is kept until the answer comes, and that will do
+        fork = agent.references.new_id()
+        if rref._owned is not None:
+            agent.references.add_fork(rref._owned, fork, to.uid)
+            payload.undo.append(lambda: agent.references.drop_fork(rref._id, fork))
+        else:
+            agent.references.hand_on(fork, rref, to.uid)
+            payload.undo.append(lambda: agent.references.has_arrived(fork))
+    payload.forks.append((rref._owner.uid, rref._owner.info.name, rref._id, fork, me))
+    return _arrived_rref, (len(payload.forks) - 1,)
+
+
+def _arrived_rref(number: int) -> RRef[Any]:
+    rref: RRef[Any] = arriving().forks[number]
+    return rref
+
+
+register(RRef, _reduce_rref)
+
+
+def serve_references(agent: Agent) -> None:
+    """Let this worker take and give references."""
+
+    def make(owner_uid: int, owner_name: str, rref_id: RRefId, fork: RRefId | None, parent: int) -> RRef[Any]:
+        if owner_uid == agent.me.uid:
+            owned = agent.references.find(rref_id)
+            if owned is None:
+                raise PhalanxError(
+                    f"RRef: {agent.me} owns no object {rref_id} (any more): whoever handed on the reference was lost."
+                )
+            if fork is not None and parent == owner_uid:  # to ourselves: it was counted on the way only
+                agent.references.drop_fork(rref_id, fork)
+            elif fork is not None:
+                _tell_parent(parent, fork)
+            return RRef._make(agent, agent.me, rref_id, None, owned)
+        owner = agent.membership.by_uid(owner_uid) or agent.membership.find(owner_name)
+        if owner is None or owner.uid != owner_uid:
+            raise PeerLostError(f"RRef: its owner, worker {owner_name!r}, is lost, and the object is gone with it.")
+        assert fork is not None
+        confirmed: Future[Any] | None = None
+        if parent != owner_uid:
+            confirmed = agent.control(owner, "announce_fork", (rref_id, fork), 0.0)
+            confirmed.add_done_callback(lambda _: _tell_parent(parent, fork))
+        return RRef._make(agent, owner, rref_id, fork, None, confirmed)
+
+    def _tell_parent(parent: int, fork: RRefId) -> None:
+        member = agent.membership.by_uid(parent)
+        if member is not None and not agent.closed:
+            agent.tell(member, "fork_arrived", fork)
+
+    def announce_fork(holder: Member, told: tuple[RRefId, RRefId]) -> None:
+        if not agent.references.announce_fork(*told, holder.uid):
+            raise PhalanxError(
+                f"RRef: {agent.me} owns no object {told[0]} (any more): whoever handed on the reference was lost."
+            )
+
+    def drop_forks(holder: Member, told: list[tuple[RRefId, RRefId]]) -> None:
+        freed = [agent.references.drop_fork(*one) for one in told]
+        del freed
+
+    def fork_arrived(holder: Member, fork: RRefId) -> None:
+        agent.references.has_arrived(fork)
+
+    def lost(member: Member) -> None:
+        freed, orphans = agent.references.lose(member.uid)
+        for owned in orphans:
+            text = f"RRef: {member} was lost before its call made the object."
+            set_error(owned.future, partial(PeerLostError, text, ranks=(member.info.id,)))
+        freed.clear()
+
+    agent.make_rref = make
+    agent.controls.update(announce_fork=announce_fork, drop_forks=drop_forks, fork_arrived=fork_arrived)
+    agent.on_lost.append(lost)

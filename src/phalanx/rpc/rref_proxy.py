@@ -1,0 +1,44 @@
+"""A stand-in for a remote object: its methods run where the object is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from phalanx.rpc import invoke
+from phalanx.rpc.options import UNSET_RPC_TIMEOUT
+from phalanx.rpc.rref import RRef
+
+
+def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """On the owner: call a method of the object."""
+    return getattr(rref.local_value(), name)(*args, **kwargs)
+
+
+call_method._calls_method = True  # type: ignore[attr-defined]
+
+
+class RRefProxy:
+    """What `RRef.rpc_sync()`, `rpc_async()` and `remote()` return."""
+
+    def __init__(self, rref: RRef[Any], how: str, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        self.rref = rref
+        self._how = {"sync": invoke.rpc_sync, "async": invoke.rpc_async, "remote": invoke.remote}[how]
+        self.rpc_timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return partial(self._call, name)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.rref._raise_if_failed()
+        return self._how(self.rref.owner(), call_method, (self.rref, name, args, kwargs), timeout=self.rpc_timeout)
+
+
+def _stand_in(rref: RRef[Any], how: str, timeout: float) -> RRefProxy:
+    return RRefProxy(rref, how, timeout)
+
+
+RRef._stand_in = staticmethod(_stand_in)

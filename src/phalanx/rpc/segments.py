@@ -1,0 +1,167 @@
+"""Memory in which large tensors go from one process of a host to another: memfds, handed over by descriptor.
+
+    sender                                      receiver
+    lend a segment, copy the tensor into it
+    its descriptor, the first time   ------->   map it
+    a frame with the segment's number  ------>  the tensor lies in it: no copy
+                                                the tensor dies
+    free again, for the next tensor  <-------   RELEASE
+
+A segment belongs to the process that made it, and is with one receiver at a time. So many bytes are kept for later as
+`MOST_FREE_BYTES` says; the others go back to the system. One that a receiver had when it was lost is not used again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import numpy
+import torch
+
+from phalanx.symmetric_memory.memfd import memory
+
+FROM_BYTES = 1 << 16  # below, the socket is as fast
+MOST_FREE_BYTES = 1 << 29
+_PAGES = 1 << 16
+_STEPS = 3  # a segment is at most 1/8 larger than what lies in it
+
+
+def capacity(nbytes: int) -> int:
+    """The size of the segment for so many bytes: few different sizes, so that they are used again."""
+    step = max(_PAGES, 1 << max(0, nbytes.bit_length() - 1 - _STEPS))
+    return -(-nbytes // step) * step
+
+
+class Segment:
+    """Memory of this process's making."""
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        with memory("phalanx-rpc", nbytes) as fd:
+            self.fd = os.dup(fd)
+        self.number = number
+        self.nbytes = nbytes
+        self.bytes = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
+        self.known_to: set[int] = set()  # the connections through which its descriptor has gone
+
+    def close(self) -> None:
+        """Give it back; whoever maps it still may go on."""
+        os.close(self.fd)
+        self.fd = -1
+
+
+class Lender:
+    """The segments of this process, and who has them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = 0
+        self._free: dict[int, list[Segment]] = {}
+        self._free_bytes = 0
+        self._lent: dict[int, tuple[Segment, int]] = {}
+
+    def lend(self, nbytes: int, connection: int) -> Segment:
+        """A segment that has room for `nbytes`, for the process behind `connection`.
+
+        Raises:
+            PhalanxError: no memory can be shared.
+        """
+        size = capacity(nbytes)
+        with self._lock:
+            free = self._free.get(size)
+            if free:
+                segment = free.pop()
+                self._free_bytes -= size
+            else:
+                self._last += 1
+                segment = Segment(self._last, size)
+            self._lent[segment.number] = segment, connection
+            return segment
+
+    def take_back(self, number: int) -> list[Segment]:
+        """It is free again; those that are too many now are closed, and returned: tell who knows them."""
+        dropped: list[Segment] = []
+        with self._lock:
+            segment, _ = self._lent.pop(number, (None, 0))
+            if segment is None:
+                return dropped
+            self._free.setdefault(segment.nbytes, []).append(segment)
+            self._free_bytes += segment.nbytes
+            while self._free_bytes > MOST_FREE_BYTES:
+                size = next(size for size, free in self._free.items() if free)
+                dropped.append(self._free[size].pop(0))
+                self._free_bytes -= size
+                if not self._free[size]:
+                    del self._free[size]
+            for one in dropped:
+                one.close()
+        return dropped
+
+    def lost(self, connection: int) -> None:
+        """The process behind `connection` is gone, or has closed it while it may still read: use none of its again."""
+        with self._lock:
+            for number in [n for n, (_, who) in self._lent.items() if who == connection]:
+                self._lent.pop(number)[0].close()
+            for free in self._free.values():
+                for segment in free:
+                    segment.known_to.discard(connection)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all segments hold."""
+        with self._lock:
+            return self._free_bytes + sum(segment.nbytes for segment, _ in self._lent.values())
+
+    def close(self) -> None:
+        """Give everything back."""
+        with self._lock:
+            for free in self._free.values():
+                for segment in free:
+                    segment.close()
+            for segment, _ in self._lent.values():
+                segment.close()
+            self._free, self._lent, self._free_bytes = {}, {}, 0
+
+
+class Borrower:
+    """The segments of the process at the other end of a connection, mapped.
+
+    `released` is called with a segment's number when what lay in it has died: anywhere, so it must neither wait nor
+    take a lock.
+    """
+
+    def __init__(self, released: Callable[[int], None]) -> None:
+        self._maps: dict[int, mmap.mmap] = {}
+        self._alive: dict[int, Any] = {}
+        self._released = released
+
+    def knows(self, number: int) -> bool:
+        """Whether its descriptor has come."""
+        return number in self._maps
+
+    def add(self, number: int, fd: int) -> None:
+        """Map a segment; closes the descriptor."""
+        try:
+            self._maps[number] = mmap.mmap(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def view(self, number: int, nbytes: int) -> Any:
+        """The first bytes of a segment, until nobody holds them any more."""
+        array = numpy.frombuffer(self._maps[number], dtype=numpy.uint8, count=nbytes)
+        released, alive = self._released, self._alive
+
+        def died(_: object) -> None:
+            alive.pop(number, None)
+            released(number)
+
+        alive[number] = ref(array, died)
+        return array
+
+    def forget(self, number: int) -> None:
+        """It will not come again."""
+        self._maps.pop(number, None)

@@ -1,0 +1,183 @@
+"""Objects as bytes, and the tensors in them as they lie: pickle protocol 5 with the tensors' memory out of band.
+
+A dense tensor on the CPU is not copied into the pickle: its memory is a buffer of its own, which the transport sends
+from where it lies. All others (sparse, quantized, subclasses) are pickled as PyTorch pickles them; their parts are
+dense tensors again. What other files know how to hand over (references) they register here.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = tuple(
+    dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+        torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    )
+)  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_CPU = torch.device("cpu")
+
+
+class Payload:
+    """An object on its way out: the pickle, the memory beside it, and the tensors whose memory that is.
+
+    `to` names the worker that it goes to, and `forks` what was handed to it beside the object.
+    """
+
+    __slots__ = ("buffers", "data", "forks", "is_answer", "kept", "tensors", "to", "undo")
+
+    def __init__(self, to: Any = None, is_answer: bool = False) -> None:
+        self.to = to
+        self.is_answer = is_answer  # of which nobody hears whether it has come
+        self.data: bytes = b""
+        self.buffers: list[Any] = []  # memory: anything with the buffer protocol
+        self.tensors: list[Tensor] = []
+        self.forks: list[Any] = []
+        self.kept: list[Any] = []  # must live until the answer has come
+        self.undo: list[Callable[[], Any]] = []  # if it is not sent after all
+
+    @property
+    def nbytes(self) -> int:
+        """How much of memory it holds until it is answered."""
+        return len(self.data) + sum(memoryview(b).nbytes for b in self.buffers)
+
+
+class _Current(threading.local):
+    """What this thread pickles, or unpickles."""
+
+    payload: Payload | None = None
+    arrived: Arrived | None = None
+
+
+class Arrived:
+    """An object that has come in, with the tensors that were in it, in the order of `Payload.tensors`.
+
+    `requires_grad` tells which of them required it where they came from. They do so here as well, as leaves, but
+    `without_grad`: then whoever asked for that attaches them to a graph.
+    """
+
+    __slots__ = ("forks", "requires_grad", "tensors", "without_grad")
+
+    def __init__(self, forks: Sequence[Any] = (), without_grad: bool = False) -> None:
+        self.tensors: list[Tensor] = []
+        self.requires_grad: list[bool] = []
+        self.forks = forks
+        self.without_grad = without_grad
+
+
+_current = _Current()
+_table: dict[type, Callable[[Any], Any]] = {}
+
+
+def register(kind: type, reduce: Callable[[Any, Payload], Any]) -> None:
+    """Pickle objects of exactly this type by `reduce`, which may add to the payload that they go into."""
+
+    def reducer(obj: Any) -> Any:
+        payload = _current.payload
+        if payload is None:  # an ordinary pickle, made while we make none
+            raise pickle.PicklingError(f"{kind.__name__} can only be handed over by rpc")
+        return reduce(obj, payload)
+
+    _table[kind] = reducer
+
+
+def serialize(obj: Any, to: Any = None, *, is_answer: bool = False) -> Payload:
+    """Pickle `obj` for the worker `to`. Tensors are referred to, not copied: they must stay as they are until sent."""
+    payload = Payload(to, is_answer)
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, 5, buffer_callback=payload.buffers.append)
+    pickler.dispatch_table = _dispatch_table()
+    before, _current.payload = _current.payload, payload
+    try:
+        pickler.dump(obj)
+    except BaseException:
+        for undo in payload.undo:
+            undo()
+        raise
+    finally:
+        _current.payload = before
+    payload.data = stream.getvalue()
+    return payload
+
+
+def deserialize(
+    data: Any, buffers: Sequence[Any] = (), forks: Sequence[Any] = (), *, without_grad: bool = False
+) -> tuple[Any, Arrived]:
+    """The object, and the tensors in it."""
+    arrived = Arrived(forks, without_grad)
+    before, _current.arrived = _current.arrived, arrived
+    try:
+        return pickle.loads(data, buffers=buffers), arrived
+    finally:
+        _current.arrived = before
+
+
+def arriving() -> Arrived:
+    """What this thread unpickles at the moment."""
+    arrived = _current.arrived
+    if arrived is None:
+        raise pickle.UnpicklingError("this pickle was made by rpc, and only rpc can read it")
+    return arrived
+
+
+_seen: tuple[int, dict[type, Any]] = (-1, {})
+
+
+def _dispatch_table() -> dict[type, Any]:
+    """copyreg's table and ours in one; what others have registered with copyreg since is taken in."""
+    global _seen
+    version = len(copyreg.dispatch_table) + len(_table) * 65536
+    if _seen[0] != version:
+        _seen = version, {**copyreg.dispatch_table, **_table}
+    return _seen[1]
+
+
+def _reduce_tensor(tensor: Tensor, payload: Payload) -> Any:
+    code = _CODES.get(tensor.dtype)
+    if code is None or tensor.layout is not torch.strided or tensor.device != _CPU:
+        return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+    payload.tensors.append(tensor)
+    flat, stride = _flat(tensor.detach())
+    array: Any = flat.view(torch.uint8).numpy() if flat.numel() else None
+    memory = None if array is None else pickle.PickleBuffer(array)
+    return _tensor, (code, tuple(tensor.shape), stride, tensor.requires_grad, memory)
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+    """The elements in a row as they lie, and the strides if they are not the usual ones; copies only what has holes."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        return tensor.reshape(-1), None
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,)), tuple(tensor.stride())
+    return tensor.contiguous().reshape(-1), None
+
+
+def _tensor(
+    code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, requires_grad: bool, memory: Any
+) -> Tensor:
+    if memory is None:
+        tensor = torch.empty(shape, dtype=_DTYPES[code])
+    else:
+        tensor = torch.frombuffer(memory, dtype=_DTYPES[code])
+        tensor = tensor.view(shape) if stride is None else tensor.as_strided(shape, stride)
+    arrived = arriving()
+    if requires_grad and not arrived.without_grad:
+        tensor.requires_grad_()
+    arrived.tensors.append(tensor)
+    arrived.requires_grad.append(requires_grad)
+    return tensor
+
+
+register(Tensor, _reduce_tensor)

@@ -1,0 +1,159 @@
+"""Become a worker, and cease to be one."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from phalanx.coordination.rank_info import host_identity
+from phalanx.deadline import Deadline
+from phalanx.errors import PhalanxError
+from phalanx.log import get_logger
+from phalanx.rpc import current
+from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.membership import Membership
+from phalanx.rpc.options import BackendType, RpcBackendOptions
+from phalanx.rpc.rendezvous import find_place, open_store
+from phalanx.rpc.rounds import Rounds
+from phalanx.rpc.rref import serve_references
+from phalanx.rpc.worker_info import WorkerInfo
+
+_NAME = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
+_JOIN_S = 300.0
+_logger = get_logger(__name__)
+_starting = threading.Lock()
+
+# What makes more of a worker (distributed autograd) is told of each agent before anybody can call it.
+on_start: list[Callable[[Agent], None]] = []
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Make this process the worker `name`, which can call the others and be called by them.
+
+    With `world_size` (given, or known from the launcher) all workers start together, and this returns when all have
+    come. Where there is none, workers join and leave as they like; each gives a `rank` of its own.
+
+    They meet at `rpc_backend_options.init_method`; by default under `phalanx run` in the job's own store, else at
+    MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ValueError, TypeError: the name, rank or options are none.
+        MismatchError: another worker has the name or rank.
+        DeadlineError: some worker did not come within the time-out of a call (at least 300 s).
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"init_rpc: a worker's name has 1 to 127 letters, digits, and any of _ : . -, and cannot be {name!r}"
+        )
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError(
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions, got "
+            f"{type(rpc_backend_options).__name__}"
+        )
+    if not sys.platform.startswith("linux"):
+        raise PhalanxError("init_rpc: phalanx.rpc runs on Linux only (it needs epoll and eventfd).")
+    options = rpc_backend_options or RpcBackendOptions()
+    with _starting:
+        if current.is_set():
+            raise RuntimeError("RPC is already initialized")
+        number, size = find_place(rank, world_size)
+        if number < 0 or (size is not None and number >= size):
+            raise ValueError(
+                f"init_rpc of worker {name!r}: rank {number} of {size}: give rank= (and world_size=), or start the "
+                "script with `phalanx run`."
+            )
+        timeout_s = max(options.rpc_timeout, _JOIN_S) if options.rpc_timeout else 1e6
+        store = open_store(options.init_method, number, size, timedelta(seconds=timeout_s))
+        current.set_agent(start_agent(name, number, size, store, options, Deadline.after(timeout_s)))
+
+
+def start_agent(
+    name: str, number: int, size: int | None, store: Any, options: RpcBackendOptions, deadline: Deadline
+) -> Agent:
+    """An agent that has joined the others in `store`."""
+    agent = Agent(name, number, host_identity(), options)
+    membership = Membership(store, size)
+    serve_references(agent)
+    agent.rounds = Rounds(agent)
+    for extend in on_start:
+        extend(agent)
+    agent.start(membership)
+    try:
+        membership.join(agent.me, deadline)
+        agent.meet_containers()
+    except BaseException:
+        agent.close("it could not join")
+        raise
+    return agent
+
+
+def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
+    """Be a worker no more.
+
+    `graceful`: first wait until all calls under way have ended, everywhere; where the number of workers is fixed, until
+    all workers have called this, too. Else the others see this one leave at once. `timeout` (seconds; 0: no limit) is
+    for the wait.
+
+    Raises:
+        DeadlineError: some worker did not come in time.
+        PeerLostError: one is lost. In both cases this worker is shut down all the same.
+    """
+    agent = current.agent()
+    try:
+        if graceful:
+            deadline = Deadline.after(timeout or None)
+            if agent.membership.is_static:
+                agent.rounds.finish(deadline)
+            else:
+                agent.rounds.wait_idle(deadline)
+                agent.membership.leave(agent.me)
+    finally:
+        try:
+            if not graceful:
+                _leave_quietly(agent)
+        finally:
+            agent.close("it was shut down.")
+            current.set_agent(None)
+
+
+def _leave_quietly(agent: Agent) -> None:
+    try:
+        agent.membership.leave(agent.me)
+    except RuntimeError as error:  # the job's store is gone: nobody will look for us there
+        _logger.debug("rpc: %s could not take its name out of the store: %s", agent.me, error)
+
+
+def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    """The worker of this name; without one, this worker.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    from phalanx.rpc.invoke import find_worker
+
+    agent = current.agent()
+    return agent.me.info if worker_name is None else find_worker(agent, worker_name).info
+
+
+def _close_in_child() -> None:
+    """A fork of a worker is no worker: it must not keep the sockets open, nor answer in its name."""
+    if current.is_set():
+        agent = current.agent()
+        current.set_agent(None)
+        agent.abandon()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

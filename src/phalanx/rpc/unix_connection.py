@@ -1,0 +1,279 @@
+"""Two workers of one host, joined by two Unix sockets: one for frames, one for the descriptors of segments.
+
+Whoever sends puts its frame into the queue and writes what the socket takes; whoever finds another thread writing
+leaves it to that one, so that frames that come at the same time go in one call of the system. What the socket does not
+take is written when it can be (the serving thread is told by `wants_write`). Nobody blocks.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.errors import PhalanxError
+from phalanx.rpc import wire
+from phalanx.rpc.segments import FROM_BYTES, Borrower, Lender
+from phalanx.rpc.wire import BUFFER, HEAD, Frame
+
+_READ_BYTES = 1 << 18
+_MOST_PARTS = 512  # of one call; Linux takes 1024
+_DESCRIPTOR_S = 30.0  # it is sent before the frame that needs it
+_NUMBER = struct.Struct("<Q")
+_numbers = itertools.count(1)
+
+
+class UnixConnection:
+    """One end. `peer` is what the agent says is at the other one.
+
+    `wants_write(connection)` is called when the socket is full, `has_release(connection)` when a segment died.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        fd_sock: socket.socket,
+        lender: Lender,
+        wants_write: Callable[[UnixConnection], None],
+        has_release: Callable[[UnixConnection], None],
+    ) -> None:
+        sock.setblocking(False)
+        fd_sock.setblocking(False)
+        self.socket = sock
+        self.number = next(_numbers)
+        self.peer: Any = None
+        self.closed = False
+        self._fd_socket = fd_sock
+        self._lender = lender
+        self._wants_write = wants_write
+        self._has_release = has_release
+        self._queue: deque[list[Any]] = deque()
+        self._rest: list[Any] = []  # what the socket has not taken
+        self._writing = threading.Lock()
+        self.reading = threading.Lock()
+        self._received = bytearray(_READ_BYTES)
+        self._view = memoryview(self._received)
+        self._have = 0
+        self.releases: deque[int] = deque()
+        self._borrower = Borrower(self._released)
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
+        """Send a frame, or leave it to a thread that is just sending. Small buffers are read when they are written."""
+        self.put(kind, call, data, extras, buffers)
+        self.flush()
+
+    def put(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
+        """As `send`, but it goes out at the next `flush`."""
+        if not buffers:
+            parts: list[Any] = [wire.head(kind, call, data, extras, ()), data]
+            if extras:
+                parts.append(extras)
+        else:
+            if len(buffers) > wire.MOST_BUFFERS:
+                raise ValueError(f"one call can carry {wire.MOST_BUFFERS} tensors, got {len(buffers)}")
+            table, inline = [], []
+            for one in buffers:
+                view = memoryview(one)
+                segment = self._lend(view) if view.nbytes >= FROM_BYTES else 0
+                table.append((view.nbytes, segment))
+                if not segment:
+                    inline.append(view.cast("B") if view.ndim != 1 or view.itemsize != 1 else view)
+            parts = [wire.head(kind, call, data, extras, table), data]
+            if extras:
+                parts.append(extras)
+            parts += inline
+        self._queue.append(parts)
+
+    def _lend(self, view: memoryview) -> int:
+        """The number of a segment with a copy of this memory; 0 where memory cannot be shared."""
+        try:
+            segment = self._lender.lend(view.nbytes, self.number)
+        except (PhalanxError, OSError):
+            return 0
+        if self.number not in segment.known_to:
+            try:
+                socket.send_fds(self._fd_socket, [_NUMBER.pack(segment.number)], [segment.fd])
+            except OSError:  # the receiver has many to take in, or is gone
+                self._lender.take_back(segment.number)
+                return 0
+            segment.known_to.add(self.number)
+        segment.bytes[: view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
+        return segment.number
+
+    def flush(self) -> None:
+        """Write what is in the queue, as far as the socket takes it."""
+        while (self._queue or self.releases) and self._writing.acquire(blocking=False):
+            try:
+                if self.releases:
+                    self._queue.append(self._release_frame())
+                if not self._rest:
+                    self._write()
+                elif not self.closed:
+                    return
+            finally:
+                self._writing.release()
+
+    def resume(self) -> bool:
+        """The socket can be written again: go on. Whether all is out."""
+        with self._writing:
+            self._write()
+            done = not self._rest
+        self.flush()
+        return done
+
+    def _release_frame(self) -> list[Any]:
+        numbers = array.array("Q")
+        while self.releases:
+            numbers.append(self.releases.popleft())
+        data = numbers.tobytes()
+        return [wire.head(wire.RELEASE, 0, data, b"", ()), data]
+
+    def _write(self) -> None:
+        while not self.closed:
+            parts = self._rest
+            while self._queue and len(parts) < _MOST_PARTS:
+                parts += self._queue.popleft()
+            if not parts:
+                return
+            try:
+                if len(parts) <= _MOST_PARTS:
+                    sent = self.socket.sendmsg(parts)
+                else:
+                    sent = self.socket.sendmsg(parts[:_MOST_PARTS])
+            except BlockingIOError:
+                sent = 0
+            except OSError:  # the other end is gone: whoever reads hears it
+                self._rest = []
+                self._queue.clear()
+                return
+            self._rest = _after(parts, sent)
+            if self._rest and (sent == 0 or len(parts) <= _MOST_PARTS):
+                self._wants_write(self)
+                return
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def read(self) -> list[Frame] | None:
+        """The frames that have come; None when the other end is gone."""
+        try:
+            got = self.socket.recv_into(self._view[self._have :])
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if got == 0:
+            return None
+        have = self._have + got
+        received, view, at = self._received, self._view, 0
+        frames = []
+        needs = 0
+        while have - at >= HEAD.size:
+            nbytes, call, data, extras, num_buffers, kind, _ = HEAD.unpack_from(received, at)
+            if have - at < nbytes:
+                needs = nbytes
+                break
+            begin = at + HEAD.size
+            if num_buffers:
+                begin += BUFFER.size * num_buffers
+            end = begin + data
+            frame = Frame(kind, call, bytes(view[begin:end]))
+            if extras:
+                begin, end = end, end + extras
+                frame.extras = bytes(view[begin:end])
+            if num_buffers:
+                frame.buffers = self._buffers(
+                    BUFFER.iter_unpack(view[at + HEAD.size :][: BUFFER.size * num_buffers]), end
+                )
+            at += nbytes
+            if kind == wire.RELEASE:
+                self._take_back(frame.data)
+            elif kind == wire.FORGET:
+                for (number,) in _NUMBER.iter_unpack(frame.data):
+                    self._borrower.forget(number)
+            else:
+                frames.append(frame)
+        self._have = have - at
+        if needs > len(received):  # room for all of it
+            grown = bytearray(needs)
+            grown[: self._have] = view[at:have]
+            self._received, self._view = grown, memoryview(grown)
+        elif at and self._have:
+            received[: self._have] = received[at:have]
+        elif not self._have and len(received) > 4 * _READ_BYTES:
+            self._received = bytearray(_READ_BYTES)
+            self._view = memoryview(self._received)
+        return frames
+
+    def _buffers(self, table: Any, at: int) -> list[Any]:
+        found: list[Any] = []
+        for nbytes, segment in table:
+            if segment:
+                if not self._borrower.knows(segment):
+                    self._receive_segments(segment)
+                found.append(self._borrower.view(segment, nbytes))
+            else:
+                found.append(bytearray(self._view[at : at + nbytes]))
+                at += nbytes
+        return found
+
+    def _receive_segments(self, until: int) -> None:
+        """Take in descriptors until that of segment `until` has come: they go ahead of the frames that need them."""
+        while not self._borrower.knows(until):
+            poll = select.poll()
+            poll.register(self._fd_socket, select.POLLIN)
+            poll.poll(_DESCRIPTOR_S * 1000)
+            data, fds, _, _ = socket.recv_fds(self._fd_socket, _NUMBER.size, 1)
+            if not fds:
+                raise PhalanxError(
+                    f"rpc: no descriptor came for the memory of a tensor ({len(data)} bytes in its place): the sender "
+                    "is gone, or this process may not have more open files (ulimit -n)."
+                )
+            self._borrower.add(_NUMBER.unpack(data)[0], fds[0])
+
+    def _take_back(self, data: bytes) -> None:
+        dropped = [one for (number,) in _NUMBER.iter_unpack(data) for one in self._lender.take_back(number)]
+        mine = [one.number for one in dropped if self.number in one.known_to]
+        if mine:
+            self.send(wire.FORGET, 0, array.array("Q", mine).tobytes())
+
+    def _released(self, number: int) -> None:
+        self.releases.append(number)
+        self._has_release(self)
+
+    def abandon(self) -> None:
+        """In a fork: let go of this process's descriptors, without a word to the other end."""
+        self.closed = True
+        self.socket.close()
+        self._fd_socket.close()
+
+    def close(self) -> None:
+        """Let go of the sockets. Memory that was handed over stays as it is."""
+        if self.closed:
+            return
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+        self._fd_socket.close()
+        self._lender.lost(self.number)
+
+
+def _after(parts: list[Any], sent: int) -> list[Any]:
+    """What is left of `parts` when `sent` bytes are gone."""
+    for at, part in enumerate(parts):
+        nbytes = len(part)
+        if sent < nbytes:
+            return [memoryview(part)[sent:] if sent else part, *parts[at + 1 :]]
+        sent -= nbytes
+    return []

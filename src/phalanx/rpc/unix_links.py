@@ -1,0 +1,182 @@
+"""Where a worker listens for the others of its host, who come in by a token that only the job's store knows.
+
+Whoever connects says who it is (`Member`), and hands over its end of a second socket, for descriptors. The kernel
+vouches for the user on either side (`SO_PEERCRED`): connections of another one are closed before anything is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.deadline import Deadline
+from phalanx.errors import PeerLostError, PhalanxError
+from phalanx.rpc.worker_info import Member
+from phalanx.symmetric_memory import private
+from phalanx.symmetric_memory.peer import peer_of
+
+_BACKLOG = 1024
+_HELLO = struct.Struct("<4s16sI")
+_MAGIC = b"PRC1"
+_MOST_PENDING = 256
+_MOST_BYTES = 1 << 16
+
+Welcome = Callable[[Member, socket.socket, socket.socket], None]
+
+
+class Listener:
+    """The listening side. `welcome(member, socket, descriptor socket)` is called for each that has come in."""
+
+    def __init__(self, welcome: Welcome, serving: Any) -> None:
+        self.token = secrets.token_bytes(16)
+        self._welcome = welcome
+        self._serving = serving
+        self._pending: dict[int, _Visitor] = {}
+        self._open = contextlib.ExitStack()
+        listener, fd = private.new_listener(_BACKLOG)
+        self._open.enter_context(listener)
+        self._open.callback(os.close, fd)
+        self._listener = listener
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        self._abstract: socket.socket | None = None
+
+    @property
+    def address(self) -> str:
+        """For the store: where, and the token."""
+        return f"{self.token.hex()}@{self.path}"
+
+    def start(self) -> None:
+        """Let others in."""
+        self._serving.watch(self._listener.fileno(), self)
+
+    def open_to_containers(self) -> None:
+        """Listen in the abstract namespace as well, for workers that do not see this process in their /proc."""
+        if self._abstract is not None:
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._abstract = self._open.enter_context(listener)
+        listener.bind(abstract_name(self.token))
+        listener.listen(_BACKLOG)
+        self._serving.watch(listener.fileno(), self)
+
+    def ready(self, events: int) -> None:
+        """Take in who has connected."""
+        for listener in filter(None, (self._listener, self._abstract)):
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = listener.accept()
+                    if peer_of(sock).uid != os.getuid():
+                        sock.close()
+                        continue
+                    sock.setblocking(False)
+                    if len(self._pending) >= _MOST_PENDING:
+                        self.dismiss(next(iter(self._pending.values())))
+                    visitor = self._pending[sock.fileno()] = _Visitor(sock, self)
+                    self._serving.watch(sock.fileno(), visitor)
+
+    def dismiss(self, visitor: _Visitor, member: Member | None = None, fd: int = -1) -> None:
+        """It has said who it is; or it is none of ours."""
+        self._pending.pop(visitor.socket.fileno(), None)
+        self._serving.forget(visitor.socket.fileno())
+        if member is None:
+            visitor.socket.close()
+            return
+        fd_socket = socket.socket(fileno=fd)
+        self._welcome(member, visitor.socket, fd_socket)
+
+    def abandon(self) -> None:
+        """In a fork: let go of this process's descriptors."""
+        for visitor in self._pending.values():
+            visitor.socket.close()
+        self._open.close()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        for listener in filter(None, (self._listener, self._abstract)):
+            self._serving.forget(listener.fileno())
+        for visitor in list(self._pending.values()):
+            self.dismiss(visitor)
+        self._open.close()
+
+
+class _Visitor:
+    """Somebody of this user who has yet to say who it is."""
+
+    def __init__(self, sock: socket.socket, listener: Listener) -> None:
+        self.socket = sock
+        self._listener = listener
+
+    def ready(self, events: int) -> None:
+        """Its words have come: all in one piece, or it is none of ours."""
+        fds: list[int] = []
+        member = None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
+            data, fds, _, _ = socket.recv_fds(self.socket, _HELLO.size, 1)
+            magic, token, nbytes = _HELLO.unpack(data)
+            if magic == _MAGIC and secrets.compare_digest(token, self._listener.token) and nbytes <= _MOST_BYTES:
+                text = self.socket.recv(nbytes)  # sent in one piece
+                member = Member.from_json(text)
+        if member is None or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            self._listener.dismiss(self)
+        else:
+            self._listener.dismiss(self, member, fds[0])
+
+
+def abstract_name(token: bytes) -> str:
+    """The name in the abstract namespace."""
+    return f"\0phalanx-rpc-{token.hex()}"
+
+
+def connect(to: Member, me: Member, deadline: Deadline) -> tuple[socket.socket, socket.socket]:
+    """A connection to a worker of this host: for frames, and for descriptors.
+
+    Raises:
+        PeerLostError: it is gone.
+        PhalanxError: another user listens there.
+    """
+    token, _, path = to.local.partition("@")
+    secret = bytes.fromhex(token)
+    problem: OSError | None = None
+    for address in (path, abstract_name(secret)):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            _connect(sock, address, deadline)
+        except OSError as error:
+            sock.close()
+            problem = problem or error
+            continue
+        try:
+            if peer_of(sock).uid != os.getuid():
+                raise PhalanxError(f"the socket of {to} belongs to another user; nothing was sent")
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            with theirs:
+                text = me.to_json().encode()
+                hello = _HELLO.pack(_MAGIC, secret, len(text)) + text
+                socket.send_fds(sock, [hello], [theirs.fileno()])
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, OSError):
+                raise PeerLostError(f"{to} cannot be reached: {error.strerror}", ranks=(to.info.id,)) from None
+            raise
+        return sock, ours
+    raise PeerLostError(f"{to} cannot be reached: {problem}", ranks=(to.info.id,))
+
+
+def _connect(sock: socket.socket, address: str, deadline: Deadline) -> None:
+    sock.settimeout(min(max(deadline.left_s, 0.01), 30.0))
+    while True:
+        try:
+            sock.connect(address)
+            return
+        except BlockingIOError:  # its queue is full
+            if deadline.passed:
+                raise
+            time.sleep(0.005)

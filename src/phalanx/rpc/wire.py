@@ -1,0 +1,58 @@
+"""A frame: what travels between two workers, in one direction, for one call.
+
+    bytes in all (u64) · call (u64) · pickled bytes (u64) · bytes of extras (u32) · buffers (u16) · kind (u8) · 0 (u8)
+    for each buffer: bytes (u64), segment (u64)
+    the pickled object · the extras, pickled · each buffer whose segment is 0
+
+A buffer is the memory of a tensor. One that is large lies in memory that both processes map (`segments`), and the
+frame has the segment's number; a small one follows the pickle. `extras` tell what is not the call itself: references
+that are handed on, the context of a distributed backward. All little-endian.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+HEAD = struct.Struct("<QQQIHBB")
+BUFFER = struct.Struct("<QQ")
+MOST_BUFFERS = 0xFFFF
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    REQUEST = 1  # call a function of the user
+    REMOTE = 2  # the same, and keep the result: the answer says that it is kept
+    CONTROL = 3  # of the workers among themselves; a call of 0 has no answer
+    REPLY = 4
+    ERROR = 5
+    RELEASE = 6  # these segments are free again
+    FORGET = 7  # these segments will not come again
+    FETCH = 8  # the object that a reference means
+
+
+REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH = (int(kind) for kind in Kind)
+
+
+class Frame:
+    """A frame that has arrived."""
+
+    __slots__ = ("buffers", "call", "data", "extras", "kind")
+
+    def __init__(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
+        self.kind = kind
+        self.call = call
+        self.data = data
+        self.extras = extras
+        self.buffers = buffers
+
+
+def head(kind: int, call: int, data: Any, extras: Any, buffers: Sequence[tuple[int, int]]) -> bytes:
+    """What stands before the pickled object; `buffers` are (bytes, segment)."""
+    nbytes = HEAD.size + BUFFER.size * len(buffers) + len(data) + len(extras)
+    nbytes += sum(size for size, segment in buffers if not segment)
+    first = HEAD.pack(nbytes, call, len(data), len(extras), len(buffers), kind, 0)
+    return first + b"".join(BUFFER.pack(*one) for one in buffers) if buffers else first

@@ -1,0 +1,72 @@
+"""Who a worker is, to the user and to the other workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.symmetric_memory.watch import ProcessId
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker's name and its number."""
+
+    name: str
+    id: int
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as the others find it. `uid` tells it from another one of the same name, before or after it.
+
+    `host`: workers with the same one can share memory. `local` is where it listens for those, `network` for others.
+    """
+
+    info: WorkerInfo
+    uid: int
+    host: str
+    hostname: str
+    process: ProcessId
+    local: str = ""
+    abstract: str = ""
+    network: str = ""
+
+    @classmethod
+    def of_self(cls, name: str, number: int, host: str, **addresses: str) -> Member:
+        """This process, as the worker `name`."""
+        uid = int.from_bytes(os.urandom(6), "little")
+        return cls(WorkerInfo(name, number), uid, host, socket.gethostname(), ProcessId.of_self(), **addresses)
+
+    def to_json(self) -> str:
+        """For the store."""
+        process = self.process
+        return json.dumps(
+            {
+                "name": self.info.name,
+                "id": self.info.id,
+                "uid": self.uid,
+                "host": self.host,
+                "hostname": self.hostname,
+                "process": [process.pid, process.start_ticks, process.namespace, process.has_pidfds],
+                "local": self.local,
+                "abstract": self.abstract,
+                "network": self.network,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Member:
+        """The opposite of `to_json`."""
+        told: dict[str, Any] = json.loads(text)
+        process = ProcessId(*told.pop("process"))
+        return cls(WorkerInfo(told.pop("name"), told.pop("id")), process=process, **told)
+
+    def __str__(self) -> str:
+        return f"worker {self.info.name!r} (rank {self.info.id}, pid {self.process.pid} on {self.hostname})"

@@ -1,0 +1,152 @@
+"""References: made, used, handed on to third workers, counted and dropped."""
+
+import gc
+import time
+
+import pytest
+import torch
+from tests.rpc.workers import Counter, fail, run_workers, same, set_event, wait_event, worker
+
+from phalanx import rpc
+from phalanx.rpc import current
+
+_kept = {}
+
+
+def _keep(name, rref):
+    _kept[name] = rref
+
+
+def _use(name):
+    return _kept[name].to_here()
+
+
+def _hand_on(name, to):
+    rpc.rpc_sync(to, _keep, (name, _kept.pop(name)))
+    gc.collect()
+
+
+def _drop(name):
+    del _kept[name]
+    gc.collect()
+
+
+def _make_local(value):
+    return rpc.RRef(value)
+
+
+def _counts():
+    gc.collect()
+    return current.agent().references.count()
+
+
+def _wait_until_free(*workers):
+    """Until no worker owns an object that others refer to; a drop is told in the background."""
+    end = time.monotonic() + 60
+    while any(sum(rpc.rpc_sync(to, _counts).values()) for to in workers):
+        assert time.monotonic() < end, [rpc.rpc_sync(to, _counts) for to in workers]
+        time.sleep(0.001)
+
+
+def _everything(rank, folder):
+    with worker(rank, 3, folder):
+        if rank == 0:
+            _check_basics()
+            _check_proxies()
+            _check_third_workers()
+            _check_errors()
+            _wait_until_free("w0", "w1", "w2")
+
+
+def _check_basics():
+    for to in ("w0", "w1"):
+        rref = rpc.remote(to, torch.add, (torch.ones(2), 3))
+        assert isinstance(rref, rpc.RRef)
+        assert rref.to_here().tolist() == [4, 4]
+        assert (rref.owner(), rref.owner_name()) == (rpc.get_worker_info(to), to)
+        assert rref.is_owner() == (to == "w0")
+        assert rref.confirmed_by_owner()
+    with pytest.raises(RuntimeError, match="Cannot call localValue\\(\\) on a non-local reference"):
+        rref.local_value()
+    mine = rpc.RRef(Counter(5))
+    assert mine.is_owner()
+    assert mine.confirmed_by_owner()
+    assert mine.to_here() is mine.local_value()
+    assert rpc.rpc_sync("w1", _read_and_add, (mine,)) == 6
+    assert mine.local_value().value == 6, "the method ran here"
+    assert rpc.rpc_sync("w1", _make_local, ("there",)).to_here() == "there"
+    slow = rpc.remote("w1", wait_event, ("slow",))
+    assert not slow.confirmed_by_owner()
+    rpc.rpc_sync("w1", set_event, ("slow",))
+    assert slow.to_here() == "slow"
+
+
+def _read_and_add(rref):
+    assert rref.to_here().value == 5
+    return rref.rpc_sync().add(1)
+
+
+def _check_proxies():
+    for to in ("w0", "w1"):
+        counter = rpc.remote(to, Counter, (10,))
+        assert counter.rpc_sync().add(1) == 11
+        assert counter.rpc_async().add(2, twice=True).wait() == 15
+        assert counter.remote().add(5).to_here() == 20
+        assert counter.rpc_sync().add_later(1) == 21
+        assert counter.rpc_sync(timeout=30).add(1) == 22
+        with pytest.raises(AttributeError, match="'Counter' object has no attribute 'sub'"):
+            counter.rpc_sync().sub(1)
+
+
+def _check_third_workers():
+    for owner in ("w0", "w1", "w2"):
+        rref = rpc.remote(owner, same, (f"of {owner}",))
+        rpc.rpc_sync("w1", _keep, (owner, rref))
+        del rref
+        for to in ("w2", "w0", "w1"):
+            rpc.rpc_sync({"w2": "w1", "w0": "w2", "w1": "w0"}[to], _hand_on, (owner, to))
+            assert rpc.rpc_sync(to, _use, (owner,)) == f"of {owner}"
+        rpc.rpc_sync("w1", _drop, (owner,))
+    # A reference that is handed on before its owner has made the object.
+    rref = rpc.remote("w1", wait_event, ("handed on",))
+    rpc.rpc_sync("w2", _keep, ("early", rref))
+    got = rpc.rpc_async("w2", _use, ("early",))
+    rpc.rpc_sync("w1", set_event, ("handed on",))
+    assert got.wait() == "handed on"
+    rpc.rpc_sync("w2", _drop, ("early",))
+    many = [rpc.remote("w1", same, (n,)) for n in range(50)]
+    back = rpc.rpc_sync("w2", same, (many,))
+    assert [one.to_here() for one in back] == list(range(50))
+    nested = rpc.remote("w1", _nest, ("w2",))
+    assert nested.to_here().to_here() == "inner"
+    # In a result that comes when nobody waits any more.
+    with pytest.raises(TimeoutError):
+        rpc.rpc_sync("w1", _return_late, ("late",), timeout=0.01)
+    rpc.rpc_sync("w1", set_event, ("late",))
+
+
+def _nest(to):
+    return rpc.remote(to, same, ("inner",))
+
+
+def _return_late(name):
+    wait_event(name)
+    return rpc.RRef(name)
+
+
+def _check_errors():
+    for to in ("w0", "w1"):
+        rref = rpc.remote(to, fail, (ValueError("not made"),))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="not made"):
+                rref.to_here()
+        with pytest.raises(ValueError, match="not made"):
+            rref.rpc_sync().anything()
+    with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler"):
+        rref.__reduce__()
+    with pytest.raises(TypeError, match="cannot pickle"):
+        rpc.rpc_sync("w1", same, (rref, rpc.RRef(3), wait_event.__globals__["threading"].Lock()))
+
+
+def test_references_are_used_handed_on_and_dropped_by_three_workers():
+    run_workers(_everything, 3)

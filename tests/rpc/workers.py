@@ -1,0 +1,96 @@
+"""Functions that the tests call on other workers, and workers to call them on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from phalanx import rpc
+from phalanx.testing import run_ranks
+
+
+@contextlib.contextmanager
+def worker(rank: int, world_size: int | None, folder: str, **options: Any) -> Iterator[None]:
+    """This process as the worker `w<rank>`, until all have come to the end."""
+    made = rpc.RpcBackendOptions(init_method=f"file://{folder}/store", **options)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=made)
+    try:
+        yield
+    except BaseException:
+        rpc.shutdown(graceful=False)
+        raise
+    rpc.shutdown()
+
+
+def run_workers(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    """`fn(rank, folder, *args)` in each process; it makes the worker itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(_start, world_size, fn, folder, *args, init=False, **kwargs)
+
+
+def _start(rank: int, world_size: int, fn: Callable[..., Any], folder: str, *args: Any) -> Any:
+    return fn(rank, folder, *args)
+
+
+class Counter:
+    """An object to refer to."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, amount: int, *, twice: bool = False) -> int:
+        self.value += amount * (2 if twice else 1)
+        return self.value
+
+    @rpc.functions.async_execution
+    def add_later(self, amount: int) -> torch.futures.Future[int]:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        threading.Thread(target=lambda: future.set_result(self.add(amount)), name="phalanx-test-later").start()
+        return future
+
+
+class OwnError(Exception):
+    """An exception whose constructor asks for more than a text."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+
+def nothing() -> None:
+    pass
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def same(*args: Any, **kwargs: Any) -> Any:
+    return (args, kwargs) if kwargs or len(args) != 1 else args[0]
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+events: dict[str, threading.Event] = {}
+
+
+def event(name: str) -> threading.Event:
+    return events.setdefault(name, threading.Event())
+
+
+def wait_event(name: str) -> str:
+    if not event(name).wait(60):
+        raise AssertionError(f"nobody set {name}")
+    return name
+
+
+def set_event(name: str) -> None:
+    event(name).set()
