@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from phalanx import _core
@@ -188,9 +188,19 @@ class Reports(ABC):
 
     def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
         """Who has not come as far as this rank, or does not answer."""
-        late = {*late_here, *self._late_here()}
-        leader = self.layout.local_ranks[0]  # who waits for other hosts while this rank waits for it
-        if leader in answers and answers[leader].seq >= self._seq:
-            late.discard(leader)
-        others = (r for r in range(self.world_size) if r != self.rank)
-        return [r for r in others if r in late or r not in answers or answers[r].seq < self._seq]
+        others = [r for r in range(self.world_size) if r != self.rank]
+        return decide_missing(others, answers, self._seq, {*late_here, *self._late_here()}, self.layout.local_ranks[0])
+
+
+def decide_missing(
+    others: Sequence[int], answers: Mapping[int, Position], seq: int, late_here: Collection[int], leader: int
+) -> list[int]:
+    """Of the `others`, those for whom a rank in collective `seq` waits. `answers`: where those are that say so.
+
+    `late_here` are the ranks of this host that are behind in its memory; `leader` is its first. One that is in the same
+    collective is behind because it waits for other hosts: it is named only if nobody else is to blame, and the leader,
+    who waits for them in every collective, not even then.
+    """
+    waiting = {r for r in late_here if r in answers and answers[r].seq >= seq}
+    missing = [r for r in others if r not in answers or answers[r].seq < seq]
+    return missing or [r for r in others if r in waiting and r != leader]
