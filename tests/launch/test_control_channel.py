@@ -16,6 +16,7 @@ import pytest
 from phalanx.coordination.agent_file import LostHost, create_agent_file, tell_lost
 from phalanx.coordination.client import Client
 from phalanx.coordination.service import Service
+from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.calls import remote
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FollowerAttempt
@@ -61,7 +62,10 @@ def _leader(channel: ControlChannel, other: int) -> tuple[LeaderAttempt, PeerHos
     nodes = plan_nodes(facts)
     leader = LeaderAttempt.__new__(LeaderAttempt)
     leader._peers = peers = PeerHosts(channel, nodes, nodes[0], 10.0)
-    leader._number = 0
+    leader._number = leader._restart_count = 0
+    leader._plan = cast(Any, SimpleNamespace(settings=SimpleNamespace(max_restarts=None)))
+    leader.elastic = leader.decide_losses()
+    leader.state = Supervision(3, 1.0)
     vars(leader).update(
         _lose=lambda member, why: done.append(("lose", member)), on_signal=lambda signum, where: done.append(signum)
     )
@@ -89,6 +93,8 @@ def test_a_member_cannot_speak_as_the_coordinator_and_rubbish_does_no_harm() -> 
             {"kind": "report", "report": []}, {"kind": "report", "report": "x"}, {"kind": "lines", "items": [1]},
             {"kind": "swept", "rank": 9}, {"kind": "started", "rank": 0}, {"kind": "flight", "groups": 1},
             {"kind": "signal", "signum": int(signal.SIGTSTP)}, {"kind": "signal", "signum": int(signal.SIGSTOP)},
+            {"kind": "rank says", "rank": 1, "pid": 1, "message": 7}, {"kind": "rank says", "rank": 0, "pid": 1},
+            {"kind": "rank says", "rank": 1, "pid": 1, "message": {"kind": "lost", "generation": "x"}},
             {"kind": "signal", "signum": "x"}, {"kind": "signal"}, {"kind": "signal", "signum": int(signal.SIGINT)},
             {"kind": "done"},
         ]  # fmt: skip

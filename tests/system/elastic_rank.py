@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 from phalanx.coordination.elastic_link import outlive_zygote
+from phalanx.coordination.launchers import COORDINATOR
 
 
 class Rank:
@@ -29,7 +30,15 @@ class Rank:
 
     def join(self) -> None:
         minimum = int(os.environ.get("MIN_RANKS", "1"))
-        self.say("elastic", token=self.token, pid=os.getpid(), generation=self.generation, min_ranks=minimum)
+        wait_s = float(os.environ.get("WAIT_S", "0"))
+        self.say(
+            "elastic",
+            token=self.token,
+            pid=os.getpid(),
+            generation=self.generation,
+            min_ranks=minimum,
+            wait_s=wait_s,
+        )
         data, fds, _, _ = socket.recv_fds(self.sock, 1 << 17, 1)
         assert json.loads(data)["kind"] == "welcome"
         if outlive_zygote(fds[0]):
@@ -46,7 +55,7 @@ class Rank:
         if message["kind"] == "generation":
             os.environ.update(message["environment"])
             self.generation = message["generation"]
-            assert os.path.exists(message["store"])
+            assert os.path.exists(message["store"].removeprefix(COORDINATOR))
             self.say("regrouped", generation=self.generation)
             of = f"{message['rank']} of {message['world_size']}"
             assert of == f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"

@@ -155,8 +155,12 @@ class Seating:
         host = HostSeats(
             candidate.member, first, candidate.num_ranks, frozenset(), name=candidate.name, role=candidate.role
         )
+        return self.seat(host)
+
+    def seat(self, host: HostSeats) -> Seating:
+        """With a host whose seats `take_in` has found before."""
         hosts = sorted((*self.hosts, host), key=lambda each: each.first_seat)
-        return Seating(tuple(hosts), tuple(left for left in self.vacated if left is not chosen))
+        return Seating(tuple(hosts), tuple(left for left in self.vacated if left.first_seat != host.first_seat))
 
     def find_missing(self, limits: Limits) -> str:
         """What the job lacks to go on, for people; empty where it may."""

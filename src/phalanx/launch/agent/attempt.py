@@ -38,7 +38,7 @@ from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.stragglers import describe_stragglers
 from phalanx.launch.agent.supervision import Action, Kill, Supervision, Tell
 from phalanx.launch.agent.zygote_process import ZygoteProcess
-from phalanx.launch.environment import Place, plan_rank_environment
+from phalanx.launch.environment import Job, Place, plan_rank_environment
 from phalanx.launch.failure import Exit, Report, summarise
 from phalanx.launch.generation import HostPart, HostSeats, Seating, plan_generation
 from phalanx.launch.output.display import Display
@@ -81,7 +81,15 @@ class Attempt:
     methods without an underscore.
     """
 
-    def __init__(self, plan: JobPlan, host: Host, restart_count: int, place: Place | None = None) -> None:
+    def __init__(
+        self,
+        plan: JobPlan,
+        host: Host,
+        restart_count: int,
+        place: Place | None = None,
+        first: BeginGeneration | None = None,
+    ) -> None:
+        """`place` has the numbers of the processes; `first` is the generation of an elastic job that they come to."""
         self._plan = plan
         self._host = host
         self._restart_count = restart_count
@@ -98,8 +106,9 @@ class Attempt:
         self.zygote_lost = False  # it has ended
         self.zygote_given_up = False  # because we killed it: it did not answer
         self._ended_ns: dict[int, int] = {}  # of processes that were lost, and the job has gone on
-        self._begun: BeginGeneration | None = None  # the newest generation after the first
-        self._part = self._first_part()
+        self._begun = first  # the newest generation after that of the beginning
+        part = None if first is None else first.generation.part_of(self.member)
+        self._part = part or self._first_part()
         self._old_stores: dict[int, int] = {}  # by generation: some ranks may still be about to open them
         self._knocking: list[Request] = []
         self._has_started = False
@@ -109,7 +118,9 @@ class Attempt:
         self.state = self.supervise()
         self.flights = Flights()
         self.pages = Pages()
-        self.generation = 0  # how often the ranks have formed their group anew
+        self.generation = (
+            0 if first is None else first.generation.number
+        )  # how often the ranks have formed their group anew
         self._started_ns = time.monotonic_ns()
 
     def supervise(self) -> Supervision:
@@ -124,9 +135,14 @@ class Attempt:
         elastic.given_up = self.place.num_nodes > 1
         return elastic
 
+    @property
+    def member(self) -> int:
+        """What this host is called in a generation."""
+        return self.place.node
+
     def _own_seats(self) -> HostSeats:
         place = self.place
-        return HostSeats(place.node, place.first_rank, place.num_ranks, frozenset(place.ranks))
+        return HostSeats(self.member, place.first_rank, place.num_ranks, frozenset(place.ranks))
 
     def _first_part(self) -> HostPart:
         (part,) = plan_generation(0, Seating.begin([self._own_seats()])).parts
@@ -186,7 +202,7 @@ class Attempt:
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         store, path = self.create_store()
         self._store = store
-        self._job = self._plan.describe_job(self.place, self._restart_count, path, self._host.agent_socket.address)
+        self._job = self._describe_job(path)
         try:
             with reports, theirs:
                 self._reports = reports
@@ -413,8 +429,7 @@ class Attempt:
         if event["event"] == "started":
             self._has_started = True
             self._pids[event["rank"]] = event["pid"]
-            self.state.on_started(event["rank"])
-            self.elastic.on_started(event["rank"], event["pid"])
+            self.on_started(event["rank"], event["pid"])
             self._admit_early()
             early, self._early = self._early, []
             for report in early:
@@ -441,6 +456,11 @@ class Attempt:
             self.on_rank_message(rank, pid, message)
         dump = os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
         self.on_exit(Exit(rank, pid, status, at, dump))
+
+    def on_started(self, rank: int, pid: int) -> None:
+        """The process of a rank exists."""
+        self.state.on_started(rank)
+        self.elastic.on_started(rank, pid)
 
     def on_exit(self, exit: Exit) -> None:
         """The process of a rank has ended; all that it said was heard."""
@@ -474,7 +494,7 @@ class Attempt:
         for fd in request.fds:
             os.close(fd)
         self._host.zygote.let_go_of_lost(rank)
-        self.links.admit(request.sock, rank, pid, {"kind": "welcome", "generation": self.elastic.generation.number})
+        self.links.admit(request.sock, rank, pid, {"kind": "welcome", "generation": self.generation})
         self.on_rank_message(rank, pid, request.message)
 
     def _admit_early(self) -> None:
@@ -503,9 +523,7 @@ class Attempt:
         if self._store is not None:
             self._old_stores[begun.generation.number - 1] = self._store
         self._store, path = self.create_store()
-        address = self._host.agent_socket.address
-        job = self._plan.describe_job(part.place, self._restart_count, path, address)
-        self._job = replace(job, generation=begun.generation.number)
+        self._job = self._describe_job(path)
         for rank in part.forked:
             self.state.on_replaced(rank)
             try:
@@ -516,9 +534,14 @@ class Attempt:
             self._host.zygote.let_go_of_lost(rank)
         for rank in part.seats:
             if rank not in part.forked:
-                self._tell_generation(rank)
+                self.tell_generation(rank)
 
-    def _tell_generation(self, rank: int) -> None:
+    def _describe_job(self, store: str) -> Job:
+        job = self._plan.describe_job(self._part.place, self._restart_count, store, self._host.agent_socket.address)
+        return replace(job, generation=self.generation)
+
+    def tell_generation(self, rank: int) -> None:
+        """Tell an elastic rank which one it is in the generation that there is."""
         if self._begun is not None and rank in self._part.seats:
             environment = plan_rank_environment(self._job, self._part.rank_of(rank))
             self.send_to_rank(rank, plan_message(self._begun.generation, rank, self._begun, environment))
@@ -539,7 +562,7 @@ class Attempt:
                 self.state.told_to_end = self.state.told_to_end or action.message["kind"] == "end"
                 self.send_to_rank(action.seat, action.message)
             elif isinstance(action, TellGeneration):
-                self._tell_generation(action.seat)
+                self.tell_generation(action.seat)
             elif isinstance(action, Evict):
                 self.send_signal(signal.SIGKILL, (action.seat,), group=True)
             elif isinstance(action, Retire):

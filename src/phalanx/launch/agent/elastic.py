@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.launch.failure import Exit, Failure, Report, summarise
-from phalanx.launch.generation import Generation, Limits, Seating, plan_generation
+from phalanx.launch.generation import Generation, HostSeats, Limits, Seating, plan_generation
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait
@@ -97,7 +97,24 @@ class Say:
     text: str
 
 
-ElasticAction = BeginGeneration | SendToRank | TellGeneration | Evict | GiveUp | Retire | Say
+@dataclass(frozen=True)
+class PrepareHost:
+    """Have a host start its ranks, as of a generation that may never be: they are told which it is when it begins."""
+
+    seats: HostSeats
+    begun: BeginGeneration
+
+
+@dataclass(frozen=True)
+class DropHost:
+    """A host is of no use; it is sent away."""
+
+    member: int
+    why: str
+
+
+# The last two are of a job on several hosts (`phalanx.launch.hosts.elastic_hosts`).
+ElasticAction = BeginGeneration | SendToRank | TellGeneration | Evict | GiveUp | Retire | Say | PrepareHost | DropHost
 
 
 @dataclass
@@ -134,7 +151,8 @@ class Elastic:
         self.ended: int | None = None  # the exit code with which the ranks were told to end
         self.next_due: float | None = None
         self._exits: list[tuple[Exit, Report | None]] = []  # losses of which nothing was decided yet
-        self._newest: list[Lost] = []
+        self._newest: list[Lost] = []  # the same in words
+        self._gone: set[int] = set()  # seats that were lost with their host, of which nothing was decided yet
         self._refuses_forks = False  # the system has
         self._forking: set[int] = set()  # seats whose process is on its way
         self._evicted: dict[int, str] = {}  # pid -> why we killed it
@@ -151,7 +169,7 @@ class Elastic:
             and not self.given_up
             and self.ended is None
             and bool(self.members)
-            and len({*self.members, *self._forking}) + len(self._exits) >= self.generation.world_size
+            and len({*self.members, *self._forking, *self._gone}) + len(self._exits) >= self.generation.world_size
             and all(member.joined or self.generation.number for member in self.members.values())
             and any(member.joined for member in self.members.values())
         )
@@ -313,10 +331,11 @@ class Elastic:
         if not silent:
             self._in_vain += 1
             return self._decide(now, "all ranks have left their group")
-        why = f"rank {self.rank_of(member.seat)} has given up on their group, and it has not for {SILENT_S:g} s"
         for other in silent:
             if other.seat not in self._due:
-                self._set_due(other.seat, now + SILENT_S, why)
+                span_s = self.silence_s(other.seat)
+                why = f"rank {self.rank_of(member.seat)} has given up on their group, and it has not for {span_s:g} s"
+                self._set_due(other.seat, now + span_s, why)
         for seat in [seat for seat in self._due if self.members[seat].has_lost >= generation]:
             if self.members[seat].report is None:
                 del self._due[seat]
@@ -337,17 +356,13 @@ class Elastic:
         why = self._find_hopeless()
         if why:
             return [Say(f"phalanx run: {why}"), self.give_up()]
-        lost, self._newest = self._newest, []
         living = frozenset(self.members) | self._forking
-        refills = self._may_replace(sum(seat not in living for seat in self.generation.seats))
-        hosts = {host.member: refills for host in self.seating.hosts}
         all_living = {host.member: living & frozenset(host.seats) for host in self.seating.hosts}
-        seating = self.seating.with_living(all_living, hosts)
+        self.seating = seating = self.seating.with_living(all_living, self.plan_refills(living))
         missing = seating.find_missing(replace(self.limits, min_ranks=max(self.limits.min_ranks, self._min_ranks)))
-        self.seating = seating
         if missing:
-            self.losses += lost
-            return self._end(missing)
+            return self._end(missing, now)
+        lost, self._newest = self._newest, []
         generation = plan_generation(self.generation.number + 1, seating)
         forked = {seat for part in generation.parts for seat in part.forked}
         self.num_replaced += len(forked)
@@ -355,7 +370,7 @@ class Elastic:
         self.losses += lost
         retired = tuple(seat for seat in self.generation.seats if seat not in generation.seats)
         self.generation = generation
-        self._exits = []
+        self._exits, self._gone = [], set()
         self._due = {}
         self._plan_due()
         holders = tuple(member.seat for member in self.members.values() if member.holds_state)
@@ -365,6 +380,16 @@ class Elastic:
             *([Retire(retired)] if retired else []),
             BeginGeneration(generation, holders, tuple(lost)),
         ]
+
+    def silence_s(self, seat: int) -> float:
+        """For how long the process in a seat may keep the others waiting."""
+        return SILENT_S
+
+    def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
+        """By host: whether its empty seats get a new process."""
+        empty = sum(seat not in living for host in self.seating.hosts for seat in host.seats)
+        refills = self._may_replace(empty)
+        return {host.member: refills for host in self.seating.hosts}
 
     @property
     def _min_ranks(self) -> int:
@@ -391,11 +416,16 @@ class Elastic:
             return f"{self._in_vain} ranks were lost in a row, and no step was completed in between"
         return ""
 
-    def _end(self, missing: str) -> list[ElasticAction]:
+    def _end(self, missing: str, now: float) -> list[ElasticAction]:
+        """Too many are missing, and nobody can come."""
+        allowed = "" if self._refuses_forks else f" (--max-restarts {self.max_replacements} are used up)"
+        return self._save_and_end(f"there are {missing}, and no replacement can be made{allowed}")
+
+    def _save_and_end(self, why: str) -> list[ElasticAction]:
         """Those that are left are to save what they hold."""
         self.ended = BELOW_MINIMUM_EXIT_CODE
-        allowed = "" if self._refuses_forks else f" (--max-restarts {self.max_replacements} are used up)"
-        why = f"there are {missing}, and no replacement can be made{allowed}"
+        self.losses += self._newest
+        self._newest = []
         message = {"kind": "end", "code": self.ended, "why": why}
         retired = tuple(seat for seat in self.generation.seats if seat not in {*self.members, *self._forking})
         self._exits = []

@@ -15,11 +15,13 @@ from typing import Any
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.attempt import Attempt, Host
+from phalanx.launch.agent.elastic import BeginGeneration
 from phalanx.launch.agent.supervision import LOSS_SETTLE_S, Action, Kill, Signal, Supervision
 from phalanx.launch.environment import Place
 from phalanx.launch.failure import Exit, Report
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines, encode_lines
 from phalanx.launch.hosts.flights import logs_to_json
+from phalanx.launch.hosts.generation_message import generation_from_json
 from phalanx.launch.output.display import Display
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
@@ -89,6 +91,7 @@ class FollowerSupervision(Supervision):
     channel: ControlChannel | None = None
     attempt: int = 0
     times_asked: int = 0
+    is_elastic: bool = False  # a rank of this host has said that it survives the loss of others
     abandoned_by: str = ""  # why the first host is not there any more
 
     @property
@@ -96,14 +99,21 @@ class FollowerSupervision(Supervision):
         """The ranks of this host that have not ended."""
         return tuple(rank for rank in self.place.ranks if rank not in self.exits and rank not in self.abandoned)
 
+    @property
+    def finished(self) -> bool:
+        """Whether no rank is left, and none will be: what an elastic job has lost may be started again."""
+        awaits_orders = self.is_elastic and self.phase == "running" and any(end.status for end in self.exits.values())
+        return not self.running and not awaits_orders
+
     def _tell(self, kind: str, **body: Any) -> None:
         if self.channel is not None:
             self.channel.put(FIRST, kind, attempt=self.attempt, **body)
 
-    def on_started(self, rank: int) -> None:
-        """Tell the first host."""
-        super().on_started(rank)
-        self._tell("started", rank=rank)
+    def on_replaced(self, rank: int) -> None:
+        """It is started again."""
+        super().on_replaced(rank)
+        self.exits.pop(rank, None)
+        self.reports.pop(rank, None)
 
     def on_abandoned(self, rank: int) -> None:
         """Tell the first host."""
@@ -170,8 +180,16 @@ class FollowerAttempt(Attempt):
     """An attempt under the first host's orders."""
 
     def __init__(
-        self, plan: JobPlan, host: Host, number: int, place: Place, channel: ControlChannel, store: tuple[str, str]
+        self,
+        plan: JobPlan,
+        host: Host,
+        number: int,
+        place: Place,
+        channel: ControlChannel,
+        store: tuple[str, str],
+        first: BeginGeneration | None = None,
     ) -> None:
+        self.wait_s = 0.0  # how long elastic ranks wait for hosts
         self._channel = channel
         self._number = number
         self._store_location = store
@@ -180,7 +198,12 @@ class FollowerAttempt(Attempt):
         self._forward.attempt = number
         self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
         self._memory = MemoryReader()
-        super().__init__(plan, host, number, place)
+        super().__init__(plan, host, number, place, first)
+
+    @property
+    def member(self) -> int:
+        """What this host is called in a generation."""
+        return self._channel.member
 
     def supervise(self) -> FollowerSupervision:
         """Nobody here: the first host."""
@@ -218,6 +241,23 @@ class FollowerAttempt(Attempt):
         """The coordinator, by the way that leads there from this host."""
         return create_agent_file(*self._store_location)
 
+    def on_started(self, rank: int, pid: int) -> None:
+        """Tell the first host."""
+        super().on_started(rank, pid)
+        self._channel.put(FIRST, "started", attempt=self._number, rank=rank, pid=pid)
+
+    def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
+        """Tell the first host."""
+        if message.get("kind") == "elastic":
+            self.supervision.is_elastic = True
+            wait_s = message.get("wait_s")
+            self.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
+        self.elastic.on_message(
+            rank, pid, message, time.monotonic()
+        )  # which generation it is in; nothing is decided here
+        self.do_elastic([])
+        self._channel.put(FIRST, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
+
     def run(self) -> None:
         """As on one host; returns when this one is done."""
         try:
@@ -239,16 +279,22 @@ class FollowerAttempt(Attempt):
                 self._lose_first(message.why)
         elif message.member == FIRST and message.kind == "host lost":
             say_host_lost(message, self._host.display)
-            self._tell_ranks(message.body["ranks"], describe_loss(message.body["host"], message.body["why"]))
+            self._tell_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
         elif message.member == FIRST and message.kind == "end":
             self.ended = message.body
-            self.do(state.sweep() if state.running else [])
+            self.do(state.sweep() if not state.finished else [])
         elif message.member == FIRST and message.body.get("attempt") == self._number:
             if message.kind == "signal":
                 signum = int(message.body["signum"])
                 if signum in ENDING_SIGNALS:
                     self.abandon_rest()
                 self.do(state.on_remote_signal(signum, message.body["ranks"], bool(message.body["group"])))
+            elif message.kind == "generation":
+                self.begin_generation(generation_from_json(message.body["begun"]))
+            elif message.kind == "tell generation":
+                self.tell_generation(int(message.body["rank"]))
+            elif message.kind == "to rank":
+                self.send_to_rank(int(message.body["rank"]), message.body["message"])
             elif message.kind == "stacks":
                 asked = (message.body["request"], message.body.get("what"))
                 threading.Thread(target=self._tell_stacks, args=asked, daemon=True).start()
@@ -270,9 +316,12 @@ class FollowerAttempt(Attempt):
             "host"
         )
         self.abandon_rest()
-        others = [rank for rank in range(self.place.world_size) if rank not in self.place.ranks]
+        now = self._part.place
+        others = [rank for rank in range(now.world_size) if rank not in now.ranks]
         self._tell_ranks(others, f"this host and the first one do not hear each other any more ({why})")
-        self.do(self.supervision.on_first_host_lost(why, time.monotonic()))
+        actions = self.supervision.on_first_host_lost(why, time.monotonic())
+        # Nobody goes on from what elastic ranks hold that are cut off: the others do, or it is lost.
+        self.do(self.supervision.sweep() if self.supervision.is_elastic else actions)
 
     def _tell_ranks(self, ranks: Sequence[int], reason: str) -> None:
         if self._store is not None:

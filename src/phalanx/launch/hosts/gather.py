@@ -15,6 +15,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.agent.attempt import Host
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.environment import describe_ranks
+from phalanx.launch.generation import Limits
 from phalanx.launch.hosts.addresses import OwnAddress, find_interface
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.job_spec import choose_environment
@@ -71,7 +72,7 @@ class Gathering:
             LaunchError: too few came in time; two want one number; they cannot reach each other; or a signal came.
         """
         if self._peers is not None:
-            for message in self._peers.late.values():
+            for message in (*self._peers.taken_in.values(), *self._peers.late.values()):
                 self._read(message)
             for member in self._peers.lost:
                 self._joined_hosts.pop(member, None)
@@ -80,7 +81,13 @@ class Gathering:
             if self._rendezvous.is_local or self._try_reach(nodes):
                 break
         own = next(node for node in nodes if node.facts.member == self._channel.member)
-        self._peers = peers = PeerHosts(self._channel, nodes, own, self._rendezvous.host_timeout_s)
+        self._peers = peers = PeerHosts(
+            self._channel,
+            nodes,
+            own,
+            self._rendezvous.host_timeout_s,
+            Limits(self._rendezvous.min_nodes, self._rendezvous.max_nodes),
+        )
         address = own.facts.address
         settings = self._plan.settings
         named = choose_environment(self._plan.environ, settings.environment)
@@ -99,7 +106,8 @@ class Gathering:
             + "; ".join(f"{node.where} {describe_ranks(node.place)}" for node in nodes)
         )
         attempt = LeaderAttempt(plan, self._host, restart_count, peers, (local_store, ""))
-        tell_start(peers, restart_count, plan.run_id, (address, plan.master_port))
+        for node in peers.others.values():
+            tell_start(peers, node, restart_count, plan.run_id, (address, plan.master_port))
         return attempt
 
     def end(self, code: int, why: str) -> None:
@@ -107,7 +115,9 @@ class Gathering:
         for member in self._peers.late if self._peers is not None else ():
             self._refuse(member, "the job is over, and had begun without this host")
         self._channel.put(-1, "end", code=code, why=why)
-        waiting = set(self._joined_hosts) - set(self._peers.lost if self._peers is not None else ())
+        waiting = set(self._joined_hosts)
+        if self._peers is not None:
+            waiting = (waiting | set(self._peers.taken_in)) - set(self._peers.lost)
         end = time.monotonic() + _END_TIMEOUT_S
         while waiting and time.monotonic() < end:
             select.select([self._channel], [], [], 0.1)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
@@ -14,10 +14,15 @@ from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.agent_socket import Request
 from phalanx.launch.agent.attempt import Attempt, Host
+from phalanx.launch.agent.elastic import BeginGeneration, DropHost, Elastic, ElasticAction, GiveUp, PrepareHost
 from phalanx.launch.agent.supervision import Action
+from phalanx.launch.environment import Place
 from phalanx.launch.failure import Exit, Loss, Report
+from phalanx.launch.generation import Candidate, HostSeats, Limits, Seating
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage, decode_lines
+from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.flights import logs_from_json, merge_logs
+from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_node
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
@@ -30,14 +35,18 @@ _SWEEP_LIMIT_S = 15.0  # what a host may take to kill and tell, which is otherwi
 class PeerHosts:
     """The other hosts of one attempt, by member."""
 
-    def __init__(self, channel: ControlChannel, nodes: list[Node], own: Node, host_timeout_s: float) -> None:
+    def __init__(
+        self, channel: ControlChannel, nodes: list[Node], own: Node, host_timeout_s: float, limits: Limits | None = None
+    ) -> None:
         self.channel = channel
         self.nodes = nodes
         self.own = own
         self.host_timeout_s = host_timeout_s
+        self.limits = limits or Limits(1, len(nodes))
         self.others = {node.facts.member: node for node in nodes if node is not own}
         self.lost: dict[int, str] = {}  # member -> why
         self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
+        self.taken_in: dict[int, Change] = {}  # of these, those that an elastic job has taken in
 
     @property
     def present(self) -> list[Node]:
@@ -55,6 +64,29 @@ class PeerHosts:
         if node is None or member in self.lost:
             return None
         self.lost[member] = why
+        return node
+
+    def take_in(self, seats: HostSeats, place: Place) -> Node | None:
+        """A host that has come gets these seats; None if it has gone. `place` has their numbers."""
+        change = self.late.pop(seats.member, None)
+        facts = None if change is None else HostFacts.from_json(change.member, change.facts)
+        if change is None or facts is None:
+            return None
+        self.taken_in[seats.member] = change
+        # a host that comes back is called what it was; and one that has another's name gets a number
+        known = [node for node in self.nodes if _name_of(node.facts) == _name_of(facts)]
+        names = {node.label for node in self.nodes}
+        short = facts.name.partition(".")[0]
+        others = (f"{short}#{i}" for i in range(len(names) + 1))
+        if known:
+            label = known[-1].label
+        else:
+            taken = any(name.partition("#")[0] == short for name in names)
+            label = next(name for name in others if name not in names) if taken else short
+        node = Node(facts, place, label)
+        self.nodes = [each for each in self.nodes if not set(each.place.ranks) & set(place.ranks)]
+        self.nodes.append(node)
+        self.others[seats.member] = node
         return node
 
 
@@ -76,6 +108,7 @@ class LeaderAttempt(Attempt):
         self._store_location = store
         self._number = restart_count
         self._swept_hosts: set[int] = set()
+        self._told_to_start = set(peers.others)
         self._sweep_limit: float | None = None
         self._remote_logs: list[GroupLog] = []
         self._remote_ended_ns: dict[int, int] = {}
@@ -83,6 +116,123 @@ class LeaderAttempt(Attempt):
         self._num_stacks_requests = 0
         super().__init__(plan, host, restart_count, peers.own.place)
         host.display.host_of = peers.name_host
+
+    @property
+    def member(self) -> int:
+        """What this host is called in a generation."""
+        return self._peers.own.facts.member
+
+    def decide_losses(self) -> Elastic:
+        """For all hosts."""
+        most = self._plan.settings.max_restarts
+        left = None if most is None else max(0, most - self._restart_count)
+        hosts = [
+            HostSeats(
+                node.facts.member,
+                node.place.first_rank,
+                node.place.num_ranks,
+                frozenset(node.place.ranks),
+                name=_name_of(node.facts),
+                role=node.facts.role,
+            )
+            for node in self._peers.nodes
+        ]
+        peers = self._peers
+        return ElasticHosts(Seating.begin(hosts), left, peers.limits, self.member, peers.host_timeout_s)
+
+    @property
+    def elastic_hosts(self) -> ElasticHosts:
+        """Our decisions, as what they are."""
+        assert isinstance(self.elastic, ElasticHosts)
+        return self.elastic
+
+    def send_to_rank(self, rank: int, message: dict[str, Any]) -> None:
+        """Wherever it is."""
+        node = self._find_other(rank)
+        if node is None:
+            super().send_to_rank(rank, message)
+        else:
+            self._put(node, "to rank", rank=rank, message=message)
+
+    def tell_generation(self, rank: int) -> None:
+        """Wherever it is."""
+        node = self._find_other(rank)
+        if node is None:
+            super().tell_generation(rank)
+        else:
+            self._put(node, "tell generation", rank=rank)
+
+    def begin_generation(self, begun: BeginGeneration) -> None:
+        """As on one host; and every other one is told to do its part, or to start, if it has none yet."""
+        seats = begun.generation.seats
+        self.state.world_size = max(self.state.world_size, max(seats) + 1)
+        for seat in range(self.state.world_size):
+            if seat in seats:
+                self.state.retired.discard(seat)
+            elif seat not in self.state.exits:
+                self.state.on_retired(seat)
+        for host in self.elastic.seating.hosts:
+            if host.member not in self._peers.others and host.member != self.member:
+                self._admit_host(host, begun)
+        for node in self._peers.present:
+            part = begun.generation.part_of(node.facts.member)
+            for seat in () if part is None else part.forked:
+                self.state.on_replaced(seat)
+        super().begin_generation(begun)
+        for node in self._peers.present:
+            if node.facts.member in self._told_to_start:
+                self._put(node, "generation", begun=generation_to_json(begun))
+            else:
+                self._start(node, begun)
+
+    def do_elastic(self, actions: list[ElasticAction]) -> None:
+        """As on one host, and with hosts."""
+        for action in actions:
+            if isinstance(action, PrepareHost):
+                node = self._admit_host(action.seats, action.begun)
+                if node is not None:
+                    self._start(node, action.begun)
+            elif isinstance(action, DropHost):
+                self._drop(action)
+        gone = tuple(self.elastic_hosts.gone)
+        super().do_elastic(actions)
+        if any(isinstance(action, GiveUp) for action in actions):
+            for member, why in self._peers.lost.items():
+                node = self._peers.others[member]
+                ranks = [rank for rank in node.place.ranks if rank in gone]
+                if ranks:
+                    self.state.retired.difference_update(ranks)
+                    now = time.monotonic()
+                    loss = Loss(node.where, why, now - self._peers.host_timeout_s)
+                    self.do(self.state.on_host_lost(ranks, loss, now))
+
+    def _find_other(self, rank: int) -> Node | None:
+        return next((node for node in self._peers.present if rank in node.place.ranks), None)
+
+    def _admit_host(self, seats: HostSeats, begun: BeginGeneration) -> Node | None:
+        """A host that has come is one of ours from now on."""
+        part = begun.generation.part_of(seats.member)
+        if part is None:
+            return None
+        place = replace(part.place, first_rank=seats.first_seat, num_ranks=seats.num_seats)
+        node = self._peers.take_in(seats, place)
+        if node is not None:
+            self._host.display.begin(place.ranks)
+        return node
+
+    def _start(self, node: Node, begun: BeginGeneration) -> None:
+        self._told_to_start.add(node.facts.member)
+        master = (self._plan.master_addr, self._plan.master_port)
+        tell_start(self._peers, node, self._number, self._plan.run_id, master, begun)
+
+    def _drop(self, dropped: DropHost) -> None:
+        node = self._peers.lose(dropped.member, dropped.why)
+        if node is not None:
+            for rank in node.place.ranks:
+                self._host.display.end(rank)
+            self._host.display.say(f"phalanx run: {node.where} is not taken in: {dropped.why}")
+            why = f"phalanx run: this host is not taken in: {dropped.why}"
+            self._peers.channel.put(dropped.member, "end", code=1, why=why)
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -208,23 +358,37 @@ class LeaderAttempt(Attempt):
             self._host.display.say(f"phalanx run: {unfit}")
         elif change.kind == "joined" and HostFacts.from_json(change.member, change.facts) is not None:
             self._peers.late[change.member] = change
-            self._peers.channel.put(change.member, "late")
+            self._greet(change)
         elif change.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended
             for member in list(self._peers.others):
                 self._lose(member, f"the coordinator on this host has failed: {change.why}")
+
+    def _greet(self, change: Change) -> None:
+        """A host has come while ranks run."""
+        facts = HostFacts.from_json(change.member, change.facts)
+        assert facts is not None
+        is_elastic = self.state.phase == "running" and self.elastic.active
+        if is_elastic:
+            candidate = Candidate(change.member, facts.num_ranks, _name_of(facts), facts.role)
+            self.do_elastic(self.elastic_hosts.on_host_came(candidate, time.monotonic()))
+        if change.member in self._peers.late:
+            self._peers.channel.put(change.member, "late", spare=is_elastic)
 
     def _follow(self, message: ControlMessage, node: Node) -> None:
         body = message.body
         if message.kind == "lines":
             self._show(body["items"], node)
         elif message.kind == "started":
-            self.state.on_started(_rank_of(body, node))
+            self.on_started(_rank_of(body, node), int(body["pid"]))
         elif message.kind == "abandoned":
             self.state.on_abandoned(_rank_of(body, node))
         elif message.kind == "exit":
             at = self._peers.channel.to_own_clock(message.member, float(body["at"]))
             rank, pid = _rank_of(body, node), int(body["pid"])
-            self.do(self.state.on_exit(Exit(rank, pid, int(body["status"]), at, str(body["dump"]))))
+            if self.state.phase == "running" or not self.elastic_hosts.is_arriving(rank):
+                self.on_exit(Exit(rank, pid, int(body["status"]), at, str(body["dump"])))
+        elif message.kind == "rank says":
+            self.on_rank_message(_rank_of(body, node), int(body["pid"]), dict(body["message"]))
         elif message.kind == "report":
             self._hear_report(message, node)
         elif message.kind == "signal":
@@ -261,28 +425,46 @@ class LeaderAttempt(Attempt):
         fields["at"] = self._peers.channel.to_own_clock(message.member, float(fields["at"]))
         report = Report.from_bytes(json.dumps(fields).encode())
         if report is not None and report.rank in node.place.ranks:
+            actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
+            if actions is not None:
+                self.do_elastic(actions)
+                return
             if report.traceback and self.state.phase in ("running", "settling"):
                 self._host.display.expect(report.rank, report.traceback)
             self.do(self.state.on_report(report, time.monotonic()))
 
     def _lose(self, member: int, why: str) -> None:
         node = self._peers.lose(member, why)
-        if node is None:
-            return
-        ranks = list(node.place.ranks)
         now = time.monotonic()
-        for rank in ranks:
-            self._host.display.end(rank)
-        actions: list[Action] = self.state.on_host_lost(
-            ranks, Loss(node.where, why, now - self._peers.host_timeout_s), now
-        )
+        if node is None:
+            self.do_elastic(self.elastic_hosts.on_host_lost(member, "", why, now) or [])  # it may have been waiting
+            return
+        seats = list(node.place.ranks)
+        for seat in seats:
+            self._host.display.end(seat)
+        if self.elastic_hosts.is_arriving(seats[0]):
+            self._host.display.say(f"phalanx run: {node.where}, which was to be taken in, is lost: {why}")
+            self.do_elastic(self.elastic_hosts.on_host_lost(member, node.where, why, now) or [])
+            return
+        gone = [self.elastic.rank_of(seat) for seat in seats if seat in self.elastic.generation.seats]
+        survived = None
+        if self.state.phase == "running":
+            survived = self.elastic_hosts.on_host_lost(member, node.where, why, now)
+        actions: list[Action] = []
+        if survived is None:
+            loss = Loss(node.where, why, now - self._peers.host_timeout_s)
+            actions = self.state.on_host_lost(seats, loss, now)
+        else:
+            for seat in seats:
+                self.state.on_retired(seat)
         if self.state.interrupted is None or self.state.phase == "running":
-            self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(ranks)}, is lost: {why}")
+            self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(seats)}, is lost: {why}")
         if self._store is not None:
-            tell_lost(self._store, LostHost(tuple(ranks), describe_loss(node.where, why)))
+            tell_lost(self._store, LostHost(tuple(gone), describe_loss(node.where, why)))
         for other in self._peers.present:
-            self._put(other, "host lost", host=node.where, ranks=ranks, why=why)
+            self._put(other, "host lost", host=node.where, ranks=seats, gone=gone, why=why)
         self.do(actions)
+        self.do_elastic(survived or [])
 
     def run(self) -> None:
         """As on one host; returns when this one is done."""
@@ -291,18 +473,30 @@ class LeaderAttempt(Attempt):
         super().run()
 
 
-def tell_start(peers: PeerHosts, restart_count: int, run_id: str, master: tuple[str, int]) -> None:
-    """Have every other host start its ranks."""
-    for node in peers.others.values():
-        peers.channel.put(
-            node.facts.member,
-            "start",
-            attempt=restart_count,
-            place=asdict(node.place),
-            run_id=run_id,
-            master=list(master),
-            first_host=peers.own.where,
-        )
+def tell_start(
+    peers: PeerHosts,
+    node: Node,
+    restart_count: int,
+    run_id: str,
+    master: tuple[str, int],
+    begun: BeginGeneration | None = None,
+) -> None:
+    """Have another host start its ranks: those of a first generation, or of `begun`."""
+    peers.channel.put(
+        node.facts.member,
+        "start",
+        attempt=restart_count,
+        place=asdict(node.place),
+        run_id=run_id,
+        master=list(master),
+        first_host=peers.own.where,
+        begun=None if begun is None else generation_to_json(begun),
+    )
+
+
+def _name_of(facts: HostFacts) -> str:
+    """By which a host that comes back is known."""
+    return f"{facts.name} {facts.address}"
 
 
 def _rank_of(body: dict[str, Any], node: Node) -> int:

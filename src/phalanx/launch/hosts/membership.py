@@ -23,6 +23,7 @@ from phalanx.launch.environment import Place, describe_ranks
 from phalanx.launch.hosts.addresses import find_interface
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost, tells_first_lost
+from phalanx.launch.hosts.generation_message import generation_from_json
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.node_plan import HostFacts
 from phalanx.launch.hosts.orphaned import describe_membership
@@ -36,6 +37,13 @@ _PAUSE_S = 0.1
 _TRY_S = 20.0
 _TELL_AFTER_S = 3.0
 _LEAVE_TIMEOUT_S = 5.0
+_TOO_LATE = (
+    "phalanx run: the job has begun without this host, which waits for its next start: with --max-restarts, after a "
+    "failure"
+)
+_AS_A_SPARE = (
+    "phalanx run: the job has all the hosts that it may have; this one waits, to take the place of one that is lost"
+)
 
 
 @dataclass(frozen=True)
@@ -302,11 +310,7 @@ class _Followed:
         if message.member != FIRST:
             return None
         if message.kind == "late":
-            self._host.display.say(
-                "phalanx run: the job has begun without this host, which waits for its next start: with "
-                "--max-restarts, "
-                "after a failure"
-            )
+            self._host.display.say(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
         if message.kind == "host lost":
             say_host_lost(message, self._host.display)
         if message.kind == "answer" and self._joined.key is not None:
@@ -344,7 +348,8 @@ class _Followed:
             f"{describe_ranks(place)} of {place.world_size}. What they print is shown there."
         )
         store = (str(self._joined.client.address), str(self._joined.key or ""))
-        return FollowerAttempt(plan, self._host, int(body["attempt"]), place, self._channel, store)
+        first = None if body.get("begun") is None else generation_from_json(body["begun"])
+        return FollowerAttempt(plan, self._host, int(body["attempt"]), place, self._channel, store, first)
 
 
 def name_own_address(address: str, interface: str, environ: Any) -> dict[str, str]:

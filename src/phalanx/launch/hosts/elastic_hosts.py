@@ -1,0 +1,292 @@
+"""What becomes of an elastic job when hosts are lost, come, come back, or wait as spares. The first host decides.
+
+    comes ──▶ spare ──room──▶ arriving: its ranks start, and train nothing ──all are ready──▶ in the job
+                │                                                                             ▲
+                └── a host was lost: at once, in its place ───────────────────────────────────┘
+
+As long as the others have work, a host that comes keeps nobody waiting: it is taken in at the next step after all its
+ranks have come as far as training. In the place of a lost host one that waits is taken at once, and the others wait for
+its ranks as for a replacement. With fewer than the minimum the ranks that are left hold what they have in memory, for
+the time that they state; then they are told to save it, and to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.launch.agent.elastic import (
+    BeginGeneration,
+    DropHost,
+    Elastic,
+    ElasticAction,
+    Lost,
+    Member,
+    PrepareHost,
+    Say,
+    SendToRank,
+)
+from phalanx.launch.failure import Exit, Failure, Report, summarise
+from phalanx.launch.generation import Candidate, HostSeats, Limits, Seating, choose_candidates, plan_generation
+
+
+@dataclass
+class Arrival:
+    """A host whose ranks start while the others train."""
+
+    seats: HostSeats
+    members: dict[int, Member] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all its ranks have come as far as training."""
+        return len(self.members) == self.seats.num_seats and all(member.joined for member in self.members.values())
+
+
+class ElasticHosts(Elastic):
+    """As `Elastic`, over several hosts; `own` is the first one's number, which is not lost while this object lives."""
+
+    def __init__(
+        self,
+        seating: Seating,
+        max_replacements: int | None,
+        limits: Limits,
+        own: int,
+        host_timeout_s: float,
+    ) -> None:
+        super().__init__(seating, max_replacements, limits)
+        self._own = own
+        self._host_timeout_s = host_timeout_s
+        self.spares: dict[int, Candidate] = {}  # by number, in the order of coming
+        self.arrivals: dict[int, Arrival] = {}
+        self._untried: set[int] = set()  # hosts that are new in this generation, in which no rank is yet
+        self._waits_since: float | None = None
+        self._waits_for = ""
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Seats that were lost with their hosts, of which nothing was decided yet."""
+        return frozenset(self._gone)
+
+    @property
+    def wait_s(self) -> float:
+        """How long the ranks hold what they have when too few are left."""
+        return min((member.wait_s for member in self.members.values() if member.joined), default=0.0)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether too few are left, and hosts are awaited."""
+        return self._waits_since is not None and self.ended is None
+
+    def on_started(self, seat: int, pid: int) -> None:
+        """A process was forked into a seat."""
+        arrival = self._arrival_of(seat)
+        if arrival is not None:
+            arrival.members[seat] = Member(seat, pid)
+        else:
+            super().on_started(seat, pid)
+
+    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+        """A rank says something."""
+        arrival = self._arrival_of(seat)
+        if arrival is None:
+            actions = super().on_message(seat, pid, message, now)
+            if message.get("kind") == "regrouped" and message.get("generation") == self.generation.number:
+                self._untried.clear()
+            return (
+                [*actions, *self._take_in_arrivals(now)] if message.get("kind") in ("regrouped", "elastic") else actions
+            )
+        member = arrival.members.get(seat)
+        if member is None or member.pid != pid:
+            return []
+        if message.get("kind") == "outlives":
+            member.outlives = True
+        if message.get("kind") == "elastic":
+            self._on_joined(member, message, 0)  # which of the generations it is in follows when it is taken in
+            member.holds_state = False
+        return self._take_in_arrivals(now)
+
+    def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
+        """A rank tells of an exception that nobody caught."""
+        arrival = self._arrival_of(report.rank)
+        if arrival is None:
+            return super().on_report(report, now)
+        arrival.reports[report.rank] = report
+        return []
+
+    def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
+        """The process of a rank has ended."""
+        arrival = self._arrival_of(exit.rank)
+        if arrival is None:
+            return super().on_exit(exit, now)
+        del self.arrivals[arrival.seats.member]
+        how = summarise(Failure(exit.rank, arrival.reports.get(exit.rank), exit))
+        why = f"a rank that it has started ended before it could take part: {how}"
+        return [DropHost(arrival.seats.member, why)]
+
+    def on_host_came(self, candidate: Candidate, now: float) -> list[ElasticAction]:
+        """A host is there, with so many places for ranks."""
+        self.spares[candidate.member] = candidate
+        return self._use_spares(now)
+
+    def on_host_lost(self, member: int, label: str, why: str, now: float) -> list[ElasticAction] | None:
+        """Nothing more will be heard of a host; None: that is an ordinary failure."""
+        if self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None:
+            return []
+        host = next((host for host in self.seating.hosts if host.member == member), None)
+        if host is None or not self.active:
+            return None
+        for seat in host.seats:
+            if seat in self.generation.seats:
+                self._newest.append(self._lose_seat(seat, label, why, now))
+                self._gone.add(seat)
+            self._forking.discard(seat)
+            self._forget(seat)
+        self.seating = self.seating.lose(member)
+        self._untried.discard(member)
+        self._in_vain += 1
+        return self._decide(now)
+
+    def on_time(self, now: float) -> list[ElasticAction]:
+        """To be called when `next_due` has come."""
+        actions = super().on_time(now)
+        if self._waits_since is not None and self.ended is None and now >= self._waits_since + self.wait_s:
+            why = f"there are {self._waits_for}, and nobody has come within {self.wait_s:g} s"
+            actions += self._save_and_end(why)
+            self._waits_since = None
+            self._plan_due()
+        return actions
+
+    def silence_s(self, seat: int) -> float:
+        """For how long the process in a seat may keep the others waiting: its host may be cut off, and come back."""
+        is_own = any(seat in host.seats for host in self.seating.hosts if host.member == self._own)
+        return super().silence_s(seat) + (0.0 if is_own else self._host_timeout_s)
+
+    def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
+        """By host: whether its empty seats get a new process. A host that has come gets all of them."""
+        empty = sum(
+            seat not in living for host in self.seating.hosts if host.member not in self._untried for seat in host.seats
+        )
+        refills = self._may_replace(empty)
+        return {host.member: refills or host.member in self._untried for host in self.seating.hosts}
+
+    def _lose_seat(self, seat: int, label: str, why: str, now: float) -> Lost:
+        gone = self.members.get(seat) or Member(seat, 0)
+        why = f"its host, {label}, is lost: {why}"
+        step = max(self._best_step, gone.step)
+        return Lost(seat, self.rank_of(seat), gone.pid, why, now, self.generation.number, step, label)
+
+    def is_arriving(self, seat: int) -> bool:
+        """Whether the rank in this seat has yet to be taken in."""
+        return self._arrival_of(seat) is not None
+
+    def _arrival_of(self, seat: int) -> Arrival | None:
+        return next((each for each in self.arrivals.values() if seat in each.seats.seats), None)
+
+    def _with_arrivals(self) -> Seating:
+        seating = self.seating
+        for arrival in self.arrivals.values():
+            seating = seating.seat(arrival.seats)
+        return seating
+
+    def _use_spares(self, now: float) -> list[ElasticAction]:
+        """Take in who waits, where there is room."""
+        if not self.active:
+            return []
+        if self.is_waiting:
+            return self._decide(now)
+        actions: list[ElasticAction] = []
+        for candidate in choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits):
+            del self.spares[candidate.member]
+            seating = self._with_arrivals().take_in(candidate)
+            seats = next(host for host in seating.hosts if host.member == candidate.member)
+            self.arrivals[candidate.member] = Arrival(seats)
+            # As it would be if it were taken in now: its ranks need numbers to start with.
+            generation = plan_generation(self.generation.number + 1, seating)
+            actions.append(PrepareHost(seats, BeginGeneration(generation, (), ())))
+        return actions
+
+    def _take_in_arrivals(self, now: float) -> list[ElasticAction]:
+        """Have the ranks of hosts that are ready trained with from the next step on."""
+        ready = [arrival for arrival in self.arrivals.values() if arrival.is_ready]
+        if not ready or not self.active or self._exits or self._forking:
+            return []
+        number = self.generation.number
+        if not self.is_waiting and any(member.generation != number for member in self.members.values()):
+            return []  # they form a group, and hear of the next when they have
+        joining = {"kind": "joining", "generation": number + 1}
+        actions: list[ElasticAction] = [SendToRank(seat, joining) for seat in self.members]
+        for arrival in ready:
+            del self.arrivals[arrival.seats.member]
+            self.seating = self.seating.seat(replace(arrival.seats, living=frozenset(arrival.members)))
+            self._untried.add(arrival.seats.member)
+            self.members.update(arrival.members)
+        names = ", ".join(arrival.seats.name for arrival in ready)
+        return [*(() if self.is_waiting else actions), *self._decide(now, f"{names}: taken in")]
+
+    def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
+        if without_loss and self._untried and not without_loss.endswith("taken in"):
+            return self._drop_untried(now)
+        is_short = bool(self._gone) or self.is_waiting
+        taken = choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits) if is_short else []
+        for candidate in taken:
+            del self.spares[candidate.member]
+            self.seating = self.seating.take_in(candidate)
+            self._untried.add(candidate.member)
+        actions = super()._decide(now, without_loss)
+        if any(isinstance(action, BeginGeneration) for action in actions):
+            self._waits_since, self._waits_for = None, ""
+            self._plan_due()
+        return actions
+
+    def _drop_untried(self, now: float) -> list[ElasticAction]:
+        """All have left a group that nobody ever formed, with hosts that are new in it: without them it can be."""
+        why = "the others could not form a group with it (what they print says why)"
+        dropped = [DropHost(member, why) for member in sorted(self._untried)]
+        actions: list[ElasticAction] = [*dropped]
+        for drop in dropped:
+            for host in [host for host in self.seating.hosts if host.member == drop.member]:
+                for seat in host.seats:
+                    self._gone.add(seat)
+                    self._forking.discard(seat)
+                    self._forget(seat)
+                self.seating = self.seating.lose(host.member)
+        self._untried.clear()
+        return [*actions, *super()._decide(now, "a host that came is sent away")]
+
+    def _end(self, missing: str, now: float) -> list[ElasticAction]:
+        """Too many are missing: hosts may come."""
+        if self.wait_s <= 0:
+            return self._save_and_end(f"there are {missing}, and the ranks do not wait for more")
+        if self._waits_since is not None:
+            return []
+        self._waits_since, self._waits_for = now, missing
+        self._plan_due()
+        return [
+            Say(
+                f"phalanx run: there are {missing}: the ranks that are left hold what they have, and wait up to "
+                f"{self.wait_s:g} s for more (`phalanx join` on another host)"
+            )
+        ]
+
+    def _plan_due(self) -> None:
+        super()._plan_due()
+        if self._waits_since is not None:
+            limit = self._waits_since + self.wait_s
+            self.next_due = limit if self.next_due is None else min(self.next_due, limit)
+
+    def _describe_loss(self, lost: list[Lost], forked: set[int], without_loss: str) -> str:
+        host_losses = [each for each in lost if each.host]  # of which it was said
+        rest = [each for each in lost if not each.host]
+        if rest or not (host_losses or without_loss):
+            return super()._describe_loss(rest, forked, without_loss)
+        size = self.generation.world_size
+        count = f"{size} rank{'s' * (size != 1)} on {len(self.generation.parts)} host" + "s" * (
+            len(self.generation.parts) != 1
+        )
+        if forked:
+            return f"phalanx run: {count} go on: {name_ranks(sorted(map(self.rank_of, forked)))} are started anew"
+        return f"phalanx run: {f'{without_loss}; ' if without_loss else ''}{count} go on"
