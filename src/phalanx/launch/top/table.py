@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -99,21 +100,23 @@ def table(job: JobView, width: int | None, *, slowest_first: bool = False) -> tu
     for number, (rank, row) in enumerate(zip(ranks, cells, strict=True)):
         if grouped and (number == 0 or ranks[number - 1].node != rank.node):
             rows.append(_fit(Text(_describe_host(job, rank), style="cyan"), width))
-        line = Text("  ".join([*(row[i].rjust(widths[i]) for i in widths), _now(rank)]), style=_style(job, rank))
+        line = Text("  ".join([*(row[i].rjust(widths[i]) for i in widths), _now(job, rank)]), style=_style(job, rank))
         rows.append(_fit(line, width))
     return _fit(Text(heading, style="bold"), width), rows
 
 
 def page(job: JobView, width: int, height: int, *, offset: int = 0, slowest_first: bool = False) -> list[Text]:
     """A screen of `height` lines: the summary, and as many rows from `offset` on as fit, with a line that says so."""
-    above = [_fit(line, width) for line in summary(job)]
+    above = [part for line in summary(job) for part in _wrap(line, width)]
+    if len(above) > height // 2:  # the ranks need room, too
+        above = [_fit(line, width) for line in summary(job)][: max(1, height // 2)]
     heading, rows = table(job, width, slowest_first=slowest_first)
     room = max(1, height - len(above) - 3)  # a blank line, the heading, the last line
     offset = max(0, min(offset, len(rows) - room))
     shown = rows[offset : offset + room]
     keys = "q: quit   s: order by " + ("rank" if slowest_first else "least waiting")
     if len(rows) > len(shown):
-        keys = f"lines {offset + 1}-{offset + len(shown)} of {len(rows)} (arrows, PgUp, PgDn)   " + keys
+        keys += f"   arrows, PgUp, PgDn: lines {offset + 1}-{offset + len(shown)} of {len(rows)}"
     lines = [*above, Text(), heading, *shown]
     lines = lines[: max(1, height - 1)]
     return [*lines, _fit(Text(keys, style="dim"), width)]
@@ -121,7 +124,7 @@ def page(job: JobView, width: int, height: int, *, offset: int = 0, slowest_firs
 
 def all_lines(job: JobView, width: int | None) -> list[Text]:
     """Everything, one line after the other."""
-    above = [_fit(line, width) for line in summary(job)]
+    above = [part for line in summary(job) for part in _wrap(line, width)]
     if not job.ranks:
         return above
     heading, rows = table(job, width)
@@ -133,6 +136,13 @@ def _fit(text: Text, width: int | None) -> Text:
         text.truncate(width)
     text.no_wrap = True
     return text
+
+
+def _wrap(text: Text, width: int | None) -> list[Text]:
+    """A sentence on as many lines as it needs."""
+    if width is None or len(text.plain) <= width:
+        return [text]
+    return [_fit(Text(line, style=text.style), width) for line in textwrap.wrap(text.plain, max(10, width))]
 
 
 def _describe_job(job: JobView) -> str:
@@ -179,13 +189,13 @@ def _describe_host(job: JobView, first: RankView) -> str:
     return f"{first.host}: {name_ranks([rank.rank for rank in here])}, {_bytes(memory)}"
 
 
-def _now(rank: RankView) -> str:
+def _now(job: JobView, rank: RankView) -> str:
     if rank.state in _STATES:
         return _STATES[rank.state]
-    if not rank.operation:
-        return ""
     if rank.inside_s is None:
-        return "computing"
+        if job.stuck is not None and rank.rank in job.stuck.missing and rank.operation:
+            return f"after {_without_folder(rank.operation)}"
+        return "computing" if rank.operation else ""
     return _without_folder(rank.operation) + (f" for {rank.inside_s:.1f} s" if rank.inside_s >= _LONG_S else "")
 
 
