@@ -24,9 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments inside the update")
+    parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments, in the update or in a save")
     parser.addoption("--frames", type=int, default=5000, help="frames that the coordinator is fuzzed with")
     parser.addoption("--strangers", type=int, default=300, help="hostile connections to the coordinator")
+    parser.addoption("--trees", type=int, default=40, help="random states saved and loaded beside torch.save")
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
 
 
@@ -65,6 +66,12 @@ def num_frames(request: pytest.FixtureRequest) -> int:
 def num_strangers(request: pytest.FixtureRequest) -> int:
     """How many hostile connections are made to the coordinator."""
     return int(request.config.getoption("strangers"))
+
+
+@pytest.fixture
+def trees(request: pytest.FixtureRequest) -> int:
+    """How many random states are saved."""
+    return int(request.config.getoption("trees"))
 
 
 @pytest.fixture

@@ -244,7 +244,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_a_folder_cannot_be_read(tmp_path):
-    with pytest.raises(CheckpointError, match="could not be read: Is a directory"):
+    with pytest.raises(CheckpointError, match="is a directory, and there is no checkpoint in it"):
         load_checkpoint(tmp_path)
 
 

@@ -1,8 +1,9 @@
 """What a job can go on from: written whole or not at all, by one rank or by all of them, and read by any number."""
 
+from phalanx.checkpoint.contents import inspect
 from phalanx.checkpoint.load import load_checkpoint
 from phalanx.checkpoint.random_state import RandomState
 from phalanx.checkpoint.save import save_checkpoint
 from phalanx.checkpoint.series import CheckpointManager
 
-__all__ = ["CheckpointManager", "RandomState", "load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointManager", "RandomState", "inspect", "load_checkpoint", "save_checkpoint"]

@@ -13,6 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.checkpoint.checksum import find_damage
+from phalanx.checkpoint.devices import require_device
+from phalanx.checkpoint.optimizer_gap import describe_gap
+from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.restore import find_latest, read_moved
 from phalanx.errors import CheckpointError
 
 _ZIP_BEGINS = b"PK\x03\x04"
@@ -34,6 +38,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """The state that `save_checkpoint` wrote to `path`, with its tensors on `map_location`.
 
+    `path` may also be a checkpoint of a `CheckpointManager`, or the folder that holds them: the latest, then.
+
     Not collective: each rank reads the file itself, so the path must lead to it on every host. Only tensors, numbers,
     strings and containers of them are made (torch.load's `weights_only`): a file from a stranger cannot run code.
 
@@ -54,9 +60,27 @@ def load_checkpoint(
         TypeError: `into` is no mapping of names to what has a `load_state_dict`.
     """
     path = Path(path)
-    require_device(map_location)
+    require_device(map_location, "load_checkpoint")
     if into is not None:
         _require_stateful(into)
+    state = _read_folder(path, map_location) if path.is_dir() else _read_file(path, map_location, verify)
+    if into is not None:
+        _load_into(path, state, into)
+    return state
+
+
+def _read_folder(path: Path, map_location: str | torch.device) -> dict[str, Any]:
+    """The checkpoint of a `CheckpointManager`, which is always verified."""
+    found = find_latest(path)
+    if found is None:
+        raise CheckpointError(
+            f"load_checkpoint: {path} is a directory, and there is no checkpoint in it. Give the path of a file that "
+            "save_checkpoint wrote, or of a folder of a CheckpointManager."
+        )
+    return read_moved(Peers.alone("load_checkpoint"), found, map_location)
+
+
+def _read_file(path: Path, map_location: str | torch.device, verify: bool) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             begins = file.read(len(_ZIP_BEGINS))
@@ -83,23 +107,7 @@ def load_checkpoint(
         raise
     except Exception as error:  # torch.load raises whatever its reader trips over: RuntimeError, KeyError, pickle's own
         raise CheckpointError(_explain(path, error)) from error
-    if into is not None:
-        _load_into(path, state, into)
     return state
-
-
-def require_device(map_location: object) -> None:
-    """Return if there is such a device here; what only torch.load can make sense of is left to it."""
-    if not isinstance(map_location, (str, torch.device)):
-        return
-    try:
-        torch.empty(0, device=map_location)
-    except Exception as error:  # RuntimeError, AssertionError, AcceleratorError: each device has its own way to say it
-        raise ValueError(
-            f"load_checkpoint: map_location={str(map_location)!r} cannot be used in this process: "
-            f"{_first_line(error).partition('. ')[0]}. Load to the CPU (map_location='cpu', the default), or to a "
-            "device that is here."
-        ) from error
 
 
 def _require_stateful(into: object) -> None:
@@ -164,39 +172,3 @@ def _has_pickle(path: Path) -> bool:
 def _first_line(error: Exception) -> str:
     unsafe = [line for line in str(error).splitlines() if "Unsupported global" in line or "GLOBAL " in line]
     return (unsafe or str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".")
-
-
-_SHOWN = 4
-
-
-def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
-    """What `load_state_dict` would take without a word: any part of the state, the rest of which starts afresh.
-
-    Returns the sentence on parameters that are trained and have no state in `saved`; empty if all have, or need none.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
-    names = [name for group in saved.get("param_groups", ()) for name in group.get("param_names", group["params"])]
-    trained = [
-        (number, name)
-        for number, name, parameter in zip(numbers, names, parameters, strict=False)
-        if parameter.requires_grad
-    ]
-    missing = [name for number, name in trained if number not in saved.get("state", {})]
-    if not missing or (len(missing) == len(trained) and not _keeps_state(optimizer)):
-        return ""
-    if len(missing) == len(trained):
-        return "has no state in it: it was saved before its first step, or without its state, and starts afresh."
-    shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
-    return (
-        f"has no state for {len(missing)} of {len(trained)} parameters ({shown}), which start afresh: they had no "
-        "gradient until then, or their state was left out."
-    )
-
-
-def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known to keep something for every parameter that it has updated."""
-    inner = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
-    if isinstance(inner, torch.optim.SGD):
-        return any(group["momentum"] for group in inner.param_groups)
-    return type(inner).__module__.startswith("torch.optim")

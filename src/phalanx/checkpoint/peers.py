@@ -32,6 +32,13 @@ class Peers:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
 
+    @classmethod
+    def alone(cls, what: str) -> Peers:
+        """This process by itself, whatever group it is in."""
+        peers = cls.__new__(cls)
+        peers.what, peers.group, peers.rank, peers.world_size = what, None, 0, 1
+        return peers
+
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of the group: it decides, and others hear of it."""
@@ -65,7 +72,8 @@ class Peers:
         """Make `tensor`, contiguous and on the CPU, that of rank `src` on every rank."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
-        content = tensor.detach().reshape(-1).view(torch.uint8)
+        # Not reshape: the stride of a single element is anything, and a view of it as bytes wants 1.
+        content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         carried = content.to(self._device)
         self._told(lambda: dist.broadcast(carried, group=self.group, group_src=src))
         if carried is not content:

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint.load import describe_gap, require_device
-from phalanx.checkpoint.manifest import Manifest, find_damaged_file, read_manifest
+from phalanx.checkpoint.devices import require_device
+from phalanx.checkpoint.history import History
+from phalanx.checkpoint.manifest import Manifest, find_damaged_file, is_checkpoint, read_manifest
+from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import Report, describe_misfits, load_part, module_state
 from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, build, find, is_dtensor, tensor_names
 from phalanx.checkpoint.whole import STATE, hand_on
 from phalanx.errors import CheckpointError
@@ -50,7 +53,7 @@ def restore(
     fallback: bool,
 ) -> Restored | None:
     """Load the first of the checkpoints `names` in `folder`, or with `fallback` the first that is not damaged."""
-    require_device(map_location)
+    require_device(map_location, peers.what)
     parts = {} if parts is None else parts
     if not isinstance(parts, Mapping):
         raise TypeError(f"{peers.what}: parts must be a dict of what to load by name, got a {type(parts).__name__}")
@@ -97,9 +100,24 @@ def _load(
         load_part(part, state[name], strict=strict)
         if isinstance(part, torch.optim.Optimizer) and (gap := describe_gap(part, state[name])):
             warnings.warn(f"{peers.what}: {path}: {name!r} {gap}", stacklevel=4)
-    if str(map_location) != "cpu":
-        state = _moved(state, map_location)
-    return Restored(manifest.step, path, state, report)
+    return Restored(manifest.step, path, _moved(state, map_location), report)
+
+
+def find_latest(path: Path) -> Path | None:
+    """The checkpoint that `path` is, or else the latest of those in it."""
+    if is_checkpoint(path):
+        return path
+    return next((entry.path for entry in History(path, None).entries()), None)
+
+
+def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> dict[str, Any]:
+    """The whole state of the checkpoint at `path`, on a device. Collective.
+
+    Raises:
+        DamagedError: a file is not what was written.
+    """
+    state: dict[str, Any] = _moved(read_state(peers, path, {})[1], map_location)
+    return state
 
 
 def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
@@ -134,11 +152,11 @@ def _read_whole(peers: Peers, path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[str, Any]) -> dict[str, Any]:
-    from phalanx.checkpoint.sharded_read import Pieces, read_metadata, read_structure, read_tensors
+    from phalanx.checkpoint.sharded_read import Pieces, decode_metadata, read_tensors
 
     seers = [rank for rank, sees in enumerate(peers.all_gather(path.is_dir())) if sees]
     problem: str | None = None
-    head: Any = None
+    head: tuple[bytes, bytes] | None = None
     files = sorted(manifest.files)
     if peers.rank in seers:  # they share out the reading for the checksums
         mine = seers.index(peers.rank)
@@ -147,13 +165,16 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
     _refuse_damage(peers, problem)
     if peers.is_first:
         try:
-            head = (read_metadata(path), *read_structure(path))
-        except Exception as error:
-            problem = f"{path} cannot be read: {type(error).__name__}: {error}"
+            head = ((path / METADATA).read_bytes(), (path / STRUCTURE).read_bytes())
+        except OSError as error:
+            problem = f"{path} cannot be read: {error.strerror or error}"
     problem, head = peers.broadcast((problem, head))
-    if problem is not None:
+    if problem is not None or head is None:
         raise DamagedError(f"{peers.what}: {problem}.")
-    metadata, structure, aliases = head
+    try:
+        metadata, (structure, aliases) = decode_metadata(head[0]), decode_structure(head[1])
+    except Exception as error:  # on every rank alike; its checksum is right, so somebody made it so
+        raise CheckpointError(f"{peers.what}: {path} cannot be read: {type(error).__name__}: {error}") from error
     pieces = Pieces(path, metadata)
     names = [name for name in tensor_names(structure) if name not in aliases]
     shards = {name: shard for name, shard in _shards(pieces, structure, parts).items() if name not in aliases}
@@ -198,6 +219,8 @@ def _add_like(found: dict[str, DTensor], pieces: Pieces, name: str, like: DTenso
 
 
 def _moved(value: Any, device: str | torch.device) -> Any:
+    if str(device) == "cpu":
+        return value
     if isinstance(value, Tensor):
         return value.to(device)
     if type(value) is dict or hasattr(value, "_metadata"):

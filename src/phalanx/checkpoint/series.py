@@ -24,8 +24,9 @@ from phalanx.checkpoint.parts import buffer_names, states_of
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.restore import Restored, restore
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
-from phalanx.checkpoint.tree import Tree, is_dtensor, merge
-from phalanx.checkpoint.whole import UnreadableError, refuse_unreadable, write_whole
+from phalanx.checkpoint.structure import encode_structure, merge_structures
+from phalanx.checkpoint.tree import Tree, is_dtensor
+from phalanx.checkpoint.whole import UnreadableError, write_whole
 from phalanx.errors import CheckpointError
 from phalanx.log import get_logger
 
@@ -263,21 +264,17 @@ class CheckpointManager:
 
         tree = Tree.of(state)
         plan = self._plan = sharded_files.plan_save(tree, pinned, peers, self._plan)
-        structure = tree.structure
-        if not plan.is_uniform:
-            structures = peers.gather(structure)
-            for other in structures[1:]:
-                structure = merge(structure, other)
-        problem, cause, encoded = None, None, b""
+        problem, cause, structure = None, None, b""
         pieces = sharded_files.Pieces()
         try:
             pieces = sharded_files.take_pieces(plan, tree, memory)
-            encoded = sharded_files.encode((structure, tree.aliases)) if peers.is_first else b""
-            if peers.is_first:
-                refuse_unreadable(encoded)
+            if peers.is_first or not plan.is_uniform:
+                structure = encode_structure(tree)
         except Exception as error:
             problem, cause = self._explain(peers, step, error, state), error
         peers.agree(problem, cause)
+        if not plan.is_uniform:
+            structure = merge_structures(peers.gather(structure))
         parts: dict[int, sharded_files.Part] = {}
 
         def write() -> None:
@@ -293,7 +290,7 @@ class CheckpointManager:
             for rank, path in others.items():
                 parts[rank] = sharded_files.Part.decode(path.read_text())
             ordered = [parts[rank] for rank in sorted(parts)]
-            files = sharded_files.write_metadata(folder, plan, ordered, tree.aliases, encoded)
+            files = sharded_files.write_metadata(folder, plan, ordered, tree.aliases, structure)
             for path in others.values():
                 path.unlink()
             return self._commit(draft, self._manifest("sharded", step, peers, files))

@@ -36,10 +36,8 @@ from phalanx.checkpoint.manifest import FileRecord
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.slices import SlicedTensor
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_contiguous
+from phalanx.checkpoint.structure import STRUCTURE
 from phalanx.checkpoint.tree import Tree, is_tensor
-
-STRUCTURE = "structure.pt"
-METADATA = ".metadata"
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.checkpoint.peers import Peers
-from phalanx.checkpoint.sharded import METADATA, STRUCTURE
-from phalanx.checkpoint.tree import Node
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": None,  # every class of it
@@ -43,24 +41,16 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no .metadata of torch does")
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Where everything lies.
+def decode_metadata(content: bytes) -> Metadata:
+    """Torch's `.metadata`: where everything lies.
 
     Raises:
-        OSError: it cannot be read.
         Exception: what its pickle trips over.
     """
-    with (folder / METADATA).open("rb") as file:
-        metadata = _Unpickler(file).load()
+    metadata = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
     return metadata
-
-
-def read_structure(folder: Path) -> tuple[Node, Mapping[str, str]]:
-    """What the state was apart from its tensors, and which tensors were others' memory."""
-    structure, aliases = torch.load(folder / STRUCTURE, map_location="cpu", weights_only=True)
-    return structure, aliases
 
 
 class Pieces:

@@ -140,7 +140,15 @@ def is_dtensor(value: object) -> bool:
 def _is_branch(value: list[Any] | tuple[Any, ...]) -> bool:
     if isinstance(value, list) and any(type(item) in _DICTS.values() for item in value):
         return True
-    return any(is_tensor(item) or (type(item) in _SEQUENCES.values() and _is_branch(item)) for item in value)
+    return any(_holds_tensor(item) for item in value)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if type(value) in _DICTS.values():
+        return any(_holds_tensor(item) for item in value.values())
+    if type(value) in _SEQUENCES.values():
+        return _is_branch(value)
+    return is_tensor(value)
 
 
 def _form(value: Any) -> tuple[bool, bool]:

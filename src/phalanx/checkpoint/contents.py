@@ -1,0 +1,173 @@
+"""What is in a checkpoint, without loading its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.checksum import find_damage
+from phalanx.checkpoint.history import History
+from phalanx.checkpoint.manifest import find_damaged_file, is_checkpoint, read_manifest
+from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
+from phalanx.checkpoint.tree import Node, Tree
+from phalanx.checkpoint.whole import STATE
+from phalanx.errors import CheckpointError
+
+_VALUE_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Item:
+    """A leaf of the state: a tensor, or a value as text. `pieces`: in how many the ranks wrote it."""
+
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    nbytes: int = 0
+    pieces: int = 1
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What `inspect` found. `others` are the checkpoints of the same folder, where it was asked about the folder."""
+
+    path: str
+    form: str
+    nbytes: int
+    step: int | None = None
+    world_size: int | None = None
+    created: str = ""
+    torch: str = ""
+    items: tuple[Item, ...] = ()
+    damage: tuple[str, ...] = ()
+    others: tuple[str, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Contents:
+    """What is in `path`: a file of torch.save, a checkpoint of a CheckpointManager or the folder that holds them, or a
+    folder of torch.distributed.checkpoint.
+
+    Arguments:
+        verify: compare checksums, too: reads everything.
+
+    Raises:
+        CheckpointError: it is none of them, or cannot be read.
+    """
+    path = Path(path)
+    others: tuple[str, ...] = ()
+    if path.is_dir() and not is_checkpoint(path) and not (path / METADATA).exists():
+        entries = History(path, None).entries()
+        if not entries:
+            raise CheckpointError(f"inspect: there is no checkpoint in {path}.")
+        path, others = entries[0].path, tuple(entry.path.name for entry in entries[1:])
+    try:
+        if path.is_file():
+            return _of_file(path, verify)
+        return _of_folder(path, verify, others) if is_checkpoint(path) else _of_torch(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"inspect: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"inspect: {path} could not be read: {error.strerror or error}.") from error
+    except Exception as error:  # whatever the readers of a damaged or foreign file trip over
+        reason = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(f"inspect: {path} cannot be opened: {type(error).__name__}: {reason}.") from error
+
+
+def _of_file(path: Path, verify: bool) -> Contents:
+    damage = ""
+    if verify:
+        with path.open("rb") as file:
+            damage = find_damage(file)
+    found = (f"{path} is damaged: {damage}",) if damage else ()
+    return Contents(str(path), "torch.save", path.stat().st_size, items=tuple(_of_state(path)), damage=found)
+
+
+def _of_state(path: Path) -> Iterator[Item]:
+    state = torch.load(path, map_location="meta", weights_only=True)  # reads the index, and no tensor
+    for name, leaf in Tree.of(state if isinstance(state, dict) else {"": state}).leaves.items():
+        if isinstance(leaf, Tensor):
+            yield Item(name, _dtype(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.element_size())
+        else:
+            yield _of_value(name, leaf)
+
+
+def _of_folder(path: Path, verify: bool, others: tuple[str, ...]) -> Contents:
+    manifest = read_manifest(path)
+    damage: tuple[str, ...] = ()
+    if verify:
+        checked = (find_damaged_file(path, name, record) for name, record in sorted(manifest.files.items()))
+        damage = tuple(filter(None, checked))
+    items: tuple[Item, ...] = ()
+    if not damage:
+        if manifest.kind == "whole":
+            items = tuple(_of_state(path / STATE))
+        else:
+            pieces = _pieces(path)
+            structure, aliases = decode_structure((path / STRUCTURE).read_bytes())
+            items = tuple(_of_node(structure, (), pieces, aliases))
+    return Contents(
+        str(path),
+        manifest.kind,
+        manifest.nbytes,
+        manifest.step,
+        manifest.world_size,
+        manifest.created,
+        manifest.torch,
+        items,
+        damage,
+        others,
+    )
+
+
+def _of_torch(path: Path) -> Contents:
+    pieces = _pieces(path)
+    nbytes = sum(file.stat().st_size for file in path.iterdir())
+    return Contents(str(path), "torch.distributed.checkpoint", nbytes, items=tuple(pieces.values()))
+
+
+def _pieces(path: Path) -> dict[str, Item]:
+    """The leaves that torch's `.metadata` speaks of."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from phalanx.checkpoint.sharded_read import decode_metadata
+
+    found = {}
+    for name, kind in decode_metadata((path / METADATA).read_bytes()).state_dict_metadata.items():
+        if isinstance(kind, TensorStorageMetadata):
+            dtype, shape = kind.properties.dtype, tuple(kind.size)
+            found[name] = Item(name, _dtype(dtype), shape, kind.size.numel() * dtype.itemsize, len(kind.chunks))
+        else:
+            found[name] = Item(name, value="(an object)")
+    return found
+
+
+def _of_node(node: Node, path: tuple[Any, ...], pieces: dict[str, Item], aliases: Any) -> Iterator[Item]:
+    if node[0] == "tensor":
+        item = pieces[node[1]]
+        yield Item(item.name, item.dtype, item.shape, 0 if item.name in aliases else item.nbytes, item.pieces)
+    elif node[0] == "value":
+        yield _of_value(".".join(map(str, path)), node[1])
+    else:
+        inner = node[1] if node[0] in ("dict", "OrderedDict") else enumerate(node[1])
+        for key, item in inner:
+            yield from _of_node(item, (*path, key), pieces, aliases)
+
+
+def _of_value(name: str, value: object) -> Item:
+    text = repr(value)
+    return Item(name, value=text if len(text) <= _VALUE_CHARACTERS else f"{text[: _VALUE_CHARACTERS - 1]}…")
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,43 @@
+"""Which parameters an optimizer would train without the state that was saved for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_SHOWN = 4
+
+
+def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
+    """What `load_state_dict` would take without a word: any part of the state, the rest of which starts afresh.
+
+    Returns the sentence on parameters that are trained and have no state in `saved`; empty if all have, or need none.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
+    names = [name for group in saved.get("param_groups", ()) for name in group.get("param_names", group["params"])]
+    trained = [
+        (number, name)
+        for number, name, parameter in zip(numbers, names, parameters, strict=False)
+        if parameter.requires_grad
+    ]
+    missing = [name for number, name in trained if number not in saved.get("state", {})]
+    if not missing or (len(missing) == len(trained) and not _keeps_state(optimizer)):
+        return ""
+    if len(missing) == len(trained):
+        return "has no state in it: it was saved before its first step, or without its state, and starts afresh."
+    shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
+    return (
+        f"has no state for {len(missing)} of {len(trained)} parameters ({shown}), which start afresh: they had no "
+        "gradient until then, or their state was left out."
+    )
+
+
+def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known to keep something for every parameter that it has updated."""
+    inner = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
+    if isinstance(inner, torch.optim.SGD):
+        return any(group["momentum"] for group in inner.param_groups)
+    return type(inner).__module__.startswith("torch.optim")

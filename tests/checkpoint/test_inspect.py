@@ -1,0 +1,93 @@
+"""`phalanx checkpoint inspect` says what is in a checkpoint, of every form, and what is damaged."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+
+import phalanx.checkpoint.sharded  # noqa: F401 - imported once, before the test is watched for what it leaves
+from phalanx.checkpoint import CheckpointManager, inspect, load_checkpoint, save_checkpoint
+from phalanx.cli.commands import group
+from phalanx.errors import CheckpointError
+
+STATE = {
+    "model": {"weight": torch.ones(300, 20), "scale": torch.tensor(1, dtype=torch.bfloat16)},
+    "epoch": 3,
+    "betas": (0.9, 0.99),
+    "long": "x" * 100,
+}
+
+
+def run(*words):
+    return CliRunner().invoke(group, ["checkpoint", "inspect", *map(str, words)])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_of_a_run_is_shown(tmp_path, sharded):
+    manager = CheckpointManager(tmp_path / "run", sharded=sharded)
+    manager.save(7, {"old": 1})
+    path = manager.save(9, STATE)
+    for asked in (path, tmp_path / "run"):
+        contents = inspect(asked, verify=True)
+        assert (contents.step, contents.world_size, contents.damage) == (9, 1, ())
+        assert contents.form == ("sharded" if sharded else "whole")
+        told = {item.name: (item.dtype, item.shape, item.nbytes) for item in contents.items if item.dtype}
+        assert told == {"model.weight": ("float32", (300, 20), 24000), "model.scale": ("bfloat16", (), 2)}
+        values = {item.name: item.value for item in contents.items if not item.dtype}
+        assert values == {"epoch": "3", "betas": "(0.9, 0.99)", "long": "'" + "x" * 58 + "…"}
+    result = run(tmp_path / "run", "--verify")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert "model.weight\tfloat32\t300 × 20\t24 kB" in lines  # noqa: RUF001
+    assert "epoch\t3" in lines
+    assert "step 9, saved by 1 rank, " in lines[-1]
+    assert lines[-1].endswith("all checksums right, older ones: 00000001-step-7")
+    assert json.loads(run(path, "--json").output)["step"] == 9
+    loaded = load_checkpoint(tmp_path / "run")
+    assert torch.equal(loaded["model"]["weight"], STATE["model"]["weight"])
+    assert loaded["betas"] == (0.9, 0.99)
+    assert load_checkpoint(manager.checkpoints()[1]) == {"old": 1}
+
+
+def test_a_file_of_torch_save_is_shown(tmp_path):
+    save_checkpoint(tmp_path / "one.pt", STATE)
+    contents = inspect(tmp_path / "one.pt", verify=True)
+    assert (contents.form, contents.step, contents.damage) == ("torch.save", None, ())
+    assert contents.items[0].shape == (300, 20)
+    torch.save([torch.ones(2), 5], tmp_path / "two.pt")
+    assert [item.name for item in inspect(tmp_path / "two.pt").items] == [".0", ".1"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_folder_of_torch_distributed_checkpoint_is_shown(tmp_path):
+    dcp.save({"w": torch.ones(2, 3), "n": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    contents = inspect(tmp_path / "dcp")
+    assert contents.form == "torch.distributed.checkpoint"
+    assert {item.name: item.shape for item in contents.items} == {"w": (2, 3), "n": ()}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_damaged_is_named_and_the_exit_code_tells(tmp_path, sharded):
+    path = CheckpointManager(tmp_path / "run", sharded=sharded).save(1, STATE)
+    file = max(path.iterdir(), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert run(path).exit_code == 0, "it reads no tensor"
+    result = run(path, "--verify")
+    assert result.exit_code == 1
+    assert f"{file} does not match its checksum" in result.stderr
+
+
+def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path):
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    for name, message in (("none", "could not be read: No such file"), (".", "there is no checkpoint in"),
+                          ("notes.txt", "cannot be opened")):  # fmt: skip
+        result = run(tmp_path / name)
+        assert result.exit_code == 1
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        with pytest.raises(CheckpointError):
+            inspect(tmp_path / name)

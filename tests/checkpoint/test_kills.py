@@ -1,0 +1,125 @@
+"""Whoever is killed while it saves, whenever: the latest checkpoint is whole, and nothing of the dead one stays."""
+
+import os
+import random
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx.checkpoint.sharded
+from phalanx.checkpoint import CheckpointManager
+from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.testing import run_ranks
+
+
+def die_after(seconds):
+    """By the kernel's hand, wherever the process is then: a timer whose signal nobody handles."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def state_of(step, size):
+    return {"w": torch.full((size,), step), "v": [torch.full((size,), -step)], "step": step}
+
+
+def assert_whole(restored):
+    assert restored.state["step"] == restored.step
+    assert restored.state["w"].eq(restored.step).all()
+    assert restored.state["v"][0].eq(-restored.step).all()
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("form", ["whole", "sharded"])
+def test_a_saver_killed_at_a_random_moment_leaves_the_latest_whole(tmp_path, form, how, kill):
+    dice = random.Random(f"{form} {how} {kill}")
+    size, delay = dice.choice([10, 20_000, 500_000]), dice.random() * 0.1
+    folder, log = tmp_path / "run", tmp_path / "log"
+
+    def save(rank, world_size):
+        manager = CheckpointManager(folder, keep=2, sharded=form == "sharded")
+        with log.open("w", buffering=1) as file:
+            step = 0
+            while True:
+                step += 1
+                print("saving", step, file=file)
+                state = state_of(step, size)
+                if how == "save":
+                    manager.save(step, state)
+                else:
+                    manager.async_save(step, state)
+                    state["w"].zero_()
+                    manager.wait()
+                print("saved", step, file=file)
+                if step == 3:
+                    die_after(delay)
+
+    run_ranks(save, 1, backend=None, lost=[0], timeout=60)
+    lines = [line.split() for line in log.read_text().splitlines()]
+    saving, saved = (max(int(step) for word, step in lines if word == said) for said in ("saving", "saved"))
+    manager = CheckpointManager(folder, keep=2)
+    restored = manager.load()
+    assert saved <= restored.step <= saving
+    assert_whole(restored)
+    steps = [int(path.name.rpartition("-")[2]) for path in manager.checkpoints()]
+    assert 2 <= len(steps) <= 3, "before it removes the oldest there is one more"
+    for step in steps:
+        assert_whole(manager.load(step=step))
+    manager.save(restored.step + 1, {"step": 0})
+    names = sorted(os.listdir(folder))
+    assert len(names) == 3, names
+    assert names[-1] == "latest"
+    assert not [name for name in names if name.startswith(".")], "what the dead one left is gone"
+
+
+def test_a_rank_killed_while_ranks_save_leaves_the_latest_whole_and_the_others_go_on(tmp_path, kill):
+    dice = random.Random(kill)
+    victim, delay = dice.randrange(2), dice.random() * 0.1
+
+    def save(rank, world_size):
+        manager = CheckpointManager(tmp_path, sharded=True)
+        step = 0
+
+        def train():
+            nonlocal step
+            while True:
+                step += 1
+                manager.async_save(step, state_of(step, 100_000))
+                dist.barrier()  # a step of training
+                if rank == victim and step == 3:
+                    die_after(delay)
+
+        with pytest.raises(PhalanxError):
+            train()
+        # As after a regroup: what waits for the dead one's part must not be waited for.
+        dist.destroy_process_group()
+        manager.async_save(1000, state_of(1000, 5))
+        assert manager.wait().name.endswith("-step-1000")
+        return step
+
+    reached = run_ranks(save, 2, lost=[victim], timeout=60)[1 - victim]
+    manager = CheckpointManager(tmp_path)
+    steps = [int(path.name.rpartition("-")[2]) for path in manager.checkpoints()]
+    assert steps[0] == 1000
+    assert len(steps) > 1
+    assert all(step <= reached for step in steps[1:])
+    for step in steps:
+        assert_whole(manager.load(step=step))
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_a_part_that_does_not_come_is_told_and_the_checkpoint_is_given_up(tmp_path):
+    """Rank 0 must not wait for ever for the part of a rank whose disk hangs."""
+
+    def save(rank, world_size):
+        manager = CheckpointManager(tmp_path, sharded=True, timeout=0.2)
+        state = {"w": torch.ones(3), "v": torch.ones(3)}
+        manager.save(1, state)
+        if rank == 1:  # it says that it has written its part, and nobody finds it
+            phalanx.checkpoint.sharded.tell_part = lambda *_: None
+        with pytest.raises(CheckpointError, match=r"step 2 to .*: \.part-1 did not come within 0.2 s"):
+            manager.save(2, state)
+        return sorted(os.listdir(tmp_path))
+
+    assert run_ranks(save, 2) == [["00000001-step-1", "latest"]] * 2
