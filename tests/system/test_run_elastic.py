@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.system.phalanx_command import Finished, Running, said_by, start
+from tests.system.phalanx_command import Finished, Running, run, said_by, start, write_script
 
 SCRIPT = str(Path(__file__).with_name("elastic_rank.py"))
 
@@ -208,3 +208,43 @@ def test_nothing_is_left_when_the_agent_is_killed_after_its_zygote(tmp_path: Pat
         job.running.process.kill()  # while the new one is starting
         job.running.process.wait()
         job.running.wait_gone()
+
+
+def test_a_stopped_rank_is_evicted_and_replaced(tmp_path: Path) -> None:
+    with elastic_job(tmp_path, "--evict-after", "0.5") as job:
+        job.order("stop-1")
+        job.wait_joined(1, 1)
+        job.wait_generation(1, 3)
+        finished = job.finish()
+    assert finished.code == 0, finished.err
+    assert "stopped (SIGSTOP or Ctrl-Z)" in finished.err
+    assert re.search(
+        r"rank 1 \(pid \d+\) is lost: killed: it had done nothing for .* s \(--evict-after 0.5\)", finished.err
+    )
+
+
+DEADLOCKED = """
+import threading
+import torch.distributed as dist
+
+def wait_for_myself():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+dist.init_process_group("phalanx")
+dist.barrier()
+if dist.get_rank() == 1:
+    wait_for_myself()
+dist.barrier()
+"""
+
+
+def test_a_rank_that_waits_for_itself_is_killed_and_told_with_its_stack(tmp_path: Path) -> None:
+    script = write_script(tmp_path, DEADLOCKED)
+    finished = run("--evict-after", "5", "--nproc-per-node", "3", script)
+    assert finished.code == 128 + signal.SIGKILL
+    assert "First failure: rank 1 of 3" in finished.err
+    assert "It was killed: ranks 0, 2 wait for rank 1" in finished.err
+    assert "barrier #" in finished.err
+    assert "in wait_for_myself" in finished.err

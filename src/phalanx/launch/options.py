@@ -67,6 +67,13 @@ def _read_host_timeout(text: str) -> float:
     return value
 
 
+def _read_evict_after(text: str) -> float:
+    value = _read_seconds(text)
+    if value < 0.5:
+        raise ValueError(f"must be at least 0.5 seconds, got {text!r}")
+    return value
+
+
 def _read_cluster(text: str) -> str:
     if text != "ray":
         raise ValueError(f"must be ray, got {text!r}. Slurm, Kubernetes, MPI, LSF and PBS are detected")
@@ -200,7 +207,12 @@ OPTIONS = (
     Option("exit-timeout", "exit_timeout_s", "Once a rank has ended well, seconds that the others may take before they "
            "are stopped (default: no limit; the command says who is still there).", "SECONDS", _read_seconds,
            torchruns=False),
-    Option("max-restarts", "max_restarts", "After a failure start all ranks again, up to N times (default 0).", "N",
+    Option("evict-after", "evict_after_s", "Kill a rank that keeps the others waiting for so long without a sign of "
+           "life, as the flight recorder and its process's state tell (stopped, deadlocked, a dead disk); an elastic "
+           "job replaces it (default: it is told, and nobody is killed).", "SECONDS", _read_evict_after,
+           torchruns=False),
+    Option("max-restarts", "max_restarts", "After a failure start all ranks again, up to N times (default 0); in "
+           "an elastic job replace lost ranks, up to N of them (default: as often as it helps).", "N",
            _read_count),
     Option("role", "role", "ROLE_NAME for the ranks of this host (default: default).", "NAME"),
     Option("no-affinity", "not:affinity", "Do not pin ranks to cores.", torchruns=False),

@@ -37,6 +37,7 @@ class Settings:
     shown_ranks: tuple[int, ...] | None = None
     grace_s: float = 10.0
     exit_timeout_s: float | None = None
+    evict_after_s: float | None = None
     affinity: bool = True
     preload: bool = True
     max_restarts: int | None = None  # None: none of all ranks, and as many replacements as an elastic job makes use of

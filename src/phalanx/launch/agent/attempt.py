@@ -7,8 +7,9 @@ import os
 import select
 import signal
 import socket
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from phalanx.launch import limits
 from phalanx.launch.agent.adopted import Adopted, AdoptedExit
 from phalanx.launch.agent.agent_socket import AgentSocket, Request
 from phalanx.launch.agent.elastic import (
+    Abandon,
     BeginGeneration,
     Elastic,
     ElasticAction,
@@ -37,6 +39,7 @@ from phalanx.launch.agent.scratch import create_scratch, create_store
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.stragglers import describe_stragglers
 from phalanx.launch.agent.supervision import Action, Kill, Supervision, Tell
+from phalanx.launch.agent.watch import Accused, Watch, describe_slow, describe_wait, read_stack
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import Job, Place, plan_rank_environment
 from phalanx.launch.failure import Exit, Report, summarise
@@ -45,7 +48,7 @@ from phalanx.launch.output.display import Display
 from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import ENDING_SIGNALS, name_signal
+from phalanx.launch.processes import ENDING_SIGNALS, STACKS_SIGNAL, name_signal
 from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer, answer_others
 from phalanx.symmetric_memory.peer import peer_of
 
@@ -113,6 +116,8 @@ class Attempt:
         self._knocking: list[Request] = []
         self._has_started = False
         self._stillborn = 0  # zygotes in a row that have died before they were asked for anybody
+        self._watch = Watch(plan.settings.evict_after_s, time.monotonic())
+        self._evicted: dict[int, str] = {}  # process -> why it was killed
         self.links = ElasticLinks()
         self.elastic = self.decide_losses()
         self.state = self.supervise()
@@ -292,7 +297,7 @@ class Attempt:
                 at
                 for at in (
                     self.state.next_due, host.display.next_due, self._sweep_due, self._report_end_at, self.due,
-                    self.elastic.next_due,
+                    self.elastic.next_due, self._watch.next_due if self.state.phase == "running" else None,
                 )
                 if at is not None
             ]  # fmt: skip
@@ -339,6 +344,8 @@ class Attempt:
         now = time.monotonic()
         self.do(self.state.on_time(now))
         self.do_elastic(self.elastic.on_time(now))
+        if self.state.phase == "running" and now >= self._watch.next_due:
+            self._look(now)
         if self.state.phase not in ("running", "settling"):
             self._host.display.release(self.first)
             if self._report_end_at is None and self.state.interrupted is None:
@@ -455,6 +462,7 @@ class Attempt:
         for _, _, message in self.links.drop(pid):
             self.on_rank_message(rank, pid, message)
         dump = os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
+        dump = self._evicted.pop(pid, dump)
         self.on_exit(Exit(rank, pid, status, at, dump))
 
     def on_started(self, rank: int, pid: int) -> None:
@@ -462,8 +470,54 @@ class Attempt:
         self.state.on_started(rank)
         self.elastic.on_started(rank, pid)
 
+    def _look(self, now: float) -> None:
+        """Whom do the others wait for? Costs some milliseconds of this process, every few seconds."""
+        watch = self._watch
+        pids = {rank: self._pids[rank] for rank in self.state.running if rank in self._pids}
+        groups, steps_ns = self.flights.logs(), {pid: at for pid in pids.values() if (at := self._last_step_ns(pid))}
+        if watch.is_due(now):
+            for accused in watch.look(pids, groups, steps_ns, self._stacks, now):
+                self.send_signal(STACKS_SIGNAL, (accused.rank,), group=False)
+            slow = watch.find_slow(now)
+            rank = next((rank for rank, pid in pids.items() if slow is not None and pid == slow.pid), None)
+            if slow is not None and rank is not None:
+                self._host.display.say(describe_slow(slow, rank))
+        for accused in watch.judge(pids, groups, steps_ns, now):
+            if self._pids.get(accused.rank) == accused.pid:
+                self._sentence(accused, groups)
+
+    def _last_step_ns(self, pid: int) -> int:
+        """When the process has last completed a step; 0 if it does not say."""
+        progress = self.pages.read(pid)
+        tracks = (progress.loop, progress.state) if progress is not None else ()
+        return max((track.recent[-1][0] for track in tracks if track is not None), default=0)
+
+    def _sentence(self, accused: Accused, groups: Sequence[GroupLog]) -> None:
+        """Tell of a rank that keeps the others waiting; kill it if that was asked for."""
+        rank_of = {pid: rank for rank, pid in self._pids.items()}
+        text = describe_wait(accused, rank_of, groups)
+        stack = read_stack(self._stacks[accused.rank], accused.offset)
+        told = f"phalanx run: {text}" + (f"\n{textwrap.indent(stack.rstrip(), '  ')}" if stack else "")
+        if not accused.evict:
+            self._host.display.say(f"{told}\n--evict-after SECONDS would kill it.")
+            return
+        why = f"the others waited for it for {accused.silent.silent_s:.1f} s"
+        if not accused.silent.waiting:
+            why = f"it had done nothing for {accused.silent.silent_s:.1f} s"
+        why += f" (--evict-after {self._plan.settings.evict_after_s:g})"
+        if self.elastic.claims(accused.rank, accused.pid):
+            self._host.display.say(told)
+            self.do_elastic(self.elastic.evict(accused.rank, why, time.monotonic()))
+        else:
+            self._evicted[accused.pid] = f"It was killed: {text} (--evict-after).\n\n{stack}".rstrip()
+            self.send_signal(signal.SIGKILL, (accused.rank,), group=True)
+
     def on_exit(self, exit: Exit) -> None:
         """The process of a rank has ended; all that it said was heard."""
+        for pid in self._pids.values():
+            progress = self.pages.read(pid)
+            if progress is not None and progress.state is not None:
+                self.elastic.on_step(progress.state.steps)
         actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
         if actions is None:
             self.do(self.state.on_exit(exit))
@@ -565,6 +619,9 @@ class Attempt:
                 self.tell_generation(action.seat)
             elif isinstance(action, Evict):
                 self.send_signal(signal.SIGKILL, (action.seat,), group=True)
+            elif isinstance(action, Abandon):
+                if action.seat in self._pids:
+                    self._on_exit(action.seat, self._pids[action.seat], -signal.SIGKILL, now)
             elif isinstance(action, Retire):
                 for seat in action.seats:
                     self.state.on_retired(seat)

@@ -23,6 +23,7 @@ from phalanx.launch.generation import Generation, HostSeats, Limits, Seating, pl
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait
+DYING_S = 5.0  # what the kernel may take to end a process that was killed (a system call that cannot be interrupted)
 SILENT_S = 10.0  # what a rank may keep the others waiting, which have given up on it
 _MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
 _MAX_ALIKE = 2  # times that the same exception is raised at the same step
@@ -76,6 +77,13 @@ class Evict:
 
 
 @dataclass(frozen=True)
+class Abandon:
+    """Go on as if the process in this seat had ended: it was killed, and the kernel does not let it die."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
 class GiveUp:
     """The job fails, of what has happened to these ranks."""
 
@@ -114,7 +122,9 @@ class DropHost:
 
 
 # The last two are of a job on several hosts (`phalanx.launch.hosts.elastic_hosts`).
-ElasticAction = BeginGeneration | SendToRank | TellGeneration | Evict | GiveUp | Retire | Say | PrepareHost | DropHost
+ElasticAction = (
+    BeginGeneration | SendToRank | TellGeneration | Evict | Abandon | GiveUp | Retire | Say | PrepareHost | DropHost
+)
 
 
 @dataclass
@@ -156,6 +166,7 @@ class Elastic:
         self._refuses_forks = False  # the system has
         self._forking: set[int] = set()  # seats whose process is on its way
         self._evicted: dict[int, str] = {}  # pid -> why we killed it
+        self._undying: dict[int, float] = {}  # seat -> when we do without the end of the process that we killed
         self._due: dict[int, tuple[float, str]] = {}  # seat -> when it is evicted, and why
         self._best_step = -1
         self._in_vain = 0
@@ -178,6 +189,10 @@ class Elastic:
     def step(self) -> int:
         """The last step that a rank is known to have completed."""
         return self._best_step
+
+    def on_step(self, step: int) -> None:
+        """A rank is known to have completed this step."""
+        self._on_step(step)
 
     def rank_of(self, seat: int) -> int:
         """The rank of a seat in the generation that there is."""
@@ -272,17 +287,22 @@ class Elastic:
         for seat, (at, why) in list(self._due.items()):
             if now >= at:
                 del self._due[seat]
-                actions += self.evict(seat, why)
+                actions += self.evict(seat, why, now)
+        for seat in [seat for seat, at in self._undying.items() if now >= at]:
+            del self._undying[seat]
+            actions.append(Abandon(seat))
         self._plan_due()
         return actions
 
-    def evict(self, seat: int, why: str) -> list[ElasticAction]:
+    def evict(self, seat: int, why: str, now: float) -> list[ElasticAction]:
         """Kill the process in a seat; the rest follows from its end."""
         member = self.members.get(seat)
         if member is None:
             return []
         if member.report is None:
             self._evicted[member.pid] = f"killed: {why}"
+        self._undying[seat] = now + DYING_S
+        self._plan_due()
         return [Evict(seat, why)]
 
     def give_up(self) -> GiveUp:
@@ -449,6 +469,7 @@ class Elastic:
     def _forget(self, seat: int) -> None:
         self.members.pop(seat, None)
         self._due.pop(seat, None)
+        self._undying.pop(seat, None)
         self._plan_due()
 
     def _set_due(self, seat: int, at: float, why: str) -> None:
@@ -456,7 +477,7 @@ class Elastic:
         self._plan_due()
 
     def _plan_due(self) -> None:
-        self.next_due = min((at for at, _ in self._due.values()), default=None)
+        self.next_due = min([*(at for at, _ in self._due.values()), *self._undying.values()], default=None)
 
 
 def plan_message(

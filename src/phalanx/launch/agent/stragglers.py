@@ -38,12 +38,16 @@ def describe_stragglers(
     for rank in ranks[:_MAX_LINES]:
         pid = pids.get(rank)
         absent = "not started yet" if rank in local_ranks else "on another host"
-        state = _STATES.get(read_state(pid), "") if pid is not None else absent
-        said = [state.format(pid=pid), _describe_last(pid, groups)]
+        said = describe_process(pid, groups) if pid is not None else (absent,)
         lines.append(f"  rank {rank}" + (f" (pid {pid})" if pid else "") + ": " + "; ".join(filter(None, said)))
     if len(ranks) > _MAX_LINES:
         lines.append(f"  … and {len(ranks) - _MAX_LINES} more")
     return "\n".join(lines)
+
+
+def describe_process(pid: int, groups: Sequence[GroupLog]) -> tuple[str, str]:
+    """What the system says of a process, and what the recorder; empty where they say nothing."""
+    return _STATES.get(read_state(pid), "").format(pid=pid), _describe_last(pid, groups)
 
 
 def _describe_last(pid: int | None, groups: Sequence[GroupLog]) -> str:

@@ -42,6 +42,7 @@ class JobSpec:
     shown_ranks: tuple[int, ...] | None
     grace_s: float
     exit_timeout_s: float | None
+    evict_after_s: float | None
     affinity: bool
     preload: bool
     max_restarts: int | None
@@ -59,7 +60,8 @@ class JobSpec:
             target.kind, target.name, target.arguments, os.getcwd(), settings.nproc, run_id, rendezvous.min_nodes,
             rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, settings.role, settings.log_dir,
             settings.redirects, settings.tee, settings.shown_ranks, settings.grace_s, settings.exit_timeout_s,
-            settings.affinity, settings.preload, settings.max_restarts, settings.local_rank_argument,
+            settings.evict_after_s, settings.affinity, settings.preload, settings.max_restarts,
+            settings.local_rank_argument,
             choose_environment(environ, settings.environment),
         )  # fmt: skip
 
@@ -100,6 +102,7 @@ class JobSpec:
             shown_ranks=self.shown_ranks,
             grace_s=self.grace_s,
             exit_timeout_s=self.exit_timeout_s,
+            evict_after_s=self.evict_after_s,
             affinity=self.affinity and own.affinity,
             preload=self.preload,
             max_restarts=self.max_restarts,
