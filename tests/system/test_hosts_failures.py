@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.system.hosts_jobs import on_hosts
+from tests.system.hosts_jobs import limit, on_hosts
 
 import phalanx
 from phalanx.backend import connect
@@ -329,6 +330,7 @@ def test_a_message_that_does_not_fit_its_receiver_is_refused():
 def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
     def check(rank, world_size, machines):
         dist.barrier()
+        limit(2.0)
         store = dist.group.WORLD.get_group_store()
         if rank == late:
             while dist.group.WORLD.transport._report is None:  # it comes only when the others have given up
@@ -340,7 +342,7 @@ def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
             store.wait(["it has heard"], timedelta(seconds=20))
         return cause_of(caught.value), caught.value.missing
 
-    results = on_hosts(sizes, check, timeout_s=2.0)
+    results = on_hosts(sizes, check)
     assert len({text for text, _ in results}) == 1
     text, missing = results[0]
     assert missing == (late,)
@@ -352,25 +354,27 @@ def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
 def test_a_stopped_rank_is_one_that_does_not_answer():
     def check(rank, world_size, machines):
         dist.barrier()
+        limit(2.0)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         with pytest.raises(DeadlineError, match="does not answer: it hangs, is stopped, or is cut off") as caught:
             dist.all_reduce(torch.ones(3))
         return caught.value.missing
 
-    assert on_hosts((1, 1), check, timeout_s=2.0, lost=(1,))[0] == (1,)
+    assert on_hosts((1, 1), check, lost=(1,))[0] == (1,)
 
 
 def test_a_host_that_is_cut_off_is_late_as_a_whole_and_hears_that_it_is_cut_off():
     def check(rank, world_size, machines):
         dist.barrier()
+        limit(2.0)
         if rank == 0:
             machines[1].cut_off()
         with pytest.raises(DeadlineError) as caught:
             _all_reduce_until_it_fails()
         return caught.value.missing, str(caught.value)
 
-    results = on_hosts((1, 2), check, timeout_s=2.0)
+    results = on_hosts((1, 2), check)
     assert [missing for missing, _ in results] == [(1, 2), (0,), (0,)]
     assert "Rank 2 (pid " in results[0][1]
     assert "does not answer: it hangs, is stopped, or is cut off." in results[0][1]
@@ -380,6 +384,7 @@ def test_a_host_that_is_cut_off_is_late_as_a_whole_and_hears_that_it_is_cut_off(
 def test_a_host_whose_link_is_cut_in_the_middle_of_a_large_transfer_is_named_within_the_timeout():
     def check(rank, world_size, machines):
         dist.barrier()
+        limit(3.0)
         tensor = torch.ones(4 * 2**20)
         if rank == 0:
             threading.Timer(0.3, machines[1].cut_off).start()
@@ -388,7 +393,7 @@ def test_a_host_whose_link_is_cut_in_the_middle_of_a_large_transfer_is_named_wit
             _move_until_it_fails(tensor)
         return caught.value.missing, str(caught.value), time.monotonic() - begun
 
-    results = on_hosts((2, 2), check, timeout_s=3.0)
+    results = on_hosts((2, 2), check)
     assert [missing for missing, _, _ in results] == [(2, 3), (2, 3), (0, 1), (0, 1)], results
     assert all("within 3.0 s" in text for _, text, _ in results)
     assert all(took < 30.0 for _, _, took in results), "it hung"
@@ -402,16 +407,14 @@ def test_ranks_of_a_host_that_is_cut_off_tell_the_same_where_the_time_of_one_is_
 
     def check(rank, world_size, machines):
         dist.barrier()
-        if rank == 2:
-            dist.group.WORLD.set_timeout(timedelta(seconds=2))
-        dist.barrier()
+        limit(2.0 if rank == 2 else 12.0)
         if rank == 0:
             machines[1].cut_off()
         with pytest.raises(DeadlineError) as caught:
             _all_reduce_until_it_fails(size)
         return caught.value.missing, cause_of(caught.value)
 
-    results = on_hosts((2, 2), check, timeout_s=12.0)
+    results = on_hosts((2, 2), check)
     assert [missing for missing, _ in results[2:]] == [(0, 1)] * 2, results
     assert results[2][1] == results[3][1]
     assert "no answer from ranks 0, 1 within 2.0 s" in results[3][1]
@@ -422,6 +425,7 @@ def test_ranks_of_a_host_that_is_cut_off_tell_the_same_where_the_time_of_one_is_
 def test_a_cut_of_three_seconds_ends_in_an_error_or_is_waited_out_as_the_timeout_says(timeout_s):
     def check(rank, world_size, machines):
         dist.barrier()
+        limit(timeout_s)
         small, large = torch.full((100,), rank + 1.0), torch.full((2**20,), rank + 1.0)
         if rank == 0:
             machines[1].cut_off()
@@ -440,7 +444,7 @@ def test_a_cut_of_three_seconds_ends_in_an_error_or_is_waited_out_as_the_timeout
                 plugging.join()
         return "it went on"
 
-    said = on_hosts((1, 1), check, timeout_s=timeout_s, run_s=90.0)
+    said = on_hosts((1, 1), check, run_s=90.0)
     if timeout_s > 3.0:
         assert said == ["it went on"] * 2
     else:
@@ -488,14 +492,10 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
             return str(caught.value), 0.0
         sent = []
 
-        def interrupt():
-            while not (group._channels if waits_for == "message" else group.transport._position.inside):
-                time.sleep(0.01)
-            time.sleep(0.2)  # into the wait itself
-            sent.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGINT)
+        def is_time():
+            return bool(group._channels) if waits_for == "message" else group.transport._position.inside
 
-        thread = threading.Thread(target=interrupt)
+        thread = threading.Thread(target=_signal_when, args=(is_time, signal.SIGINT, sent))
         thread.start()
         calls = {
             "collective": (dist.all_reduce, (torch.ones(3),)),
@@ -591,10 +591,20 @@ def _is_running(name):
     return any(thread.name == name for thread in threading.enumerate())
 
 
-def _signal_when(is_time, number=signal.SIGINT):
-    while not is_time():
+def _signal_when(is_time, number=signal.SIGINT, sent=None):
+    """Send this process a signal once `is_time()` and its main thread stands in a wait; `sent` gets the time."""
+    main = threading.main_thread()
+    before, same = None, 0
+    while same < 5:  # asleep at one and the same instruction, each time that it is looked at
         time.sleep(0.01)
-    time.sleep(0.2)  # into the wait itself
+        frame = sys._current_frames()[main.ident]
+        here = (id(frame), frame.f_lasti)
+        state = Path(f"/proc/self/task/{main.native_id}/stat").read_text().rpartition(")")[2].split()[0]
+        same = same + 1 if is_time() and state == "S" and here == before else 0
+        before = here
+        del frame
+    if sent is not None:
+        sent.append(time.monotonic())
     os.kill(os.getpid(), number)
 
 
@@ -610,7 +620,7 @@ def test_ranks_with_different_options_are_told_before_anything_is_built():
 
 def test_an_interface_that_is_not_there_is_told_with_the_hosts():
     with pytest.raises(RankFailed) as caught:
-        on_hosts((1, 1), lambda *a: None, options=phalanx.Options(interface="eth7"), timeout_s=3.0)
+        on_hosts((1, 1), lambda *a: None, options=phalanx.Options(interface="eth7"))
     assert "the ranks' hosts cannot all reach each other" in str(caught.value.errors[0])
     assert "rank 1: " in str(caught.value.errors[0])
     assert " at 10.77.0.2" in str(caught.value.errors[0])
@@ -637,6 +647,7 @@ def test_the_rank_to_blame_is_blamed_also_where_it_keeps_the_store(how, victim):
 
     def check(rank, world_size, machines):
         dist.barrier()
+        limit(3.0)
         if rank == victim:
             os.kill(os.getpid(), how)
         with pytest.raises((PeerLostError, DeadlineError)) as caught:
@@ -644,7 +655,7 @@ def test_the_rank_to_blame_is_blamed_also_where_it_keeps_the_store(how, victim):
         error = caught.value  # and the program ends with it
         return type(error), error.ranks if isinstance(error, PeerLostError) else error.missing, str(error)
 
-    results = on_hosts((2, 2), check, lost=(victim,), timeout_s=3.0)
+    results = on_hosts((2, 2), check, lost=(victim,))
     for kind, ranks, message in (result for result in results if result):
         assert kind is (PeerLostError if how is signal.SIGKILL else DeadlineError), message
         assert ranks == (victim,), message
