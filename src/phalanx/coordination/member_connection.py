@@ -56,6 +56,12 @@ class MemberConnection(Connection):
                 self.member = -1
                 self._stop.clear()
 
+    def is_over(self) -> bool:
+        """Whether the coordinator has ended, as far as can be seen: its host answers, and its port is closed. Slow."""
+        if self._route is not None:
+            return is_refused(self._route.address, _PROBE_S)
+        return not os.path.exists(self.address.path)
+
     # Events.
 
     def fileno(self) -> int:
@@ -126,12 +132,9 @@ class MemberConnection(Connection):
 
         A host that was switched off, or a link that is cut, says nothing: only silence tells of those.
         """
-        if self._route is not None:
-            is_closed = is_refused(self._route.address, _PROBE_S)
-        else:
-            is_closed = not os.path.exists(self.address.path)
+        is_over = self.is_over()
         now = time.monotonic()
-        self._refused_at = (self._refused_at or now) if is_closed else None
+        self._refused_at = (self._refused_at or now) if is_over else None
         if self._refused_at is not None and now - self._refused_at >= _REFUSED_S:
             with self._lock:
                 if self._socket is not None:

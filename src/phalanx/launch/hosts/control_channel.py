@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +163,27 @@ class ControlChannel:
     def to_own_clock(self, member: int, at: float) -> float:
         """A time that `member` told, on this host's monotonic clock: late by the shortest way of a message so far."""
         return at + self._offsets.get(member, 0.0)
+
+    def join_again(self, facts: Mapping[str, Any], timeout_s: float) -> None:
+        """Be a new member, after this one was given up: what was to be sent, or was taken and given back, is dropped.
+
+        Raises:
+            PhalanxError: the coordinator does not answer within the time.
+        """
+        with self._lock:
+            for _ in range(max(0, len(self._queue) - 1)):  # the first is being sent
+                self._queue.pop()
+            self._waiting_bytes = sum(len(data) for _, data in self._queue)
+        self._client.timeout = timeout_s
+        if self._client.member >= 0:  # it may count on us again, but our ranks are gone
+            self._client.leave("it has lost the first host for a while")
+        self.member = self._client.join(facts)
+        self._given_back = [message for message in self.take() if isinstance(message, ControlMessage)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the coordinator has ended, as far as can be seen. Slow."""
+        return self._client.is_over()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all has been sent; False when time is up."""

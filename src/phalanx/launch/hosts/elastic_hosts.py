@@ -154,7 +154,7 @@ class ElasticHosts(Elastic):
         """To be called when `next_due` has come."""
         actions = super().on_time(now)
         if self._waits_since is not None and self.ended is None and now >= self._waits_since + self.wait_s:
-            why = f"there are {self._waits_for}, and nobody has come within {self.wait_s:g} s"
+            why = f"{self._waits_for} left, and nobody has come within {self.wait_s:g} s"
             actions += self._save_and_end(why)
             self._waits_since = None
             self._plan_due()
@@ -179,6 +179,12 @@ class ElasticHosts(Elastic):
         step = max(self._best_step, gone.step)
         return Lost(seat, self.rank_of(seat), gone.pid, why, now, self.generation.number, step, label)
 
+    def pid_of(self, seat: int) -> int | None:
+        """The process in a seat, of those that have not ended."""
+        arrival = self._arrival_of(seat)
+        member = (self.members if arrival is None else arrival.members).get(seat)
+        return None if member is None else member.pid
+
     def is_arriving(self, seat: int) -> bool:
         """Whether the rank in this seat has yet to be taken in."""
         return self._arrival_of(seat) is not None
@@ -192,6 +198,10 @@ class ElasticHosts(Elastic):
             seating = seating.seat(arrival.seats)
         return seating
 
+    def _find_seats(self, candidate: Candidate) -> HostSeats:
+        hosts = self._with_arrivals().take_in(candidate).hosts
+        return next(host for host in hosts if host.member == candidate.member)
+
     def _use_spares(self, now: float) -> list[ElasticAction]:
         """Take in who waits, where there is room."""
         if not self.active:
@@ -201,11 +211,10 @@ class ElasticHosts(Elastic):
         actions: list[ElasticAction] = []
         for candidate in choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits):
             del self.spares[candidate.member]
-            seating = self._with_arrivals().take_in(candidate)
-            seats = next(host for host in seating.hosts if host.member == candidate.member)
+            seats = self._find_seats(candidate)
             self.arrivals[candidate.member] = Arrival(seats)
             # As it would be if it were taken in now: its ranks need numbers to start with.
-            generation = plan_generation(self.generation.number + 1, seating)
+            generation = plan_generation(self.generation.number + 1, self._with_arrivals())
             actions.append(PrepareHost(seats, BeginGeneration(generation, (), ())))
         return actions
 
@@ -234,7 +243,7 @@ class ElasticHosts(Elastic):
         taken = choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits) if is_short else []
         for candidate in taken:
             del self.spares[candidate.member]
-            self.seating = self.seating.take_in(candidate)
+            self.seating = self.seating.seat(self._find_seats(candidate))
             self._untried.add(candidate.member)
         actions = super()._decide(now, without_loss)
         if any(isinstance(action, BeginGeneration) for action in actions):
@@ -260,15 +269,15 @@ class ElasticHosts(Elastic):
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
         """Too many are missing: hosts may come."""
         if self.wait_s <= 0:
-            return self._save_and_end(f"there are {missing}, and the ranks do not wait for more")
+            return self._save_and_end(f"{missing} left, and the ranks do not wait for more")
         if self._waits_since is not None:
             return []
         self._waits_since, self._waits_for = now, missing
         self._plan_due()
         return [
             Say(
-                f"phalanx run: there are {missing}: the ranks that are left hold what they have, and wait up to "
-                f"{self.wait_s:g} s for more (`phalanx join` on another host)"
+                f"phalanx run: {missing} left: the ranks hold what they have, and wait up to {self.wait_s:g} s for "
+                "more (`phalanx join` on another host)"
             )
         ]
 

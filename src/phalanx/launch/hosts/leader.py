@@ -385,7 +385,9 @@ class LeaderAttempt(Attempt):
         elif message.kind == "exit":
             at = self._peers.channel.to_own_clock(message.member, float(body["at"]))
             rank, pid = _rank_of(body, node), int(body["pid"])
-            if self.state.phase == "running" or not self.elastic_hosts.is_arriving(rank):
+            # A host that was given up, and has come again, may still tell of processes that were there before.
+            is_known = self.elastic_hosts.pid_of(rank) == pid
+            if is_known and (self.state.phase == "running" or not self.elastic_hosts.is_arriving(rank)):
                 self.on_exit(Exit(rank, pid, int(body["status"]), at, str(body["dump"])))
         elif message.kind == "rank says":
             self.on_rank_message(_rank_of(body, node), int(body["pid"]), dict(body["message"]))
@@ -424,7 +426,7 @@ class LeaderAttempt(Attempt):
         fields = message.body["report"]
         fields["at"] = self._peers.channel.to_own_clock(message.member, float(fields["at"]))
         report = Report.from_bytes(json.dumps(fields).encode())
-        if report is not None and report.rank in node.place.ranks:
+        if report is not None and self.elastic_hosts.pid_of(_rank_of(fields, node)) == report.pid:
             actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
             if actions is not None:
                 self.do_elastic(actions)

@@ -37,6 +37,7 @@ _PAUSE_S = 0.1
 _TRY_S = 20.0
 _TELL_AFTER_S = 3.0
 _LEAVE_TIMEOUT_S = 5.0
+_REJOIN_TRY_S = 3.0
 _TOO_LATE = (
     "phalanx run: the job has begun without this host, which waits for its next start: with --max-restarts, after a "
     "failure"
@@ -197,15 +198,16 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
         joined.job_spec.run_id,
     )  # fmt: skip
     assert isinstance(host.pump.viewer, Forward)
+    told = {**facts.to_json(), "reached": client.address.host}
     try:
-        client.join({**facts.to_json(), "reached": client.address.host})
+        client.join(told)
         channel = ControlChannel(client)
     except PhalanxError as error:
         client.close()
         raise LaunchError(f"phalanx run: {error}") from None
     host.pump.viewer.connect(channel)
     host.zygote.remember(describe_membership(client))
-    followed = _Followed(plan, host, joined, channel, own)
+    followed = _Followed(plan, host, joined, channel, own, told)
     try:
         return followed.run()
     finally:
@@ -218,7 +220,10 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
 class _Followed:
     """This host in a job: start after start, until the first host says that it is over."""
 
-    def __init__(self, plan: JobPlan, host: Host, joined: Joined, channel: ControlChannel, own: str) -> None:
+    def __init__(
+        self, plan: JobPlan, host: Host, joined: Joined, channel: ControlChannel, own: str, facts: dict[str, Any]
+    ) -> None:
+        self._facts = facts  # what the first host is told of this one
         self._plan = plan
         self._host = host
         self._joined = joined
@@ -243,8 +248,37 @@ class _Followed:
                 self._channel.put(FIRST, "failed", attempt=int(message.body["attempt"]), why=why)
             if attempt.ended is not None:
                 return self._end(attempt.ended)
-            if attempt.supervision.abandoned_by:
+            if attempt.supervision.abandoned_by and not self._come_back(attempt):
                 self._raise_lost(attempt.supervision.abandoned_by)
+
+    def _come_back(self, attempt: FollowerAttempt) -> bool:
+        """After an elastic job's ranks of this host were given up: join again, if the first host is heard in time.
+
+        The others may have gone on without this host, or wait for it; its ranks hold nothing that is of use.
+        """
+        if not attempt.supervision.is_elastic or attempt.wait_s <= 0 or self._channel.is_over:
+            return False
+        self._host.display.say(
+            f"phalanx run: waiting up to {attempt.wait_s:g} s for the first host, to be taken in again"
+        )
+        over = threading.Event()
+        end = time.monotonic() + attempt.wait_s
+
+        def join() -> bool:
+            while not over.is_set() and time.monotonic() < end and not self._channel.is_over:
+                try:
+                    self._channel.join_again(self._facts, _REJOIN_TRY_S)
+                except PhalanxError:
+                    time.sleep(_PAUSE_S)
+                else:
+                    return True
+            return False
+
+        if not _while_listening(self._host, over, join):
+            return False
+        self._host.zygote.remember(describe_membership(self._joined.client))
+        self._host.display.say("phalanx run: the first host is heard again")
+        return True
 
     def stop_answering(self) -> None:
         """Close the port at which other hosts have tried to reach this one, if it is open."""

@@ -1,0 +1,206 @@
+"""An elastic job on several hosts loses ranks, hosts and links and goes on: real processes in network namespaces.
+
+The ranks are those of `elastic_rank.py`, which speak the protocol and do nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.system.phalanx_command import Finished, Running, start
+from tests.system.test_run_elastic import SCRIPT, Job
+
+from phalanx.coordination.key import Key
+from phalanx.testing import why_no_hosts
+from phalanx.testing.namespaces import Host, hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+_PORT = "29479"
+
+
+class Cluster:
+    """Hosts, on each of which a command of one elastic job may run."""
+
+    def __init__(self, machines: list[Host], folder: Path, nnodes: str, env: dict[str, str], options: tuple[str, ...]):
+        self.machines = machines
+        self.jobs: dict[int, Job] = {}
+        self._stack = contextlib.ExitStack()
+        self._folder = folder
+        self._environ = {"PHALANX_KEY": str(Key(bytes(32))), **env}
+        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
+        named = tuple(word for name in env for word in ("--env", name))
+        self._line = (
+            "run", "--no-preload", "--nnodes", nnodes, *where, *named, *options,
+        )  # fmt: skip
+
+    def start(self, number: int, ranks: int, script: str = SCRIPT) -> Job:
+        """The command on a host, which is to have so many ranks."""
+        line = (*self._line, "--nproc-per-node", str(ranks), script, str(self._folder))
+        at = self.machines[number].command
+        running = self._stack.enter_context(start(*line, env=self._environ, before=at, stderr=subprocess.STDOUT))
+        self.jobs[number] = Job(running, self._folder)
+        return self.jobs[number]
+
+    @property
+    def first(self) -> Job:
+        """The first host shows what all ranks print."""
+        return self.jobs[0]
+
+    def kill(self, number: int) -> None:
+        """The command of a host, and with it its ranks."""
+        self.jobs[number].running.process.kill()
+
+    def wait_for(self, number: int, text: str) -> None:
+        """Until the command of a host has said so."""
+        job = self.jobs[number]
+        while not any(text in line for line in job.lines):
+            job.lines.append(job.running.read_until("").rstrip("\n"))
+
+    def finish(self, *numbers: int) -> list[Finished]:
+        """Have all ranks end well, and nothing be left anywhere."""
+        self.first.order("finish")
+        return self.ended(*numbers)
+
+    def ended_one(self, number: int) -> Finished:
+        """The command of a host has ended; those of others go on."""
+        job = self.jobs.pop(number)
+        end = self._end(job.running, job)
+        assert job.running.survivors() == []
+        return end
+
+    def ended(self, *numbers: int) -> list[Finished]:
+        finished = [self._end(self.jobs[number].running, self.jobs[number]) for number in numbers]
+        assert [job.running.survivors() for job in self.jobs.values()] == [[] for _ in self.jobs]
+        return finished
+
+    @staticmethod
+    def _end(running: Running, job: Job) -> Finished:
+        end = running.finish()
+        return Finished(end.code, "\n".join([*job.lines, end.out]), end.err)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def cluster(
+    folder: Path,
+    *sizes: int,
+    nnodes: str,
+    spare: int = 0,
+    env: dict[str, str] | None = None,
+    options: tuple[str, ...] = (),
+) -> Iterator[Cluster]:
+    """Hosts with so many ranks each, all of which have joined; and `spare` more without a command."""
+    with hosts(len(sizes) + spare) as machines:
+        made = Cluster(machines, folder, nnodes, env or {}, options)
+        try:
+            for number, size in enumerate(sizes):
+                made.start(number, size)
+            made.first.wait_joined(0, *range(sum(sizes)))
+            yield made
+        finally:
+            made.close()
+
+
+def test_ranks_of_any_host_are_replaced_also_the_only_one_and_the_first(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2, 1, nnodes="2") as made:
+        made.first.kill(2)
+        made.first.wait_joined(1, 2)
+        made.first.wait_generation(1, 3)
+        made.first.kill(0)
+        made.first.wait_joined(2, 0)
+        made.first.wait_generation(2, 3)
+        first, second = made.finish(0, 1)
+    assert (first.code, second.code) == (0, 0), first.out
+    assert first.out.count("3 ranks go on, ") == 2
+    assert re.search(r"rank 2 \(pid \d+\) is lost: SIGKILL", first.out)
+
+
+def test_a_job_goes_on_without_a_lost_host_and_takes_it_in_when_it_comes_back(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3") as made:
+        made.kill(1)
+        made.first.wait_generation(1, 2)  # what was rank 2 may be 1 now
+        made.start(1, 1)
+        made.first.wait(r"joined 2 as \d of 3")
+        made.first.wait_generation(2, 3)
+        first, back, third = made.finish(0, 1, 2)
+    assert [first.code, back.code, third.code] == [0, 0, 0], first.out
+    assert "2 ranks on 2 hosts go on" in first.out
+    assert "taken in; 3 ranks on 3 hosts go on" in first.out
+    assert "1 rank was lost during the run, and the others went on" in first.out
+    assert "First failure" not in first.out
+
+
+def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 2, nnodes="2", spare=1) as made:
+        made.start(2, 2)
+        made.wait_for(2, "this one waits, to take the place of one that is lost")
+        made.kill(1)
+        made.first.wait_joined(1, 1, 2)
+        made.first.wait_generation(1, 3)
+        first, spare = made.finish(0, 2)
+    assert (first.code, spare.code) == (0, 0), first.out
+    assert "3 ranks on 2 hosts go on: ranks 1, 2 are started anew" in first.out
+
+
+def test_with_too_few_hosts_the_ranks_wait_then_save_and_end_with_a_code_of_their_own(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 1, nnodes="2", env={"WAIT_S": "1"}) as made:
+        made.kill(1)
+        made.first.wait("told to end: 1 of at least 2 hosts left, and nobody has come within 1 s")
+        (first,) = made.ended(0)
+    assert first.code == 75, first.out
+    assert "1 of at least 2 hosts left: the ranks hold what they have, and wait up to 1 s for more" in first.out
+    assert "First failure" not in first.out
+
+
+def test_a_host_that_was_cut_off_comes_back_by_itself_with_its_link(tmp_path: Path) -> None:
+    """It stopped its ranks, said that the first host was lost, and ended; and with it the job."""
+    with cluster(tmp_path, 1, 2, nnodes="2", env={"WAIT_S": "600"}, options=("--host-timeout", "2")) as made:
+        made.machines[1].cut_off()
+        made.wait_for(0, "wait up to 600 s for more")
+        made.wait_for(1, "waiting up to 600 s for the first host, to be taken in again")
+        made.machines[1].plug_in()
+        made.first.wait_joined(1, 1, 2)
+        made.first.wait_generation(1, 3)
+        first, second = made.finish(0, 1)
+    assert (first.code, second.code) == (0, 0), first.out
+    assert "the first host is heard again" in second.out
+
+
+def test_without_the_first_host_the_others_say_so_at_once_and_end(tmp_path: Path) -> None:
+    """Not covered: it holds the coordinator, and decides. What the ranks of the others held is lost."""
+    with cluster(tmp_path, 1, 1, nnodes="1:2", env={"WAIT_S": "600"}, options=("--host-timeout", "600")) as made:
+        made.kill(0)
+        (second,) = made.ended(1)
+    assert second.code == 1
+    assert "the first host is lost: the coordinator at 10.77.0.1:29479 has ended: its host answers" in second.out
+
+
+def test_a_host_whose_ranks_fail_as_they_start_is_sent_away_and_the_job_goes_on(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("raise ValueError('no data here')\n")
+    with cluster(tmp_path, 1, nnodes="1:2", spare=1, options=("--rdzv-conf", "last_call_timeout=0")) as made:
+        made.start(1, 1, str(bad))
+        made.wait_for(0, "is not taken in: a rank that it has started ended before it could take part")
+        assert made.ended_one(1).code == 1
+        first, *_ = made.finish(0)
+    assert first.code == 0, first.out
+    assert "ValueError: no data here" in first.out
+
+
+def test_ctrl_c_while_hosts_are_awaited_ends_the_job(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2, 1, nnodes="2", env={"WAIT_S": "600"}, options=("--grace", "2")) as made:
+        made.kill(1)
+        made.wait_for(0, "wait up to 600 s")
+        os.kill(made.first.running.process.pid, signal.SIGINT)
+        (first,) = made.ended(0)
+    assert first.code == 130, first.out
