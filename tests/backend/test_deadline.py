@@ -22,6 +22,9 @@ def test_a_rank_that_never_reaches_init_is_named_on_every_rank_that_did(tmp_path
     def check(rank, world_size):
         if rank == 2:
             return None
+        started = dist.FileStore(str(tmp_path / "started"), world_size)
+        started.set(str(rank), "")
+        started.wait(["0", "1", "3"], timedelta(seconds=30))  # on a busy machine one starts a second after the other
         with pytest.raises(DeadlineError) as caught:
             dist.init_process_group(
                 "phalanx",
