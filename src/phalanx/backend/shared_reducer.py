@@ -29,7 +29,7 @@ class SharedReducer:
 
     def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
         self._group = group
-        self._memory = group.transport.shared_memory
+        self._memory = group._shared_memory
         self._tensors = list(tensors)  # the heap's blocks stay ours as long as the reducer does
         words = _core.reducer_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()

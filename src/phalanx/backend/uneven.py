@@ -21,8 +21,8 @@ def take_part(group: Any, participant: Participant) -> bool:
     if not shares_memory(group) or group.size() == 1:
         return False
     if group._uneven_inputs is None:
-        assert group.transport.shared_memory is not None
-        group._uneven_inputs = group.transport.shared_memory.uneven = UnevenInputs(group)
+        assert group._shared_memory is not None
+        group._uneven_inputs = group._shared_memory.uneven = UnevenInputs(group)
         group.symm_mem.core.allow_uneven()
     group._uneven_inputs.add(participant)
     return True

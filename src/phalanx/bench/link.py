@@ -122,8 +122,8 @@ def run(rounds: int, say: Callable[[str], None], *, in_json: bool) -> None:
     dist.init_process_group("phalanx")
     try:
         group = dist.group.WORLD
-        transport = group.transport.hierarchical if isinstance(group, PhalanxProcessGroup) else None
-        if transport is None:
+        transport = group.transport if isinstance(group, PhalanxProcessGroup) else None
+        if not isinstance(transport, HierarchicalTransport):
             raise PhalanxError("bench link: all ranks of this job are on one host, so there is no link between hosts.")
         names: list[str] = [""] * transport.world_size
         dist.all_gather_object(names, _own_name())

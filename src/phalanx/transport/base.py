@@ -42,16 +42,12 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from phalanx.core_numbers import SUM
 from phalanx.deadline import timeout_ns
-
-if TYPE_CHECKING:
-    from phalanx.transport.hierarchical.transport import HierarchicalTransport
-    from phalanx.transport.shared_memory import SharedMemoryTransport
 
 
 class CallContext:
@@ -92,18 +88,10 @@ class Transport(ABC):
     eager_bytes = 256
     """Up to so many bytes a rank, an all_gather costs hardly more than its latency."""
 
-    @property
-    def shared_memory(self) -> SharedMemoryTransport | None:
-        """Where all ranks share memory: what that allows beyond the operations here.
-
-        Symmetric tensors, reductions of them in place, steps that go on without some ranks, posted receives.
-        """
-        return None
-
-    @property
-    def hierarchical(self) -> HierarchicalTransport | None:
-        """Where the ranks of each of several hosts share memory: what there is between the hosts."""
-        return None
+    ranks_share_memory = False
+    """Whether all ranks map one memory. Then this is a `SharedMemoryTransport`, which can do more than is asked here:
+    symmetric tensors, reductions of them in place, steps that go on without some ranks, posted receives.
+    """
 
     # -- where it is ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from phalanx.transport.uneven import UnevenInputs
 
 if TYPE_CHECKING:
     from phalanx.symmetric_memory.memory import SymmetricMemory
+    from phalanx.transport.shared_memory import SharedMemoryTransport
 
 Operation = Callable[[CallContext], None]
 Result = TypeVar("Result")
@@ -58,7 +59,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         self.transport = transport
-        self._shared_memory = transport.shared_memory
+        self._shared_memory = cast("SharedMemoryTransport", transport) if transport.ranks_share_memory else None
         self._rank = rank
         self._size = size
         self._timeout_s = timeout.total_seconds()

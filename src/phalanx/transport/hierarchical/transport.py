@@ -11,8 +11,3 @@ class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Trans
     """Ranks on several hosts: shared memory in each, an engine between."""
 
     is_interruptible = False  # its engine may wait in C++
-
-    @property
-    def hierarchical(self) -> HierarchicalTransport:
-        """This, with its hosts and its engine."""
-        return self

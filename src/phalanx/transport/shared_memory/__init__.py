@@ -20,10 +20,6 @@ class SharedMemoryTransport(SharedMemoryCollectives, SharedMemoryMessages, Trans
     One collective at a time: `lock` is held while the core runs one. Point to point needs no lock across channels.
     """
 
+    ranks_share_memory = True
     closes_in_flight = True
     eager_bytes = 32768  # ranks that wait for each other cost more than bytes that nobody reads
-
-    @property
-    def shared_memory(self) -> SharedMemoryTransport:
-        """This, for all ranks share memory."""
-        return self
