@@ -23,6 +23,7 @@ _MODULE_OF = {
     "Pipeline": "phalanx.pipeline",
     "check_replicas": "phalanx.ddp",
     "init": "phalanx.backend",
+    "mesh": "phalanx.backend",
     "shared_empty": "phalanx.backend",
     "Options": "phalanx.backend",
     "launch": "phalanx.launch",
@@ -47,6 +48,7 @@ __all__ = ["__version__", *_MODULE_OF]
 if TYPE_CHECKING:
     from phalanx.backend import Options as Options
     from phalanx.backend import init as init
+    from phalanx.backend import mesh as mesh
     from phalanx.backend import shared_empty as shared_empty
     from phalanx.checkpoint import CheckpointManager as CheckpointManager
     from phalanx.checkpoint import load_checkpoint as load_checkpoint

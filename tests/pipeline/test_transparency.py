@@ -19,7 +19,7 @@ def draw_cases(seed, world_size, count):
     cases = []
     for _ in range(count):
         schedule = draw.choice(["gpipe", "1f1b", "interleaved", "zero_bubble"])
-        micro_batches = draw.choice([1, 2, 3, 5, 7, 8])
+        micro_batches = draw.choice([n for n in (1, 2, 3, 5, 7, 8) if schedule == "gpipe" or n >= world_size])
         checkpoint = draw.choice(["never", "never", "except_last", "always"])
         cases.append((draw.randrange(10**6), schedule, micro_batches, checkpoint))
     return cases

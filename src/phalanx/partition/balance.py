@@ -10,10 +10,17 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def balance(costs: Sequence[float], parts: int, *, memory: Sequence[int] = (), limit: int | None = None) -> list[int]:
+def balance(
+    costs: Sequence[float] | Sequence[Sequence[float]],
+    parts: int,
+    *,
+    memory: Sequence[int] = (),
+    limit: int | None = None,
+) -> list[int]:
     """How many layers each of `parts` parts gets: each at least one, in order, the dearest as cheap as possible.
 
     Arguments:
+        costs: of each layer; or one such list for each part, where a layer costs more in one part than in another.
         memory: bytes of each layer, where there is a `limit` of bytes per part.
 
     Cost: parts * layers² additions. The best of all cuts, not a heuristic.
@@ -21,20 +28,21 @@ def balance(costs: Sequence[float], parts: int, *, memory: Sequence[int] = (), l
     Raises:
         ValueError: there are fewer layers than parts, or no cut keeps every part within the limit.
     """
-    count = len(costs)
     if parts < 1:
         raise ValueError(f"a model is cut into at least one part, got {parts}")
+    by_part = _by_part(costs, parts)
+    count = len(by_part[0])
     if count < parts:
         raise ValueError(
             f"{count} layer{'s' * (count != 1)} cannot be cut into {parts} parts of at least one layer each"
         )
-    total = [0.0, *accumulate(costs)]
     held = [0, *accumulate(memory)] if memory else [0] * (count + 1)
     # best[k]: of the first k layers in so many parts, (dearest, sum of squares, where the last part begins)
     none = (float("inf"), float("inf"), 0)
     best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [none] * count
     tables = []
     for part in range(parts):
+        total = [0.0, *accumulate(by_part[part])]
         table = [none] * (count + 1)
         for end in range(part + 1, count - (parts - part - 1) + 1):
             for begin in range(part, end):
@@ -56,3 +64,12 @@ def balance(costs: Sequence[float], parts: int, *, memory: Sequence[int] = (), l
         counts.append(end - begin)
         end = begin
     return counts[::-1]
+
+
+def _by_part(costs: Sequence[float] | Sequence[Sequence[float]], parts: int) -> list[list[float]]:
+    rows = [list(row) for row in costs if isinstance(row, Sequence)]
+    if rows:
+        if len(rows) != parts or len({len(row) for row in rows}) != 1:
+            raise ValueError(f"costs have {len(rows)} lists for {parts} parts, or lists of different lengths")
+        return rows
+    return [[float(cost) for cost in costs if not isinstance(cost, Sequence)]] * parts

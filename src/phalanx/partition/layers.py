@@ -94,7 +94,9 @@ def _chain(module: nn.Module) -> fx.Graph:
 
 
 def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
-    for name, child in module.named_children():
+    for name, child in module._modules.items():  # not named_children, which gives a layer that is there twice once
+        if child is None:
+            continue
         if _is_plain_sequential(child):
             yield from _leaves(child, f"{prefix}{name}.")
         else:

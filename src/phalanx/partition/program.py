@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -42,6 +43,8 @@ class Program:
         self.at = steps[0][0] if steps else ""
         self.running = False
         """Whether it is in a layer: where an error comes from."""
+        self.seconds: dict[str, float] | None = None
+        """By layer, of all runs since somebody set it to {}; None does not look at the clock."""
 
     def run(
         self, values: Mapping[fx.Node, Any], inside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -51,6 +54,7 @@ class Program:
         self.running = True  # and stays so if a layer raises
         for name, node, function, done, simple, is_marked in self._steps:
             self.at = name
+            began = 0.0 if self.seconds is None else time.perf_counter()
             with inside() if is_marked else _NOTHING:
                 if simple:
                     env[node] = function(*[env[argument] for argument in node.all_input_nodes])
@@ -60,6 +64,8 @@ class Program:
                     del args, kwargs
             for source in done:
                 env.pop(source, None)
+            if self.seconds is not None:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
         self.running = False
         return {node: env[node] if node in env else self._read(node) for node in self._results}
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -19,7 +20,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class MiniBatchStatistics:
     """The BatchNorm layers of some stages. A layer whose class has a forward of its own is left alone."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
+        """`replicas`: ranks with the same layers, whose mini-batches count as one."""
+        self._replicas = replicas
         self._layers = [
             layer
             for layer in module.modules()
@@ -55,12 +58,22 @@ class MiniBatchStatistics:
             del seen[count.get(layer, 0) :]
 
     def update(self) -> None:
-        """Move the running statistics by all that was noted since the last time."""
+        """Move the running statistics by all that was noted since the last time. Collective over the replicas."""
         seen, self._seen = self._seen, {}
+        moved = [(layer, _combine(seen[layer])) for layer in self._layers if seen.get(layer)]
+        if self._replicas is not None and moved:
+            mine = torch.cat([statistics.flatten() for _, statistics in moved])
+            found = [torch.empty_like(mine) for _ in range(self._replicas.size())]
+            dist.all_gather(found, mine, group=self._replicas)
+            sizes = [statistics.numel() for _, statistics in moved]
+            by_rank = [torch.split(theirs, sizes) for theirs in found]
+            moved = [
+                (layer, _combine([_parts(theirs[at].view_as(statistics)) for theirs in by_rank]))
+                for at, (layer, statistics) in enumerate(moved)
+            ]
         with torch.no_grad():
-            for layer, parts in seen.items():
-                if parts:
-                    _move(layer, parts)
+            for layer, statistics in moved:
+                _move(layer, *_parts(statistics))
 
     def forget(self) -> None:
         """Drop what was noted: the step failed."""
@@ -88,14 +101,25 @@ class _Watch:
             self._seen.append((args[0].numel() / args[0].shape[1], mean, var))
 
 
-def _move(layer: Any, parts: list[tuple[float, Tensor, Tensor]]) -> None:
-    """Chan, Golub and LeVeque (1979): combine means and squared deviations, not sums of squares."""
+def _combine(parts: list[tuple[float, Tensor, Tensor]]) -> Tensor:
+    """Count, mean and unbiased variance of all values together: (3, C), the count in each channel.
+
+    Chan, Golub and LeVeque (1979): means and squared deviations are combined, not sums of squares.
+    """
     count = sum(n for n, _, _ in parts)
     means = torch.stack([mean.double() for _, mean, _ in parts])
     sizes = torch.tensor([n for n, _, _ in parts], dtype=torch.float64, device=means.device).unsqueeze(1)
     mean = (means * sizes).sum(0) / count
-    squares = torch.stack([var.double() * (n - 1) for n, _, var in parts])  # what was kept is unbiased
+    squares = torch.stack([var.double() * (n - 1) for n, _, var in parts])
     var = (squares + sizes * (means - mean).square()).sum(0) / max(count - 1, 1)
+    return torch.stack([torch.full_like(mean, count), mean, var])
+
+
+def _parts(statistics: Tensor) -> tuple[float, Tensor, Tensor]:
+    return statistics[0, 0].item(), statistics[1], statistics[2]
+
+
+def _move(layer: Any, count: float, mean: Tensor, var: Tensor) -> None:
     layer.num_batches_tracked.add_(1)
     share = 1.0 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
     for running, new in ((layer.running_mean, mean), (layer.running_var, var)):

@@ -12,10 +12,11 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
-from phalanx.pipeline.failure import describe_failure, with_note
+from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
 from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage, flat_tensors
+from phalanx.pipeline.values import Forms
 from phalanx.pipeline.wire import Edge, StageFailedError, Step, Wire
 
 
@@ -58,28 +59,39 @@ class Executor:
         self._num_stages = num_stages
         self._random = random
         self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
-        self._schedule: Schedule | None = None
-
-    def run(self, work: Work) -> None:
-        """Do this rank's actions; afterwards `work` holds results and times."""
-        program_state = self._random.get() if work.training else None
-        at: Action | None = None
+        self._forms = Forms()
+        self._seed = 0
         self._early: tuple[list[Any], Step] | None = None
+        self.schedule: Schedule | None = None
+        """That of the last step."""
+        self.at: Action | None = None
+        """What is done, or was when the step failed."""
+        self.awaited: int | None = None
+        """The stage whose message is waited for, if one is."""
+
+    def run(self, work: Work, *, timed: bool = False) -> None:
+        """Do this rank's actions; afterwards `work` holds results and times. `timed`: also each layer's."""
+        program_state = self._random.get() if work.training else None
+        self._early = None
+        self._forms.begin()
+        for stage in self.stages.values():
+            stage.program.seconds = {} if timed else None
         try:
             first = min(self.stages)
-            at = Action("F", first, 0)
+            self.at = Action("F", first, 0)
             if first:  # how many micro-batches there are comes with the first
-                self._early = self._wire.receive_values(Edge(first - 1, first))
+                self._early = self._receive(first - 1, first)
                 micro_batches = self._early[1].micro_batches
             else:
                 micro_batches = len(work.inputs)
-            self._schedule = work.plan(micro_batches)
+            self.schedule = work.plan(micro_batches)
             self._seed = self._random.draw_seed() if work.training else 0
-            for at in self._schedule.orders[self._rank]:
-                self._act(at, work)
+            for action in self.schedule.orders[self._rank]:
+                self.at = action
+                self._act(action, work)
             self._wire.settle()
         except BaseException as error:
-            raise self._fail(at, error) from error.__cause__
+            raise self._fail(error) from error.__cause__
         finally:
             if program_state is not None:
                 self._random.set(program_state)
@@ -141,6 +153,8 @@ class Executor:
             )
         if finish is not None:
             work.results[micro_batch] = made.detach() if isinstance(made, Tensor) else made
+        for target, nodes in stage.part.sends.items():
+            self._forms.check(stage.part, micro_batch, nodes, sends[target][0])
         for target in dict.fromkeys([stage.index + 1, *sends]):
             if target == self._num_stages:
                 continue
@@ -182,7 +196,10 @@ class Executor:
         if self._early is not None:
             early, self._early = self._early, None
             return early
-        return self._wire.receive_values(edge)
+        self.awaited = source
+        received = self._wire.receive_values(edge)
+        self.awaited = None
+        return received
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -200,7 +217,9 @@ class Executor:
             elif target in self.stages:
                 grads[target] = self._local[Edge(target, stage.index, True)].popleft()
             else:
+                self.awaited = target
                 grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
+                self.awaited = None
         begin = time.perf_counter() - recomputed
         with self._wire.making():
             made = stage.backward(micro_batch, grads, later_weights=later_weights)
@@ -213,19 +232,25 @@ class Executor:
 
     # -- failure -------------------------------------------------------------------------------------------------
 
-    def _fail(self, at: Action | None, error: BaseException) -> BaseException:
+    def _fail(self, error: BaseException) -> BaseException:
         """The error to raise here, after all who wait for this rank have been told."""
-        where = describe_failure(at, self._rank, self.stages, error)
+        where = describe_failure(self, self._rank)
         if isinstance(error, StageFailedError):
             text = str(error)
             raised: BaseException = StageFailedError(f"{where}\n{text}")
         else:
             text = f"{where}: {type(error).__name__}: {error}"
-            raised = with_note(error, where)
-        edges = []
+            raised = with_note(error, "\n".join([where, *draw_failure(self.schedule, self.at)]))
+        self._wire.tell_failure(self._edges(), text)
+        return raised
+
+    def _edges(self) -> list[Edge]:
+        """All on which another rank may wait for this one."""
+        edges, last = [], self._num_stages - 1
         for stage in self.stages.values():
             targets = dict.fromkeys([stage.index + 1, *stage.part.sends])
-            edges += [Edge(stage.index, t) for t in targets if t < self._num_stages and t not in self.stages]
+            edges += [Edge(stage.index, t) for t in targets if t <= last and t not in self.stages]
             edges += [Edge(stage.index, s, True) for s in stage.part.receives if s not in self.stages]
-        self._wire.tell_failure(edges, text)
-        return raised
+        if last in self.stages:
+            edges += self._wire.edges_to_ranks(last, self._num_stages, self._rank)
+        return edges

@@ -4,28 +4,54 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Protocol
 
-from phalanx.pipeline.schedule import Action
+from phalanx.pipeline.explanation import ideal, plain
+from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage
 
 _DOING = {"F": "forward", "B": "backward", "I": "backward (of its inputs)", "W": "backward (of its weights)"}
+_COLUMNS, _ROWS = 150, 8  # a larger drawing hides the error
 
 
-def describe_failure(at: Action | None, rank: int, stages: Mapping[int, Stage], error: BaseException) -> str:
+class _Running(Protocol):
+    at: Action | None
+    awaited: int | None
+    schedule: Schedule | None
+
+    @property
+    def stages(self) -> Mapping[int, Stage]: ...
+
+
+def describe_failure(running: _Running, rank: int) -> str:
     """Where it was: 'Pipeline: stage 1 (rank 1), micro-batch 3, forward, in layer 'encoder.4''."""
+    at = running.at
     if at is None:
         return f"Pipeline: rank {rank}"
-    stage = stages[at.stage]
+    stage = running.stages[at.stage]
     layers = [layer.name for layer in stage.part.layers]
-    span = f"layers {layers[0]!r} to {layers[-1]!r}" if len(layers) > 1 else f"layer {layers[0]!r}"
-    place = f"in layer {stage.program.at!r}" if at.kind == "F" and stage.program.running else f"of {span}"
-    return f"Pipeline: stage {at.stage} (rank {rank}), micro-batch {at.micro_batch}, {_DOING[at.kind]} {place}"
+    place = f"layers {layers[0]!r} to {layers[-1]!r}" if len(layers) > 1 else f"layer {layers[0]!r}"
+    doing = f"{_DOING[at.kind]} of {place}"
+    if stage.program.running:
+        again = "" if at.kind == "F" else ", which is run again,"
+        doing = f"forward{again} in layer {stage.program.at!r}"
+    if running.awaited is not None:
+        doing += f", waiting for stage {running.awaited}"
+    return f"Pipeline: stage {at.stage} (rank {rank}), micro-batch {at.micro_batch}, {doing}"
+
+
+def draw_failure(schedule: Schedule | None, at: Action | None) -> list[str]:
+    """The schedule with that cell marked, where it is small enough to be looked at."""
+    if schedule is None or at is None or schedule.num_ranks > _ROWS:
+        return []
+    lines = plain(schedule, ideal(schedule), at)
+    return lines if max(map(len, lines)) <= _COLUMNS else []
 
 
 def with_note(error: BaseException, note: str) -> BaseException:
-    """The same error, which says where it was."""
-    if sys.version_info >= (3, 11):
+    """The same error, whose message says where it was."""
+    if type(error).__str__ in (Exception.__str__, BaseException.__str__) and len(error.args) == 1:
+        error.args = (f"{error.args[0]}\n{note}",)
+    elif sys.version_info >= (3, 11):
         error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
     return error

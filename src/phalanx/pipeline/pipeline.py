@@ -2,42 +2,88 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
-from phalanx.partition.balance import balance as best_balance
+from phalanx.errors import ClosedError, MismatchError
 from phalanx.partition.layers import LayerList, list_layers
 from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
 from phalanx.pipeline import micro_batches as batches
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
+from phalanx.pipeline.cut import (
+    Balance,
+    CutPlan,
+    check_balance,
+    decide_counts,
+    describe_cut,
+    measure,
+    require_one_owner_of_buffers,
+    split_points,
+)
 from phalanx.pipeline.execute import Executor, Work
-from phalanx.pipeline.own_modules import OwnModules, nbytes, unused_tensors
+from phalanx.pipeline.materialize import materialize
+from phalanx.pipeline.own_modules import OwnModules, unused_tensors
 from phalanx.pipeline.random_state import RandomState
+from phalanx.pipeline.record import Record
+from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
 from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
+from phalanx.pipeline.values import share_result
 from phalanx.pipeline.whole_state import gather_state, require_same_names
-from phalanx.pipeline.wire import Step, Wire
+from phalanx.pipeline.wire import Edge, Step, Wire
+
+_CHECKPOINTS = ("never", "except_last", "always")
 
 
 class Pipeline(nn.Module):
-    """Train `module` in stages, one or more on each rank of the group, through which micro-batches flow.
+    """Train `module` in stages on the ranks of a group, through which the micro-batches of a mini-batch flow.
 
-    Shape: inputs and targets have the samples of the mini-batch in their first dimension.
+    Losses, results, gradients and trained weights are those of the whole model in one process that gets the
+    micro-batches one after the other (docs/pipeline.md shows the loop). Collective: every rank makes its Pipeline, with
+    the same model and arguments, and then calls the same steps. Each keeps the layers of its stages alone: let go of
+    `module`, or build it on the meta device if it is too large for one process.
+
+    Arguments:
+        module: an `nn.Sequential`, or another module whose `forward` torch.fx can follow. Its children are the layers
+            between which it may be cut; a value may skip stages, and a parameter may be used in several.
+        stages: default one on each rank; of the interleaved schedule two, or another multiple.
+        micro_batches: into how many a mini-batch is cut. More of them leave shorter bubbles, and less work in each.
+        schedule: in which order stages work on micro-batches (`phalanx explain pipeline` draws them).
+        balance: where to cut. "time" so that the slowest stage is as fast as can be, "memory" so that the fullest is as
+            empty as can be, by running every layer on `example`; "auto" is "time" if there is an example, else the size
+            of parameters decides. Or numbers of layers for each stage, or names of the modules at which stages begin.
+        checkpoint: of which micro-batches the forward is run again in the backward, instead of keeping what it made.
+        loss_fn: called on the last stage with the model's result and the target of a micro-batch. Without one the
+            model's result is the loss.
+        loss_reduction: what `loss_fn` does with its samples: then that of the mini-batch is the same of all.
+        example: a micro-batch, or a tuple of arguments.
+        outputs: who gets the result of an evaluation: the rank of the last stage, or all.
+        mesh: a mesh with an axis "pipeline" and, if there are several pipelines, one "data" (`phalanx.mesh`): then
+            gradients are averaged over it.
+        process_group: the ranks, if there is no mesh; default all.
+        device: where a model on the meta device gets its memory; default the CPU.
+        init_fn: called with name and tensor of what was on the meta device and has no `reset_parameters`.
+
+    Shape: tensors in inputs and targets have the samples of the mini-batch in their first dimension. The last
+    micro-batches may be smaller; a mini-batch with fewer samples than micro-batches makes fewer.
 
     Raises:
-        ValueError: the model can't be cut as asked.
+        ValueError: an argument makes no sense, or the model can't be cut so; the message names the layer.
+        TypeError: an argument is of the wrong kind.
+        MismatchError: the ranks' models or arguments differ.
+        RuntimeError: there is no process group.
     """
 
     _own: OwnModules
-    _first_names: dict[int, str]
 
     def __init__(
         self,
@@ -45,124 +91,293 @@ class Pipeline(nn.Module):
         stages: int | None = None,
         micro_batches: int = 8,
         schedule: ScheduleName = "1f1b",
-        balance: Literal["auto"] | Sequence[int] | Sequence[str] = "auto",
+        balance: Balance = "auto",
         checkpoint: Literal["never", "except_last", "always"] = "never",
         *,
         loss_fn: Callable[..., Tensor] | None = None,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        example: Any = None,
+        outputs: Literal["last", "all"] = "last",
+        mesh: DeviceMesh | None = None,
         process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        init_fn: Callable[[str, Tensor], object] | None = None,
     ) -> None:
         super().__init__()
-        group = process_group if process_group is not None else dist.group.WORLD
-        assert group is not None
-        self._group = group
-        self._rank, self._size = group.rank(), group.size()
-        self._name: ScheduleName = schedule
-        self._micro_batches = micro_batches
-        self._checkpoint = checkpoint
-        self._loss_fn = loss_fn
-        planned = plan_schedule(schedule, self._size, micro_batches, stages)
-        self._num_stages = planned.num_stages
-        points = [name for name in balance if isinstance(name, str)] if balance != "auto" else []
-        layers = list_layers(module, points)
-        counts = self._balance(layers, balance)
-        parts = split(layers, counts)
-        own = [parts[index] for index in planned.stages_of(self._rank)]
-        self._set("_own", OwnModules(module, own, unused_tensors(module, parts) if self._rank == 0 else ()))
-        whole = module.state_dict()
-        self._state_names = list(whole)
-        self._metadata = whole._metadata  # type: ignore[attr-defined]
-        self._model_name = type(module).__name__
-        self._statistics = MiniBatchStatistics(self._own)
+        group, data_group = _groups(mesh, process_group)
+        planned = plan_schedule(schedule, group.size(), micro_batches, stages)
+        _check(micro_batches, group.size(), schedule, checkpoint, loss_reduction, outputs, balance)
+        layers = list_layers(module, split_points(balance))
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._num_stages, self._schedule, self._micro_batches = planned.num_stages, schedule, micro_batches
+        self._checkpoint, self._loss_fn = checkpoint, loss_fn
+        self._mean_loss, self._all_outputs = loss_reduction == "mean", outputs == "all"
         self._layers = layers
-        self._device = torch.device("cpu")
-        self._random = RandomState(self._device)
-        self._stages = [self._stage(part, parts, layers) for part in own]
-        wire = Wire(group, self._num_stages, [planned.rank_of(k) for k in range(self._num_stages)], self._device)
-        self._wire = wire
-        self._shared = False
-        rank_of = [planned.rank_of(k) for k in range(self._num_stages)]
-        first_names = {id(p): name for name, p in module.named_parameters()}
-        self._set("_first_names", first_names)
+        self.training = module.training
+        whole: Any = module.state_dict()
+        self._state_names, self._metadata = list(whole), whole._metadata
+        self._model_name = type(module).__name__
+
+        counts, reason, costs = self._agree_on_cut(
+            layers, balance, planned, example, recompute=checkpoint != "never", data_group=data_group
+        )
+        parts = split(layers, counts)
+        require_one_owner_of_buffers(layers, parts)
+        self.plan: CutPlan = describe_cut(layers, parts, planned, reason, costs)
+        self._costs = costs
+        self._take_own(module, parts, planned, device, init_fn, data_group)
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def _agree_on_cut(
+        self,
+        layers: LayerList,
+        balance: Balance,
+        planned: Schedule,
+        example: Any,
+        *,
+        recompute: bool,
+        data_group: dist.ProcessGroup | None,
+    ) -> tuple[list[int], str, Any]:
+        """Rank 0 measures and decides, for all pipelines. All compare what they were asked for first."""
+        asked = (layers.names, planned.name, planned.num_stages, planned.micro_batches, self._checkpoint)
+        heard: list[Any] = [None] * self._size
+        dist.all_gather_object(heard, asked, group=self._group)
+        if wrong := [rank for rank, other in enumerate(heard) if other != heard[0]]:
+            raise MismatchError(
+                f"Pipeline: rank {wrong[0]} has another model or other arguments than rank 0: "
+                f"{_difference(heard[0], heard[wrong[0]])}"
+            )
+        decided: list[Any] = [None]
+        decides = self._rank == 0 and (data_group is None or data_group.rank() == 0)
+        if decides:
+            try:
+                costs = measure(layers, balance, example)
+                decided = [(*decide_counts(layers, balance, planned, costs, recompute=recompute), costs)]
+            except Exception as error:  # all ranks shall hear it
+                decided = [error]
+        if data_group is not None and self._rank == 0:
+            dist.broadcast_object_list(decided, group=data_group, group_src=0)
+        dist.broadcast_object_list(decided, group=self._group, group_src=0)
+        if isinstance(decided[0], Exception):
+            raise decided[0]
+        return cast("tuple[list[int], str, Any]", decided[0])
+
+    def _take_own(
+        self,
+        module: nn.Module,
+        parts: Sequence[Part],
+        planned: Schedule,
+        device: torch.device | str | None,
+        init_fn: Callable[[str, Tensor], object] | None,
+        data_group: dist.ProcessGroup | None,
+    ) -> None:
+        mine = [parts[index] for index in planned.stages_of(self._rank)]
+        own = OwnModules(module, mine, unused_tensors(module, parts) if self._rank == 0 else ())
+        object.__setattr__(self, "_own", own)  # not as a child: names would begin with it
+        first = {id(p): name for name, p in module.named_parameters()}
+        self._first_names = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+        rank_of = [planned.rank_of(stage) for stage in range(self._num_stages)]
         ties = find_ties(module, parts, rank_of)
-        self._tied = TiedGradients(ties, dict(self.named_parameters()), wire, self._rank)
+        self._without_values = materialize(own, torch.device(device or "cpu"), init_fn)
+        self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
+
+        self._random = RandomState(self._device)
+        self._wire = Wire(self._group, [*rank_of, *range(self._size)], self._device)
+        self._shared = False
+        stages = [
+            Stage(part, part is parts[-1], own, self._layers.output, self._random, parameters_of(own, part))
+            for part in mine
+        ]
+        self._tied = TiedGradients(ties, dict(self.named_parameters()), self._wire, self._rank)
         self._tied.share_values()
-        self._executor = Executor(self._stages, wire, self._rank, self._num_stages, self._random)
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # not as a child: names would begin with it
-
-    def _stage(self, part: Part, parts: Sequence[Part], layers: LayerList) -> Stage:
-        stage = Stage(part, part is parts[-1], self._own, layers.output, self._random)
-        stage.parameters = parameters_of(layers.root, part)
-        return stage
-
-    def _balance(self, layers: LayerList, wanted: Any) -> list[int]:
-        if wanted == "auto":
-            return best_balance(_weights(layers), self._num_stages)
-        if all(isinstance(n, int) for n in wanted):
-            return list(wanted)
-        begins = [0, *(layers.names.index(name) for name in wanted), len(layers.layers)]
-        return [end - begin for begin, end in itertools.pairwise(begins)]
+        self._replicas: Replicas | None = None
+        if data_group is not None:
+            self._replicas = Replicas(data_group, list(own.parameters()), list(own.buffers()))
+        self._statistics = MiniBatchStatistics(own, data_group)
+        self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
+        self._record: Record | None = None
+        self._failed = ""
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """Forward and backward of all micro-batches; the mean loss, on every rank."""
+        """Forward and backward of a mini-batch, which adds to the parameters' `grad`; its loss, on every rank.
+
+        Collective. The first rank needs the model's arguments, the last one the target; others may pass them or None.
+        The loss is the mean over all samples (their sum, with loss_reduction="sum"), and over replicas if there are.
+
+        Shape: inputs and targets (N, ...), the loss ().
+        Cost: beside the model's own work a message per micro-batch and cut; where ranks share memory, without the data.
+
+        Raises:
+            ValueError: rows of inputs and targets differ or there are none; a shape differs between micro-batches.
+            TypeError: a layer returns what can't go to the next stage, or the loss is none.
+            PhalanxError: another stage failed; which, in which micro-batch and layer, is in the message.
+            PeerLostError, DeadlineError: a rank died, or did not answer.
+        """
+        self._require_usable()
         work = self._work(args, kwargs, grad=True)
-        sums: list[Tensor] = []
-        offsets = {0: 0}
-
-        def loss_of(micro_batch: int, step: Step, results: dict[fx.Node, Any]) -> Tensor:
-            begin = offsets[micro_batch]
-            offsets[micro_batch + 1] = begin + step.rows
-            output = self._result(results)
-            assert self._loss_fn is not None
-            loss = self._loss_fn(output, batches.take(target, begin, step.rows))
-            loss = loss * (step.rows / step.all_rows)
-            sums.append(loss.detach())
-            return loss
-
-        work.finish = loss_of
+        work.finish = self._loss_of(target)
         self._tied.begin()
-        self._executor.run(work)
+        self._run(work)
+        loss = self._share_loss(work)
         self._tied.add()
+        if self._replicas is not None:
+            self._replicas.average()
+            loss = self._replicas.mean(loss)
         self._statistics.update()
         if not self._shared:  # the first step has shown what goes from stage to stage
             self._shared = True
             self._wire.share(_most(self._plan(self._micro_batches, True)))
-        self.done = work.done
-        loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum() if work.results else torch.zeros(())
-        dist.broadcast(loss, group=self._group, group_src=(self._num_stages - 1) % self._size)
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result for a mini-batch, without gradients; on the last stage, None elsewhere."""
+        """The model's result for a mini-batch, without gradients: on the rank of the last stage, None on others.
+
+        Collective. With outputs="all" every rank has it.
+
+        Shape: as the model's; of a mini-batch (N, ...).
+
+        Raises:
+            ValueError, TypeError, PhalanxError: as of `step`; or results of micro-batches can't be put together.
+        """
+        self._require_usable()
         work = self._work(args, kwargs, grad=False)
-        work.finish = lambda i, step, results: self._result(results)
-        self._executor.run(work)
-        return batches.join([work.results[i] for i in sorted(work.results)]) if work.results else None
+        work.finish = lambda micro_batch, step, results: self._result(results)
+        self._run(work)
+        self._statistics.update()
+        result = batches.join([work.results[i] for i in sorted(work.results)]) if work.results else None
+        if self._all_outputs:
+            result = share_result(result, self._group, (self._num_stages - 1) % self._size)
+        return result
 
     def _work(self, args: Sequence[Any], kwargs: dict[str, Any], *, grad: bool) -> Work:
         work = Work(
             training=self.training,
             grad=grad,
             recompute=self._checkpoint,
-            plan=lambda m: self._plan(m, grad),
             statistics=self._statistics,
+            plan=lambda micro_batches: self._plan(micro_batches, grad),
         )
         if self._rank == 0:
             rows = batches.count_rows((args, kwargs), "the input")
+            values = bind(self._layers, args, kwargs)
             work.rows = batches.cut(rows, self._micro_batches)
             begins = [sum(work.rows[:i]) for i in range(len(work.rows))]
-            values = bind(self._layers, args, kwargs)
-            work.inputs = [batches.take_nodes(values, b, n) for b, n in zip(begins, work.rows, strict=True)]
+            work.inputs = [
+                {node: batches.take(value, begin, count) for node, value in values.items()}
+                for begin, count in zip(begins, work.rows, strict=True)
+            ]
         return work
 
+    def _loss_of(self, target: Any) -> Callable[[int, Step, dict[fx.Node, Any]], Tensor]:
+        """What makes a loss of a micro-batch's result; micro-batches come in order, some a second time."""
+        begins = {0: 0}
+
+        def loss_of(micro_batch: int, step: Step, results: dict[fx.Node, Any]) -> Tensor:
+            begins[micro_batch + 1] = begins[micro_batch] + step.rows
+            output = self._result(results)
+            if self._loss_fn is None:
+                loss = output
+            else:
+                if micro_batch == 0 and target is not None:
+                    rows = batches.count_rows(target, "the target")
+                    if rows != step.all_rows:
+                        raise ValueError(f"the target has {rows} rows, the input {step.all_rows}")
+                part = batches.take(target, begins[micro_batch], step.rows)
+                loss = self._loss_fn(output, part) if target is not None else self._loss_fn(output)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                whose = "the model's result, without a loss_fn," if self._loss_fn is None else "loss_fn's result"
+                raise TypeError(f"{whose} must be the loss, a tensor with one number, got {what}")
+            return loss.reshape(()) * (step.rows / step.all_rows if self._mean_loss else 1.0)
+
+        return loss_of
+
+    def _run(self, work: Work) -> None:
+        try:
+            self._executor.run(work, timed=self._record is not None)
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._statistics.forget()
+            if self._record is not None:
+                self._record.note(work, self._executor, failed=True)
+            raise
+        if self._record is not None:
+            self._record.note(work, self._executor)
+
+    def _share_loss(self, work: Work) -> Tensor:
+        last = self._num_stages - 1
+        if last % self._size != self._rank:
+            (loss,), _ = self._wire.receive_values(Edge(last, self._num_stages + self._rank))
+            return cast("Tensor", loss)
+        loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._wire.send_values(Edge(last, self._num_stages + rank), [loss], [False], Step(0, 0, 0))
+        self._wire.settle()
+        return loss
+
     def _plan(self, micro_batches: int, grad: bool) -> Schedule:
-        return plan_schedule(self._name, self._size, micro_batches, self._num_stages, training=grad)
+        return plan_schedule(self._schedule, self._size, micro_batches, self._num_stages, training=grad)
 
     def _result(self, results: dict[fx.Node, Any]) -> Any:
         return fx.node.map_arg(self._layers.output.args[0], lambda node: results[node])
+
+    def _require_usable(self) -> None:
+        if self._failed:
+            raise ClosedError(
+                f"Pipeline: an earlier step failed ({self._failed}), and messages of it are on the way. Make a new "
+                "Pipeline, of a new process group if a rank was lost."
+            )
+        if self._without_values:
+            raise RuntimeError(
+                f"Pipeline: the model was built on the meta device, and nobody has given values to "
+                f"{', '.join(self._without_values)}. Load a state_dict, or give init_fn=."
+            )
+
+    # -- looking at it -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[Record]:
+        """Record the last step in here: afterwards `recording` of what this gives has every rank's times. Collective.
+
+        Cost: two clocks per layer and micro-batch while it lasts, and an all_gather at the end.
+        """
+        self._record = Record(self._group, self._costs)
+        record, failed = self._record, True
+        try:
+            yield record
+            failed = False
+        finally:
+            self._record = None
+            record.finish(alone=failed)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of the whole model; the norm before, on every rank. Collective.
+
+        Raises:
+            ValueError: max_norm is below zero.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
+        mine = [p for p in self._tied.counted_here(self._own.parameters()) if p.grad is not None]
+        squares = torch.zeros((), dtype=torch.float64)
+        for parameter in mine:
+            assert parameter.grad is not None
+            squares += parameter.grad.detach().double().square().sum().cpu()
+        dist.all_reduce(squares, group=self._group)
+        norm = squares.sqrt()
+        scale = min(1.0, max_norm / (norm.item() + 1e-6))
+        for parameter in self._own.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        return norm.float()
+
+    def extra_repr(self) -> str:
+        """The table of the cut."""
+        return f"schedule={self._schedule!r}, micro_batches={self._micro_batches}\n{self.plan}"
 
     # -- as of a module ------------------------------------------------------------------------------------------
 
@@ -170,19 +385,37 @@ class Pipeline(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Of this rank's stages, with the names of the whole model."""
-        for name, parameter in self._own.named_parameters(prefix, recurse, remove_duplicate):
-            first = self._first_names.get(id(parameter)) if remove_duplicate else None
-            yield name if first is None else prefix + "." * bool(prefix) + first, parameter
+        found = self._own.named_parameters("", recurse, remove_duplicate)
+        named = {self._first_names[name] if remove_duplicate else name: parameter for name, parameter in found}
+        for name in self._first_names:  # in the order of the whole model
+            if name in named:
+                yield prefix + "." * bool(prefix) + name, named[name]
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Of this rank's stages, with the names of the whole model."""
+        """Of this rank's stages, with the names of the whole model.
+
+        Shape: as in the whole model.
+
+        Raises:
+            Nothing of its own.
+        """
         yield from self._own.named_buffers(prefix, recurse, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Of this rank's stages, with the names of the whole model."""
         yield from self._own.named_children()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Of this rank's stages, with the names of the whole model."""
+        yield from self._own.named_modules(memo, prefix, remove_duplicate)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Pipeline:
+        cast("Any", self._own)._apply(fn, recurse)
+        return self
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, rank0_only: bool = False
@@ -202,7 +435,12 @@ class Pipeline(nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take this rank's part of the whole model's state, however the model was cut when that was saved."""
+        """Take this rank's part of the whole model's state, however the model was cut when that was saved.
+
+        Raises:
+            RuntimeError: with `strict`, names are missing or unknown; or a shape is another.
+            ValueError: `assign`, which would replace the tensors that stages have.
+        """
         if assign:
             raise ValueError("Pipeline.load_state_dict copies into the stages' tensors; assign=True is not possible")
         missing, unexpected = require_same_names(state_dict, self._state_names)
@@ -214,18 +452,58 @@ class Pipeline(nn.Module):
             )
         mine = set(self._own.state_dict())
         self._own.load_state_dict({name: v for name, v in state_dict.items() if name in mine}, strict=False)
+        self._without_values = [name for name in self._without_values if name not in state_dict]
         return _IncompatibleKeys(missing, unexpected)
+
+
+def _groups(
+    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The ranks of this pipeline, and those with the same stages in others."""
+    if mesh is not None:
+        if process_group is not None:
+            raise ValueError("Pipeline takes process_group or mesh, not both")
+        names = mesh.mesh_dim_names or ()
+        if "pipeline" not in names or set(names) - {"pipeline", "data"}:
+            raise ValueError(
+                "Pipeline takes a mesh with the axes 'pipeline' and, if there are replicas, 'data', as in "
+                f"phalanx.mesh(pipeline=2, data=2); got {', '.join(map(repr, names)) or 'none with names'}"
+            )
+        return mesh.get_group("pipeline"), mesh.get_group("data") if "data" in names else None
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "Pipeline needs a process group: call phalanx.init() or torch.distributed.init_process_group()"
+        )
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("Pipeline: this rank is not in process_group; let only its ranks make the Pipeline")
+    return group, None
+
+
+def _check(
+    micro_batches: int, ranks: int, schedule: str, checkpoint: str, reduction: str, outputs: str, balance: Any
+) -> None:
+    check_balance(balance)
+    for name, value, allowed in (
+        ("checkpoint", checkpoint, _CHECKPOINTS),
+        ("loss_reduction", reduction, ("mean", "sum")),
+        ("outputs", outputs, ("last", "all")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"Pipeline: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    if schedule != "gpipe" and micro_batches < ranks:
+        raise ValueError(
+            f"Pipeline: {micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} ranks at work: "
+            f"schedule {schedule!r} needs one for each rank, and the bubble is short with four for each. Raise "
+            "micro_batches, or take schedule 'gpipe', which takes any number."
+        )
+
+
+def _difference(first: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+    what = ("layers", "schedule", "stages", "micro_batches", "checkpoint")
+    return "; ".join(f"{name} {b} for {a}" for name, a, b in zip(what, first, other, strict=True) if a != b)
 
 
 def _most(schedule: Schedule) -> int:
     """How many tensors of a size may lie in shared memory: those in flight, and what layers make on the way to them."""
     return 8 * max(schedule.in_flight(stage) for stage in range(schedule.num_stages)) + 16
-
-
-def _weights(layers: LayerList) -> list[float]:
-    """Of each layer the bytes of its parameters, where nothing was measured; and a little, for those without."""
-    sizes = [
-        sum(nbytes(layers.root.get_submodule(str(n.target)).parameters()) for n in layer.nodes if n.op == "call_module")
-        for layer in layers.layers
-    ]
-    return [float(size) + 1e-3 * max(sizes) for size in sizes]

@@ -36,7 +36,15 @@ class InFlight:
 class Stage:
     """A part of the model on this rank."""
 
-    def __init__(self, part: Part, last: bool, root: nn.Module, output: fx.Node, random_state: RandomState) -> None:
+    def __init__(
+        self,
+        part: Part,
+        last: bool,
+        root: nn.Module,
+        output: fx.Node,
+        random_state: RandomState,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         self.part = part
         self.index = part.index
         wanted = [node for values in part.sends.values() for node in values]
@@ -44,7 +52,7 @@ class Stage:
             wanted += output.all_input_nodes
         sent = [node for values in part.sends.values() for node in values]
         self.program = Program(root, part.layers, dict.fromkeys(wanted), makers_of(root, part.nodes, sent))
-        self.parameters: list[nn.Parameter] = []
+        self.parameters = parameters
         self._random_state = random_state
         self.training = False
         self._written: dict[bool, set[fx.Node]] = {}

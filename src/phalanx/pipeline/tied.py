@@ -5,7 +5,7 @@ Every step the gradients of all of them are added, in the order of the ranks, so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,11 @@ class TiedGradients:
         for (tie, parameter), before in zip(self._ties, self._before, strict=True):
             grad = self._sum(tie, parameter)
             parameter.grad = grad if before is None or grad is None else before.add_(grad)
+
+    def counted_here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of `parameters` that no rank before this one has, too."""
+        others = {id(parameter) for tie, parameter in self._ties if tie.ranks[0] != self._rank}
+        return [parameter for parameter in parameters if id(parameter) not in others]
 
     def share_values(self) -> None:
         """Give every rank the first one's values."""

@@ -80,9 +80,9 @@ class _Array(NamedTuple):
 class Wire:
     """This rank's end of all edges of a pipeline. Sends never wait for the receiver; `settle` does, at the end."""
 
-    def __init__(self, group: dist.ProcessGroup, num_stages: int, rank_of: Sequence[int], device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device) -> None:
+        """`rank_of`: who has each stage; the numbers after those of stages are further ends of edges, as the ranks'."""
         self._group = group
-        self._num_stages = num_stages
         self._rank_of = rank_of
         self._device = device
         self._sent: dict[Edge, bytes] = {}
@@ -236,7 +236,11 @@ class Wire:
         return tensor
 
     def _tag(self, edge: Edge) -> int:
-        return _TAG + (edge.source * self._num_stages + edge.target) * 2 + edge.backward
+        return _TAG + (edge.source * len(self._rank_of) + edge.target) * 2 + edge.backward
+
+    def edges_to_ranks(self, source: int, num_stages: int, own: int) -> list[Edge]:
+        """From a stage to each other rank, as the numbers after those of stages name them."""
+        return [Edge(source, at) for at in range(num_stages, len(self._rank_of)) if at != num_stages + own]
 
     # -- between ranks -------------------------------------------------------------------------------------------
 

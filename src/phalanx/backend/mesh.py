@@ -1,0 +1,33 @@
+"""The ranks of the job as a grid with named axes."""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def mesh(device_type: str = "cpu", /, **axes: int) -> DeviceMesh:
+    """A `DeviceMesh` over all ranks, with these axes: `phalanx.mesh(pipeline=2, data=2)`. Collective.
+
+    One axis may be -1: it takes what the others leave. Neighbours on the last axis have neighbouring ranks.
+
+    Raises:
+        ValueError: there is no axis, or their sizes do not multiply to the number of ranks.
+        RuntimeError: there is no process group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("phalanx.mesh needs a process group: call phalanx.init() first")
+    world_size = dist.get_world_size()
+    if not axes:
+        raise ValueError("phalanx.mesh needs at least one axis, as in phalanx.mesh(pipeline=2, data=2)")
+    sizes = dict(axes)
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(open_axes) == 1 and known > 0 and world_size % known == 0:
+        sizes[open_axes[0]] = world_size // known
+    if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != world_size:
+        grid = " x ".join(f"{name}={size}" for name, size in axes.items())
+        raise ValueError(f"phalanx.mesh: {grid} does not make {world_size}, the number of ranks")
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -1,0 +1,220 @@
+"""Deciding where a model is cut into stages: as the user says, or by what layers cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from phalanx.partition.balance import balance
+from phalanx.partition.layers import LayerList
+from phalanx.partition.measure import LayerCost, measure_layers
+from phalanx.partition.parts import Part
+from phalanx.pipeline.schedule import Schedule
+
+Balance = Literal["auto", "time", "memory"] | Sequence[int] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage in the table of a cut."""
+
+    stage: int
+    rank: int
+    first: str
+    last: str
+    num_layers: int
+    parameter_bytes: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class CutPlan:
+    """How a model was cut; printed as a table."""
+
+    rows: tuple[StageRow, ...]
+    reason: str
+
+    @property
+    def counts(self) -> list[int]:
+        """Layers per stage, as `balance=` takes them."""
+        return [row.num_layers for row in self.rows]
+
+    def __str__(self) -> str:
+        lines = [f"{'stage':>5}  {'rank':>4}  {'layers':>6}  {'parameters':>10}  {'time':>9}  from .. to"]
+        for row in self.rows:
+            took = "" if row.seconds is None else f"{row.seconds * 1e3:.3g} ms"
+            span = row.first if row.first == row.last else f"{row.first} .. {row.last}"
+            lines.append(
+                f"{row.stage:>5}  {row.rank:>4}  {row.num_layers:>6}  {_bytes(row.parameter_bytes):>10}  {took:>9}  "
+                f"{span}"
+            )
+        return "\n".join([*lines, f"balanced by {self.reason}"])
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def split_points(wanted: Balance) -> list[str]:
+    """The modules that a balance names."""
+    return [] if isinstance(wanted, str) else [name for name in wanted if isinstance(name, str)]
+
+
+def check_balance(wanted: Any) -> None:
+    """Raise unless it is one of the words, numbers of layers, or names of modules.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is another word.
+    """
+    if isinstance(wanted, str):
+        if wanted not in ("auto", "time", "memory"):
+            raise ValueError(
+                f"Pipeline: balance must be 'auto', 'time', 'memory', numbers of layers or names, got {wanted!r}"
+            )
+        return
+    kinds = {type(item) for item in wanted} if isinstance(wanted, Sequence) else {object}
+    if kinds not in ({int}, {str}):
+        raise TypeError(
+            "Pipeline: balance takes one number of layers for each stage, [4, 4], or the names of the modules at which "
+            f"a stage begins, ['layers.4'], got {wanted!r}"
+        )
+
+
+def measure(
+    layers: LayerList, wanted: Balance, example: Any, kwargs: Mapping[str, Any] | None = None
+) -> list[LayerCost] | None:
+    """What layers cost, where that is asked for and can be had: only with an example can anything be run.
+
+    Raises:
+        ValueError: the balance needs times, and there is no example.
+    """
+    if example is None:
+        if wanted == "time":
+            raise ValueError(
+                "Pipeline: balance='time' runs every layer to measure it: give an example of one micro-batch, "
+                "example=x[:4]"
+            )
+        return None
+    if not isinstance(wanted, str):
+        return None
+    return measure_layers(layers, example if isinstance(example, tuple) else (example,), kwargs)
+
+
+def decide_counts(
+    layers: LayerList,
+    wanted: Balance,
+    schedule: Schedule,
+    costs: Sequence[LayerCost] | None,
+    *,
+    recompute: bool = False,
+) -> tuple[list[int], str]:
+    """Layers per stage, and by what that was decided.
+
+    Raises:
+        ValueError: the model cannot be cut so.
+    """
+    stages, names = schedule.num_stages, layers.names
+    if len(names) < stages:
+        raise ValueError(
+            f"Pipeline: {type(layers.root).__name__} has {len(names)} layer{'s' * (len(names) != 1)} to cut between "
+            f"({', '.join(names)}), too few for {stages} stages. Take fewer stages, or name split points inside of "
+            "them: balance=['block.layer', ...]."
+        )
+    if not isinstance(wanted, str):
+        if all(isinstance(item, int) for item in wanted):
+            return _by_numbers([int(item) for item in wanted], names, stages), "the numbers that were given"
+        return _by_names([str(item) for item in wanted], names, stages), "the names that were given"
+    if costs is None:
+        sizes = [float(size) for size in _parameter_bytes(layers)]
+        return balance([size + 1e-3 * (max(sizes) or 1.0) for size in sizes], stages), "the size of parameters"
+    if wanted == "memory":
+        held = [schedule.in_flight(stage) for stage in range(stages)]
+        table = [[float(2 * c.parameter_bytes + n * c.saved_bytes) for c in costs] for n in held]
+        return balance(table, stages), "measured memory"
+    return balance([c.seconds + recompute * c.forward_s for c in costs], stages), "measured time"
+
+
+def _by_numbers(counts: list[int], names: Sequence[str], stages: int) -> list[int]:
+    if len(counts) != stages or sum(counts) != len(names) or min(counts) < 1:
+        raise ValueError(
+            f"Pipeline: balance {counts} is not {stages} numbers of at least one layer that add up to {len(names)}, "
+            f"the layers of the model: {', '.join(names)}"
+        )
+    return counts
+
+
+def _by_names(points: list[str], names: Sequence[str], stages: int) -> list[int]:
+    if len(points) != stages - 1:
+        raise ValueError(
+            f"Pipeline: balance names {len(points)} modules at which a stage begins ({', '.join(points)}); "
+            f"{stages} stages need {stages - 1}"
+        )
+    begins = [0]
+    for point in points:
+        inside = [at for at, name in enumerate(names) if name == point or name.startswith(point + ".")]
+        if not inside:
+            raise ValueError(f"Pipeline: no layer begins at {point!r}, so no stage can; there are {', '.join(names)}")
+        if inside[0] <= begins[-1]:
+            raise ValueError(
+                f"Pipeline: the stage that begins at {point!r} would be empty or before another: name split points in "
+                "the order in which they run, and not the first layer"
+            )
+        begins.append(inside[0])
+    begins.append(len(names))
+    return [end - begin for begin, end in pairwise(begins)]
+
+
+def describe_cut(
+    layers: LayerList, parts: Sequence[Part], schedule: Schedule, reason: str, costs: Sequence[LayerCost] | None
+) -> CutPlan:
+    """The table."""
+    sizes, rows, at = _parameter_bytes(layers), [], 0
+    for part in parts:
+        end = at + len(part.layers)
+        seconds = None if costs is None else sum(cost.seconds for cost in costs[at:end])
+        rows.append(
+            StageRow(
+                part.index,
+                schedule.rank_of(part.index),
+                part.layers[0].name,
+                part.layers[-1].name,
+                end - at,
+                sum(sizes[at:end]),
+                seconds,
+            )
+        )
+        at = end
+    return CutPlan(tuple(rows), reason)
+
+
+def _parameter_bytes(layers: LayerList) -> list[int]:
+    sizes = []
+    for layer in layers.layers:
+        called = [layers.root.get_submodule(str(n.target)) for n in layer.nodes if n.op == "call_module"]
+        sizes.append(sum(p.numel() * p.element_size() for module in called for p in module.parameters()))
+    return sizes
+
+
+def require_one_owner_of_buffers(layers: LayerList, parts: Sequence[Part]) -> None:
+    """A module with buffers that two stages call would have two of them, which drift apart.
+
+    Raises:
+        ValueError: there is one.
+    """
+    users: dict[int, tuple[str, int]] = {}
+    for part in parts:
+        for name in part.modules:
+            for buffer in layers.root.get_submodule(name).buffers():
+                first, stage = users.setdefault(id(buffer), (name, part.index))
+                if stage != part.index:
+                    raise ValueError(
+                        f"Pipeline: layer {first!r} has buffers and is called in stages {stage} and {part.index}: each "
+                        "would have its own, and they would drift apart. Cut where its calls are in one stage."
+                    )

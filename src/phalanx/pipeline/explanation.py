@@ -1,0 +1,193 @@
+"""Drawing a pipeline: the grid of a schedule on a terminal or as SVG, and a recorded step beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.pipeline.recording import Recording, name_layers
+from phalanx.pipeline.schedule import Action, Schedule
+from phalanx.pipeline.simulate import Timeline, ideal_efficiency, simulate, unit_seconds
+from phalanx.svg import FAINT, INK, PAPER, RULE, Drawing, colour
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_COLUMNS = 400  # wider is no drawing
+_STYLES = {"F": "black on cyan", "B": "black on green", "I": "black on green", "W": "black on yellow"}
+_LIGHTNESS = {"F": 72, "B": 48, "I": 48, "W": 60}
+_HUES = {"F": 0, "B": 2, "I": 2, "W": 3}
+
+
+def ideal(schedule: Schedule, backward: float = 2.0) -> Timeline:
+    """The schedule with equal stages and messages that take no time."""
+    return simulate(schedule, unit_seconds(schedule, backward))
+
+
+def facts(schedule: Schedule, timeline: Timeline) -> list[str]:
+    """What the numbers of a schedule say, in lines."""
+    per_rank = schedule.num_stages // schedule.num_ranks
+    held = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.num_stages))
+    bound = 1.0 - ideal_efficiency(schedule.num_ranks, schedule.micro_batches, per_rank)
+    speed = schedule.num_ranks * (1.0 - timeline.bubble)
+    ranks = "one rank" if schedule.num_ranks == 1 else f"{schedule.num_ranks} ranks"
+    formula = "(p-1)/(m+p-1)" if per_rank == 1 else f"(p-1)/({per_rank}m+p-1)"
+    return [
+        f"{schedule.name}: {schedule.num_stages} stages on {ranks}, {schedule.micro_batches} micro-batches",
+        f"  bubble     {timeline.bubble:.1%} of the ranks' time; {formula} is {bound:.1%}",
+        f"  speed      {speed:.2f} times one rank, if all stages take the same time",
+        f"  in flight  {held} micro-batches on stages 0 to {schedule.num_stages - 1}: what memory must hold",
+    ]
+
+
+def grid(schedule: Schedule, timeline: Timeline, failed: Action | None = None) -> list[list[tuple[str, str]]]:
+    """For each rank the pieces of its line, as (text, kind); the kind of a wait is '.', that of a failure '!'."""
+    shortest = min((s.end - s.begin for spans in timeline.ranks for s in spans if s.end > s.begin), default=1.0)
+    label = max((len(_label(schedule, s.action)) for spans in timeline.ranks for s in spans), default=1)
+    per_unit = (label + 1) / shortest
+    if timeline.seconds * per_unit > _COLUMNS:
+        per_unit = _COLUMNS / timeline.seconds
+    lines = []
+    for spans in timeline.ranks:
+        line: list[tuple[str, str]] = []
+        at = 0
+        for span in spans:
+            begin, end = (round((t - timeline.begin) * per_unit) for t in (span.begin, span.end))
+            if begin > at:
+                line.append(("." * (begin - at), "."))
+            begin = max(begin, at)
+            width = end - begin
+            if width <= 0:
+                continue
+            text = _label(schedule, span.action)[: width - 1] if width > 1 else ""
+            mark = "!" if span.action == failed else span.action.kind
+            if mark == "!" and len(text) == width - 1:
+                text = ""  # no room for both
+            fill = "x" if mark == "!" else "-"
+            line.append(((text + fill * (width - 1 - len(text)) + " ")[:width], mark))
+            at = end
+        lines.append(line)
+    return lines
+
+
+def _label(schedule: Schedule, action: Action) -> str:
+    if schedule.num_stages > schedule.num_ranks:
+        return str(action)
+    return f"{action.kind}{action.micro_batch}"
+
+
+def plain(schedule: Schedule, timeline: Timeline, failed: Action | None = None) -> list[str]:
+    """The grid in text: F forward, B backward (I of inputs, W of weights), dots where a rank waits."""
+    return [
+        f"rank {rank} |" + "".join(text for text, _ in line).rstrip()
+        for rank, line in enumerate(grid(schedule, timeline, failed))
+    ]
+
+
+def show(schedule: Schedule, timeline: Timeline, console: Console, failed: Action | None = None) -> None:
+    """The grid in colours."""
+    from rich.text import Text
+
+    for rank, line in enumerate(grid(schedule, timeline, failed)):
+        row = Text(f"rank {rank} ", no_wrap=True, overflow="crop")
+        for text, kind in line:
+            row.append(text, "white on red" if kind == "!" else _STYLES.get(kind, "dim"))
+        console.print(row)
+
+
+def report(recording: Recording) -> list[str]:
+    """Where the time of a recorded step went, and what a better balance would give."""
+    schedule, timeline = recording.schedule, recording.timeline
+    if recording.failed is not None:
+        return [f"recorded: the step failed in {recording.failed}"]
+    smooth = recording.without_waiting
+    lines = [
+        f"recorded: {_ms(timeline.seconds)}, bubble {timeline.bubble:.1%}; {_ms(smooth.seconds)} and "
+        f"{smooth.bubble:.1%} if nothing came late"
+    ]
+    for rank in range(schedule.num_ranks):
+        mark = "   <- the others wait for it" if rank == recording.bottleneck and schedule.num_ranks > 1 else ""
+        lines.append(f"  rank {rank}  works {_ms(timeline.busy(rank))}, waits {_ms(recording.waited(rank))}{mark}")
+    better = recording.suggestion
+    if better is not None:
+        now = [len(stage) for stage in recording.layers]
+        gain = smooth.seconds / better.seconds if better.seconds else 1.0
+        if list(better.counts) == now or gain < 1.01:
+            lines.append(f"  balance    {now} layers per stage: no other cut of these layers is faster")
+        else:
+            begins = ", ".join(name_layers(recording, better.counts)[1:])
+            lines.append(
+                f"  balance    {now} layers per stage; {list(better.counts)} (stages begin at {begins}) would take "
+                f"{_ms(better.seconds)}, {gain:.2f} times as fast"
+            )
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def draw(
+    schedule: Schedule, planned: Timeline, recording: Recording | None = None, failed: Action | None = None
+) -> str:
+    """The grid as SVG; of a recorded step below it, on its own scale of time."""
+    row, left, right, top = 30.0, 70.0, 20.0, 62.0
+    width = 1000.0
+    blocks = [("schedule", planned, failed)]
+    if recording is not None:
+        blocks.append(("recorded", recording.timeline, recording.failed))
+    height = top + sum(row * schedule.num_ranks + 44 for _ in blocks) + 30
+    title = f"{schedule.name}, {schedule.num_stages} stages, {schedule.micro_batches} micro-batches"
+    page = Drawing(width, height, title)
+    page.text(left, 24, title, size=15, anchor="start", bold=True)
+    _legend(page, left, 44, schedule)
+    y = top
+    for name, timeline, marked in blocks:
+        span = timeline.seconds or 1.0
+        scale = (width - left - right) / span
+        how_long = f", {_ms(timeline.seconds)}" if name == "recorded" else ""
+        page.text(left, y + 12, f"{name}: bubble {timeline.bubble:.1%}{how_long}", size=12, anchor="start", fill=FAINT)
+        y += 18
+        for rank, spans in enumerate(timeline.ranks):
+            page.text(left - 8, y + row * 0.62, f"rank {rank}", size=12, anchor="end")
+            page.rect(left, y + 2, width - left - right, row - 4, fill=RULE)
+            for s in spans:
+                _cell(page, schedule, s.action, left + (s.begin - timeline.begin) * scale, y + 2,
+                      (s.end - s.begin) * scale, row - 4, marked == s.action)  # fmt: skip
+            y += row
+        y += 26
+    for at, line in enumerate(_footer(schedule, recording)):
+        page.text(left, y + 14 * at, line, size=12, anchor="start", fill=FAINT)
+    return str(page)
+
+
+def _cell(
+    page: Drawing, schedule: Schedule, action: Action, x: float, y: float, width: float, height: float, failed: bool
+) -> None:
+    hue = _HUES[action.kind] + 4 * (action.stage // schedule.num_ranks)
+    fill = colour(1, 50) if failed else colour(hue, _LIGHTNESS[action.kind])
+    page.rect(x, y, max(width - 0.8, 0.3), height, fill=fill, radius=min(2.0, width / 4), stroke=PAPER)
+    text = "failed" if failed else str(action.micro_batch)
+    if width > 7 * len(text) + 2:
+        ink = INK if action.kind == "F" and not failed else PAPER
+        page.text(x + width / 2, y + height * 0.66, text, size=11, fill=ink, bold=failed)
+
+
+def _legend(page: Drawing, x: float, y: float, schedule: Schedule) -> None:
+    kinds = [("F", "forward")]
+    kinds += (
+        [("I", "backward of inputs"), ("W", "of weights")] if schedule.name == "zero_bubble" else [("B", "backward")]
+    )
+    for kind, text in kinds:
+        page.rect(x, y - 10, 12, 12, fill=colour(_HUES[kind], _LIGHTNESS[kind]), radius=2)
+        page.text(x + 17, y, text, size=12, anchor="start")
+        x += 40 + 7 * len(text)
+    page.rect(x, y - 10, 12, 12, fill=RULE, radius=2)
+    page.text(x + 17, y, "waiting", size=12, anchor="start")
+    page.text(x + 90, y, "numbers are micro-batches", size=12, anchor="start", fill=FAINT)
+
+
+def _footer(schedule: Schedule, recording: Recording | None) -> Sequence[str]:
+    if recording is None or recording.failed is not None:
+        return []
+    return [line.strip() for line in report(recording) if "balance" in line]

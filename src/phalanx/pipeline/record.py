@@ -1,0 +1,69 @@
+"""Recording a step on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.partition.measure import LayerCost
+from phalanx.pipeline.execute import Executor, Work
+from phalanx.pipeline.explanation import ideal, plain, report
+from phalanx.pipeline.recording import LayerTime, Recording
+from phalanx.pipeline.schedule import Action, Schedule
+
+
+class Record:
+    """What `Pipeline.recorded` gives: `recording` is the last step in it, once it is over."""
+
+    def __init__(self, group: dist.ProcessGroup, costs: Sequence[LayerCost] | None) -> None:
+        self._group = group
+        self._costs = costs
+        self._mine: tuple[Any, Any] = ([], {})
+        self._schedule: Schedule | None = None
+        self._failed: Action | None = None
+        self.recording: Recording | None = None
+
+    def note(self, work: Work, executor: Executor, *, failed: bool = False) -> None:
+        """Keep this rank's part of a step."""
+        self._schedule = executor.schedule
+        self._failed = executor.at if failed else None
+        spans = [(done.action, done.turn, done.begin, done.end) for done in work.done]
+        self._mine = (spans, {stage.index: self._layers(stage, spans) for stage in executor.stages.values()})
+
+    def _layers(self, stage: Any, spans: Sequence[tuple[Action, float, float, float]]) -> list[LayerTime]:
+        """Of a micro-batch. A backward is known of the whole stage: shared out as in the example, or as forward."""
+        forward = {layer.name: 0.0 for layer in stage.part.layers}
+        forward.update(stage.program.seconds or {})
+        counts = max(sum(1 for a, *_ in spans if a.kind == "F" and a.stage == stage.index), 1)
+        took = sum(end - begin for a, _, begin, end in spans if a.kind != "F" and a.stage == stage.index) / counts
+        known = {cost.name: cost.backward_s for cost in self._costs or ()}
+        weight = {name: known.get(name, seconds) for name, seconds in forward.items()}
+        total = sum(weight.values()) or 1.0
+        return [LayerTime(name, seconds / counts, took * weight[name] / total) for name, seconds in forward.items()]
+
+    def finish(self, *, alone: bool) -> None:
+        """Gather all ranks' parts; this one's alone where a step failed."""
+        if self._schedule is None:
+            return
+        parts: list[Any] = [([], {})] * self._group.size()
+        if alone:
+            parts[self._group.rank()] = self._mine
+        else:
+            dist.all_gather_object(parts, self._mine, group=self._group)
+        layers = {stage: times for _, stages in parts for stage, times in stages.items()}
+        self.recording = Recording(
+            self._schedule,
+            tuple(tuple(spans) for spans, _ in parts),
+            tuple(tuple(layers.get(stage, ())) for stage in range(self._schedule.num_stages)),
+            self._failed,
+        )
+
+    def __str__(self) -> str:
+        if self.recording is None:
+            return "nothing was recorded"
+        schedule, timeline = self.recording.schedule, self.recording.timeline
+        drawn = plain(schedule, ideal(schedule), self.recording.failed)
+        ran = plain(schedule, timeline, self.recording.failed)
+        return "\n".join(["as planned", *drawn, "as it ran", *ran, *report(self.recording)])

@@ -1,0 +1,93 @@
+"""What may go from stage to stage, and results that go to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from phalanx.partition.parts import Part
+
+_CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
+
+
+class Forms:
+    """The form of every value that a stage sends, as the first micro-batch of a step had it."""
+
+    def __init__(self) -> None:
+        self._first: dict[fx.Node, tuple[int, list[Any]]] = {}
+
+    def begin(self) -> None:
+        """A new step, whose forms may be others."""
+        self._first.clear()
+
+    def check(self, part: Part, micro_batch: int, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+        """Raise unless all values can be sent, and differ from those of the step's first micro-batch in rows alone.
+
+        Raises:
+            TypeError: something in them is neither a tensor nor a plain constant.
+            ValueError: a tensor has another dtype, or another size in a dimension other than the first.
+        """
+        for node, value in zip(nodes, values, strict=True):
+            leaves = tree_flatten(value)[0]
+            for leaf in leaves:
+                if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+                    raise TypeError(
+                        f"layer {_maker(part, node)!r} returns something that is no tensor, a {type(leaf).__name__}, "
+                        f"and a later stage uses it: only tensors, numbers and containers of them can go from stage to "
+                        "stage. Return its tensors, or cut elsewhere."
+                    )
+            form = [_form(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+            before, known = self._first.setdefault(node, (micro_batch, form))
+            if form != known:
+                raise ValueError(
+                    f"layer {_maker(part, node)!r} returns {_words(form)} for micro-batch {micro_batch}, and "
+                    f"{_words(known)} for micro-batch {before}: the micro-batches of a step may differ in the first "
+                    "dimension only. Pad the samples of a mini-batch to one size."
+                )
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.dtype, tensor.dim(), *tensor.shape[1:])
+
+
+def _words(form: list[tuple[Any, ...]]) -> str:
+    return ", ".join(
+        f"{str(dtype).removeprefix('torch.')} of shape ({', '.join(['N', *map(str, sizes)][:dim])})"
+        for dtype, dim, *sizes in form
+    )
+
+
+def _maker(part: Part, node: fx.Node) -> str:
+    return next((layer.name for layer in part.layers if node in layer.nodes), str(node))
+
+
+def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
+    """The owner's result on every rank. Collective."""
+    mine = group.rank() == owner
+    leaves, tree = tree_flatten(result)
+    described: list[Any] = [
+        (treespec_dumps(tree), [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else _Constant(v) for v in leaves])
+        if mine
+        else None
+    ]
+    dist.broadcast_object_list(described, group=group, group_src=owner)
+    text, forms = described[0]
+    shared = []
+    for at, form in enumerate(forms):
+        if isinstance(form, _Constant):
+            shared.append(form.value)
+            continue
+        value = leaves[at].detach().contiguous() if mine else torch.empty(form[0], dtype=form[1])
+        dist.broadcast(value, group=group, group_src=owner)
+        shared.append(value)
+    return result if mine else tree_unflatten(shared, treespec_loads(text))
+
+
+class _Constant:
+    def __init__(self, value: Any) -> None:
+        self.value = value

@@ -1,0 +1,250 @@
+"""A pipeline with what is around it: replicas, sharded optimizers, checkpoints, models on the meta device."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.pipeline.unsplit import Transformer, draw_model, letters_loss, train_unsplit
+from torch import nn
+from torch.nn import functional
+
+import phalanx
+import phalanx.optim
+from phalanx.testing import run_ranks
+
+
+def _transformer():
+    torch.manual_seed(3)
+    return Transformer(11, 8, 3, 0.0, tied=True)
+
+
+def _letters(rows=16):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(11, (rows, 6), generator=generator), torch.randint(11, (rows, 6), generator=generator)
+
+
+def _train_unsplit(model):
+    inputs, targets = _letters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = letters_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_two_pipelines_in_a_mesh_train_as_one_process_with_all_data(backend):
+    def train(rank, world_size):
+        mesh = phalanx.mesh(pipeline=2, data=-1)
+        data = mesh.get_local_rank("data")
+        torch.manual_seed(rank)  # other weights on every rank: the first ones are for all
+        model = Transformer(11, 8, 3, 0.0, tied=True) if rank else _transformer()
+        if mesh.get_local_rank("pipeline"):
+            model = _transformer()
+        pipe = phalanx.Pipeline(model, micro_batches=4, mesh=mesh, loss_fn=letters_loss)
+        optimizer = phalanx.ZeroRedundancyOptimizer(
+            pipe.parameters(), torch.optim.SGD, process_group=mesh.get_group("data"), lr=0.1, momentum=0.9
+        )
+        inputs, targets = _letters()
+        losses = []
+        for _ in range(3):
+            pipe.zero_grad()
+            losses.append(pipe.step(inputs[data::2], target=targets[data::2]))
+            optimizer.step()
+        return losses, pipe.state_dict()
+
+    model = _transformer()
+    losses = _train_unsplit(model)
+    for ours, state in run_ranks(train, 4, backend=backend, timeout=100):
+        torch.testing.assert_close(ours, losses, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=1e-3, atol=1e-4)
+
+
+def test_batchnorm_of_replicas_tracks_all_of_their_values():
+    def train(rank, world_size):
+        mesh = phalanx.mesh(pipeline=1, data=2)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+        pipe = phalanx.Pipeline(model, micro_batches=3, mesh=mesh, loss_fn=functional.mse_loss)
+        inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+        pipe.step(inputs[rank::2], target=torch.zeros(10, 2))
+        return inputs, dict(pipe.named_buffers())
+
+    for inputs, buffers in run_ranks(train, 2):
+        torch.testing.assert_close(buffers["0.running_mean"], 0.1 * inputs.mean(0))
+        torch.testing.assert_close(buffers["0.running_var"], 0.9 + 0.1 * inputs.var(0))
+        assert buffers["0.num_batches_tracked"] == 1
+
+
+def test_a_state_loads_into_another_split_and_into_the_unsplit_model(tmp_path):
+    path = tmp_path / "model.pt"
+    whole = _transformer()
+    inputs, _ = _letters()
+
+    def save(rank, world_size):
+        pipe = phalanx.Pipeline(_transformer(), micro_batches=4, balance=["blocks.2"], loss_fn=letters_loss)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            pipe.step(*_letters()[:1], target=_letters()[1])
+            optimizer.step()
+        phalanx.save_checkpoint(path, {"model": pipe.state_dict(rank0_only=True)})
+        pipe.eval()
+        names = [name for name, _ in pipe.named_parameters()]
+        return pipe(inputs), names, pipe.plan.counts, list(pipe.state_dict(rank0_only=True))
+
+    def load(rank, world_size):
+        with torch.device("meta"):
+            model = Transformer(11, 8, 3, 0.0, tied=True)
+        pipe = phalanx.Pipeline(model, 6, schedule="interleaved", micro_batches=4, outputs="all")
+        phalanx.load_checkpoint(path, into={"model": pipe})
+        pipe.eval()
+        assert not any(p.is_meta for p in pipe.parameters())
+        return pipe(inputs)
+
+    (_, first, counts, keys), (output, second, _, own) = run_ranks(save, 2)
+    assert counts == [3, 3]
+    assert keys == list(whole.state_dict())
+    assert set(own) < set(keys)
+    assert set(first) | set(second) == {name for name, _ in whole.named_parameters()}
+    assert set(first) & set(second) == {"embed.weight"}  # tied: both stages have it, under its name in the whole
+    for theirs in run_ranks(load, 3):
+        torch.testing.assert_close(theirs, output)
+    whole.load_state_dict(torch.load(path)["model"])
+    whole.eval()
+    torch.testing.assert_close(whole(inputs), output)
+
+
+def test_a_model_on_the_meta_device_gets_memory_for_its_stage_alone():
+    def build(rank, world_size):
+        with torch.device("meta"):
+            model = Transformer(11, 8, 3, 0.0, tied=False)
+        pipe = phalanx.Pipeline(model, micro_batches=4, loss_fn=letters_loss, balance=["blocks.1"])
+        inputs, targets = _letters()
+        refusal = None
+        try:
+            pipe.step(inputs, target=targets)
+        except RuntimeError as error:
+            refusal = str(error)
+        with torch.device("meta"):
+            model = Transformer(11, 8, 3, 0.0, tied=False)
+        group = dist.new_group()
+        pipe = phalanx.Pipeline(
+            model,
+            micro_batches=4,
+            loss_fn=letters_loss,
+            balance="time",
+            example=inputs[:4],
+            process_group=group,
+            init_fn=lambda name, tensor: tensor.normal_(),
+        )
+        loss = pipe.step(inputs, target=targets)
+        return refusal, loss, [n for n, p in pipe.named_parameters() if not p.is_meta], str(pipe.plan)
+
+    (refusal, loss, first, plan), (other, same, second, _) = run_ranks(build, 2)
+    assert "nobody has given values to position" in refusal
+    assert "stage 0 (rank 0) failed" in other or "rank 0" in other
+    torch.testing.assert_close(loss, same)
+    assert loss.isfinite()
+    assert set(first).isdisjoint(second)
+    assert len(first) + len(second) == len(list(Transformer(11, 8, 3, 0.0, tied=False).named_parameters()))
+    assert "balanced by measured time" in plan
+
+
+def test_a_pipeline_is_a_module_of_its_stage():
+    def use(rank, world_size):
+        model, loss_fn, inputs, targets = draw_model(5)
+        pipe = phalanx.Pipeline(model, micro_batches=2, loss_fn=loss_fn)
+        names = [name for name, _ in pipe.named_parameters()]
+        assert names == [name for name, _ in model.named_parameters() if name in names]
+        assert all(p is dict(model.named_parameters())[name] for name, p in pipe.named_parameters())
+        pipe.eval()
+        assert not any(m.training for m in pipe.modules() if m is not pipe._own)
+        pipe.train()
+        pipe.step(inputs, target=targets)
+        assert any(p.grad is not None for p in pipe.parameters())
+        gradients = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+        pipe.step(inputs, target=targets)  # gradients accumulate, as they do without a pipeline
+        ratio = max((p.grad.norm() / gradients[n].norm()).item() for n, p in pipe.named_parameters() if n in gradients)
+        assert 1.5 < ratio < 2.5
+        norm = pipe.clip_grad_norm_(0.1)
+        after = pipe.clip_grad_norm_(1e9)
+        pipe.zero_grad()
+        assert all(p.grad is None for p in pipe.parameters())
+        pipe.double()
+        assert all(p.dtype == torch.float64 for p in pipe.parameters() if p.is_floating_point())
+        return norm, after, "stage" in repr(pipe)
+
+    for norm, after, shown in run_ranks(use, 2):
+        assert norm > 0.1
+        torch.testing.assert_close(after, torch.tensor(0.1), rtol=1e-3, atol=1e-4)
+        assert shown
+
+
+def test_gradients_are_clipped_as_those_of_the_whole_model():
+    def clip(rank, world_size):
+        pipe = phalanx.Pipeline(_transformer(), micro_batches=2, loss_fn=letters_loss)
+        pipe.step(*_letters()[:1], target=_letters()[1])
+        return pipe.clip_grad_norm_(0.01)
+
+    model = _transformer()
+    letters_loss(model(_letters()[0]), _letters()[1]).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    for ours in run_ranks(clip, 2):
+        torch.testing.assert_close(ours, norm)
+
+
+def test_a_mini_batch_smaller_than_its_micro_batches_makes_fewer():
+    def train(rank, world_size):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
+        pipe = phalanx.Pipeline(model, micro_batches=8, loss_fn=nn.CrossEntropyLoss(reduction="sum"),
+                                loss_reduction="sum", outputs="all")  # fmt: skip
+        losses = []
+        for rows in (8, 3, 1, 11):
+            x = torch.linspace(0, 1, rows * 3).view(rows, 3)
+            loss = pipe.step(x if rank == 0 else None, target=torch.arange(rows) % 2 if rank else None)
+            pipe.eval()
+            with torch.no_grad():
+                expected = functional.cross_entropy(pipe(x), torch.arange(rows) % 2, reduction="sum")
+            pipe.train()
+            losses.append((loss, expected))
+        return losses
+
+    for losses in run_ranks(train, 2):
+        for ours, expected in losses:
+            torch.testing.assert_close(ours, expected)
+
+
+def test_a_model_may_return_its_own_loss():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x, y, scale: float = 2.0):
+            return ((self.b(self.a(x).tanh()) - y) ** 2).mean() * scale
+
+    def train(rank, world_size):
+        pipe = phalanx.Pipeline(WithLoss(), micro_batches=4)
+        x = torch.linspace(0, 1, 30).view(10, 3)
+        return pipe.step(x, y=x[:, :1])
+
+    x = torch.linspace(0, 1, 30).view(10, 3)
+    for loss in run_ranks(train, 2):
+        torch.testing.assert_close(loss, WithLoss()(x, x[:, :1]).detach())
+
+
+def test_one_rank_is_the_model_itself():
+    def train(rank, world_size):
+        model, loss_fn, inputs, targets = draw_model(11)
+        pipe = phalanx.Pipeline(model, 4, micro_batches=3, schedule="interleaved", loss_fn=loss_fn)
+        torch.manual_seed(7)
+        return pipe.step(inputs, target=targets)
+
+    (loss,) = run_ranks(train, 1)
+    torch.testing.assert_close(loss, train_unsplit(11, 3, 1)[0][0])

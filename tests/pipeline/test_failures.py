@@ -1,0 +1,205 @@
+"""What goes wrong in a pipeline is told on every rank, with stage, micro-batch and layer."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import phalanx
+from phalanx.testing import run_ranks
+
+
+class Watcher(nn.Module):
+    """Does something odd with the micro-batch whose first number is above a half."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        if x[0, 0] < 0.5:
+            return x if self.what != "object" else Strange(x)
+        if self.what == "raise":
+            raise ArithmeticError("seven is not a prime here")
+        if self.what == "shape":
+            return x[:, :2]
+        if self.what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+class Strange:
+    def __init__(self, x):
+        self.x = x
+
+
+class Unwrap(nn.Module):
+    def forward(self, strange):
+        return strange.x if isinstance(strange, Strange) else strange
+
+
+def _model(what, at):
+    layers = [nn.Identity(), nn.Identity(), nn.Identity(), Unwrap()]
+    layers[at] = Watcher(what)
+    layers[0] = layers[0] if at == 0 else nn.Linear(3, 3, bias=False)
+    if at:
+        nn.init.eye_(layers[0].weight)
+    return nn.Sequential(*layers, nn.Linear(3, 3))
+
+
+def _fail(rank, world_size, what, at, schedule):
+    """In the micro-batch 2 of 4; the message of whatever is raised."""
+    pipe = phalanx.Pipeline(
+        _model(what, at), micro_batches=4, schedule=schedule, balance=[2, 1, 2], loss_fn=functional.mse_loss
+    )
+    x = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat_interleave(2)[:, None].expand(8, 3).contiguous()
+    try:
+        pipe.step(x, target=x)
+    except Exception as error:
+        heard = f"{type(error).__name__}: {error}"
+        try:
+            pipe.step(x, target=x)
+        except phalanx.ClosedError as again:
+            return heard, str(again)
+    return None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_an_exception_in_a_layer_is_told_on_every_rank(backend, schedule):
+    heard = run_ranks(_fail, 3, "raise", 2, schedule, backend=backend)
+    where = "Pipeline: stage 1 (rank 1), micro-batch 2, forward in layer '2'"
+    for rank, (text, again) in enumerate(heard):
+        assert where in text
+        assert "seven is not a prime here" in text
+        assert text.startswith("ArithmeticError" if rank == 1 else "StageFailedError: Pipeline: stage")
+        assert "an earlier step failed" in again
+    assert "xx" in heard[1][0].splitlines()[-2], "the cell is marked in the drawing"
+    assert "F2" not in heard[1][0].splitlines()[-2]
+
+
+def test_a_shape_that_differs_between_micro_batches_is_refused_by_the_layer_that_made_it():
+    for text, _ in run_ranks(_fail, 3, "shape", 1, "1f1b"):
+        assert (
+            "ValueError: layer '1' returns float32 of shape (N, 2) for micro-batch 2, and float32 of shape (N, 3)"
+            in text
+        )
+        assert "stage 0 (rank 0), micro-batch 2, forward" in text
+
+
+def test_a_layer_that_returns_something_else_than_tensors_is_named():
+    for text, _ in run_ranks(_fail, 3, "object", 2, "1f1b"):
+        assert "TypeError: layer '2' returns something that is no tensor, a Strange" in text
+        assert "stage 1 (rank 1), micro-batch 0" in text
+
+
+def test_a_stage_that_dies_is_told_with_what_waited_for_it():
+    def train(rank, world_size):
+        x = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat_interleave(2)[:, None].expand(8, 3).contiguous()
+        pipe = phalanx.Pipeline(_model("die", 2), micro_batches=4, balance=[2, 1, 2], loss_fn=functional.mse_loss)
+        with pytest.raises(phalanx.PhalanxError) as caught:
+            pipe.step(x, target=x)
+        return type(caught.value).__name__, str(caught.value)
+
+    first, _, last = run_ranks(train, 3, lost=[1])
+    for rank, (name, text) in ((0, first), (2, last)):
+        assert name in ("PeerLostError", "StageFailedError")
+        assert f"Pipeline: stage {rank} (rank {rank}), micro-batch" in text
+        assert "rank 1 (pid" in text
+        assert "is gone" in text
+
+
+def test_wrong_arguments_are_refused_at_the_door_on_every_rank():
+    def build(rank, world_size):
+        layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+
+        class Branching(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = layers
+
+            def forward(self, x):
+                return self.layers(x) if x.sum() > 0 else x
+
+        class Training(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = layers
+
+            def forward(self, x):
+                return functional.dropout(self.layers(x), 0.5, self.training)
+
+        shared = nn.BatchNorm1d(2)
+        wrong = {
+            "loss_reduction": dict(module=layers, loss_reduction="max"),
+            "few": dict(module=layers, micro_batches=1),
+            "schedule": dict(module=layers, schedule="2f2b"),
+            "layers": dict(module=nn.Sequential(layers)[0][:1]),
+            "numbers": dict(module=layers, balance=[1, 2]),
+            "names": dict(module=layers, balance=["5"]),
+            "unknown": dict(module=layers, balance=["2", "3"]),
+            "first": dict(module=layers, balance=["0"]),
+            "mixed": dict(module=layers, balance=[1, "2"]),
+            "word": dict(module=layers, balance="speed"),
+            "time": dict(module=layers, balance="time"),
+            "branch": dict(module=Branching()),
+            "training": dict(module=Training()),
+            "buffers": dict(module=nn.Sequential(shared, nn.Linear(2, 2), nn.Linear(2, 2), shared), balance=[2, 2]),
+            "example": dict(module=layers, example=torch.zeros(3, 5)),
+            "differs": dict(module=layers, micro_batches=4 + rank),
+        }
+        heard = {}
+        for name, arguments in wrong.items():
+            try:
+                phalanx.Pipeline(**arguments)
+            except Exception as error:
+                heard[name] = f"{type(error).__name__}: {error}"
+        pipe = phalanx.Pipeline(layers, micro_batches=2)
+        return heard, len(wrong), pipe.plan.counts
+
+    expected = {
+        "loss_reduction": "ValueError: Pipeline: loss_reduction must be one of 'mean', 'sum', got 'max'",
+        "few": "ValueError: Pipeline: 1 micro-batch cannot keep 2 ranks at work",
+        "schedule": "ValueError: schedule must be one of",
+        "layers": "ValueError: Pipeline: Sequential has 1 layer to cut between (0), too few for 2 stages",
+        "numbers": "ValueError: Pipeline: balance [1, 2] is not 2 numbers of at least one layer that add up to 4",
+        "names": "ValueError: Sequential has no module '5' to cut at",
+        "unknown": "ValueError: Pipeline: balance names 2 modules at which a stage begins (2, 3); 2 stages need 1",
+        "first": "ValueError: Pipeline: the stage that begins at '0' would be empty",
+        "mixed": "TypeError: Pipeline: balance takes one number of layers for each stage",
+        "word": "ValueError: Pipeline: balance must be 'auto', 'time', 'memory', numbers of layers or names, got 'sp",
+        "time": "ValueError: Pipeline: balance='time' runs every layer to measure it: give an example",
+        "branch": "ValueError: Branching cannot be cut: torch.fx could not follow its forward",
+        "training": "ValueError: Training cannot be cut: what its forward does depends on self.training",
+        "buffers": "ValueError: Pipeline: layer '0' has buffers and is called in stages 0 and 1",
+        "example": "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        "differs": "MismatchError: Pipeline: rank 1 has another model or other arguments than rank 0: micro_batches 5",
+    }
+    for heard, count, counts in run_ranks(build, 2):
+        assert counts == [2, 2]
+        for name, text in expected.items():
+            assert heard[name].startswith(text), heard[name]
+        assert len(heard) == count
+
+
+def test_a_wrong_target_or_loss_is_told_by_its_rank():
+    def train(rank, world_size, kind):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        loss_fn = {"loss": lambda y, t: y, "rows": functional.mse_loss, "none": None}[kind]
+        pipe = phalanx.Pipeline(model, micro_batches=2, loss_fn=loss_fn)
+        x = torch.zeros(4, 3)
+        with pytest.raises((ValueError, TypeError, phalanx.PhalanxError)) as caught:
+            pipe.step(x, target=x[:3] if kind == "rows" else x)
+        return str(caught.value)
+
+    for kind, words in (
+        ("loss", "loss_fn's result must be the loss, a tensor with one number, got a tensor of shape (2, 3)"),
+        ("rows", "the target has 3 rows, the input 4"),
+        ("none", "the model's result, without a loss_fn, must be the loss"),
+    ):
+        for text in run_ranks(train, 2, kind):
+            assert words in text
+            assert "stage 1 (rank 1), micro-batch 0" in text
