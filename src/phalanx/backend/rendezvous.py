@@ -18,7 +18,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from torch._C._distributed_c10d import FileStore, TCPStore
@@ -40,6 +40,9 @@ from phalanx.symmetric_memory import private
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, receive_fds
 from phalanx.symmetric_memory.memfd import memory
 from phalanx.symmetric_memory.watch import start_ticks
+
+if TYPE_CHECKING:
+    from phalanx.coordination.key import Key
 
 StoreAddress = tuple[Any, int, int]
 Handler = Callable[..., Iterator[StoreAddress]]
@@ -139,6 +142,14 @@ def agent_address() -> str:
 def find_lost_host() -> LostHost | None:
     """What the agent of this host has told of a lost host, in a job on several; costs a system call."""
     return read_lost(_agent_file) if _agent_file >= 0 else None
+
+
+def agents_key() -> Key | None:
+    """The job's key, in a rank of `phalanx run` on several hosts; None elsewhere."""
+    from phalanx.coordination.key import Key  # not at the top: a job on one host needs none
+
+    key = read_store(_agent_file)[1] if _agent_file >= 0 else ""
+    return Key.parse(key) if key else None
 
 
 def own_address() -> str:

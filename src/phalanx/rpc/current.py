@@ -27,6 +27,7 @@ def agent() -> Agent:
     """
     if _agent is None:
         raise ClosedError(
-            "RPC has not been initialized in this process, or was shut down. Call phalanx.rpc.init_rpc first."
+            "RPC has not been initialized in this process, or was shut down. (Current RPC agent is not set! Did you "
+            "initialize the RPC framework, e.g. by calling `rpc.init_rpc`?) Call phalanx.rpc.init_rpc first."
         )
     return _agent

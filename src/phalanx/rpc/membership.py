@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,8 +34,10 @@ class Membership:
         """Whether all workers were there from the start."""
         return self.world_size is not None
 
-    def join(self, me: Member, deadline: Deadline) -> None:
+    def join(self, me: Member, deadline: Deadline, open_network: Callable[[], Member]) -> None:
         """Become a member; in a job of fixed size, wait for all others.
+
+        `open_network` is called when some of them are on other hosts; it says where they reach this worker.
 
         Raises:
             MismatchError: another worker has the name or the number.
@@ -49,6 +52,15 @@ class Membership:
             found.append(self._wait_for(rank, me, deadline))
         for member in found:
             self.learn(member)
+        self._compare(me, found)
+        if len({one.host for one in found}) > 1:
+            me = open_network()
+            self._store.set(f"reachable/{me.info.id}", me.to_json())
+            for rank in range(self.world_size):
+                self.learn(self._wait_for(rank, me, deadline, "reachable"))
+
+    @staticmethod
+    def _compare(me: Member, found: Sequence[Member]) -> None:
         twice = {one.info.name for one in found if sum(o.info.name == one.info.name for o in found) > 1}
         if twice:
             ranks = {m.info.id: m.info.name for m in found if m.info.name in twice}
@@ -61,12 +73,12 @@ class Membership:
         mine = found[me.info.id]
         if mine.uid != me.uid:
             raise MismatchError(
-                f"init_rpc: two processes are rank {me.info.id} of {self.world_size}:\n  {mine}\n  {me}\n"
+                f"init_rpc: two processes are rank {me.info.id} of {len(found)}:\n  {mine}\n  {me}\n"
                 "Give each process a rank of its own."
             )
 
-    def _wait_for(self, rank: int, me: Member, deadline: Deadline) -> Member:
-        key = f"worker/{rank}"
+    def _wait_for(self, rank: int, me: Member, deadline: Deadline, what: str = "worker") -> Member:
+        key = f"{what}/{rank}"
         while True:
             try:
                 self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), 5.0)))
@@ -76,7 +88,7 @@ class Membership:
                     continue
                 if not deadline.passed:
                     raise PhalanxError(f"init_rpc on rank {me.info.id}: the job's store failed: {error}") from error
-                missing = tuple(r for r in range(self.world_size or 0) if not self._store.check([f"worker/{r}"]))
+                missing = tuple(r for r in range(self.world_size or 0) if not self._store.check([f"{what}/{r}"]))
                 raise DeadlineError(
                     f"init_rpc of worker {me.info.name!r} (rank {me.info.id}): no answer from "
                     f"{', '.join(f'rank {r}' for r in missing)} within {deadline.timeout_s:.1f} s.\n"

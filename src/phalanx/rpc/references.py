@@ -41,7 +41,7 @@ class References:
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._owned: dict[RRefId, Owned] = {}
         self._handed_on: dict[RRefId, tuple[Any, int]] = {}  # child fork -> what must live, and to whom it went

@@ -23,6 +23,10 @@ class RemoteError(PhalanxError):
         return _rebuild_error, (str(self), self.kind)
 
 
+class MissingFunctionError(PhalanxError, AttributeError):
+    """What a call names is not there on the worker that is called."""
+
+
 class RemoteTraceback(Exception):
     """Where an exception was raised on another worker: the cause of the one that is raised here."""
 
@@ -65,7 +69,11 @@ def unpack(data: bytes) -> BaseException:
     whole, bare, kind, message, text = pickle.loads(data)
     error = _rebuild(whole, bare)
     if error is None:
-        error = RemoteError(f"{kind}: {message}", kind=kind)
+        error = RemoteError(
+            f"{kind}: {message}\n(It cannot be rebuilt here: its class is missing, or asks for other arguments. "
+            "Original exception on remote side was raised as the traceback above says.)",
+            kind=kind,
+        )
     cause = RemoteTraceback(text)
     last = error
     while last.__cause__ is not None and last.__cause__ is not last:

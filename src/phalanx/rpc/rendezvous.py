@@ -11,8 +11,12 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
-from phalanx.backend.rendezvous import launched_rendezvous
+from phalanx.backend.rendezvous import agents_key, launched_rendezvous, own_address
+from phalanx.coordination.bootstrap import base_of
+from phalanx.coordination.key import Key
+from phalanx.coordination.key_file import find_key
 from phalanx.coordination.launchers import find_agents_store, find_launch
+from phalanx.engines.gloo import local_address
 
 _kept: list[Any] = []  # torch's handlers must not be ended: some keep the store
 _starts: dict[str, int] = {}
@@ -51,3 +55,26 @@ def _addresses(init_method: str, rank: int, world_size: int | None, timeout: tim
         return iter([(make(SimpleNamespace(init_method=init_method), rank), rank, -1)])
     addresses: Iterator[Any] = rendezvous(init_method, rank, world_size, timeout=timeout)
     return addresses
+
+
+def is_on_network(store: Any) -> bool:
+    """Whether workers of other hosts may meet in it."""
+    return bool(getattr(base_of(store), "host", ""))
+
+
+def network_address(store: Any) -> str:
+    """The address of this host at which the others reach it: as the agents have tried, or on the way to the store."""
+    if told := own_address():
+        return told
+    host = getattr(base_of(store), "host", "")
+    return local_address(host) if host else "127.0.0.1"
+
+
+def job_key() -> Key | None:
+    """The job's key: of the agent of `phalanx run`, or the user's own."""
+    return agents_key() or find_key()
+
+
+def may_be_public() -> bool:
+    """Whether the user says that a public address is behind a firewall."""
+    return os.environ.get("PHALANX_ALLOW_PUBLIC_ADDRESS") == "1"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,19 +35,35 @@ class Rounds:
         self._agent = agent
         self._lock = threading.Lock()
         self._came: dict[str, dict[int, tuple[Any, Future[Any]]]] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._turns: dict[str, int] = {}
         self._lost: dict[int, str] = {}
         agent.controls["come"] = self._hear
         agent.on_lost.append(self._lose)
 
-    def gather(self, key: str, value: Any, deadline: Deadline) -> list[Any]:
-        """The values of all workers, by rank: once all have called this with the same `key`.
+    def all_gather(self, value: Any, names: Collection[str] | None, deadline: Deadline) -> dict[str, Any]:
+        """The values of the workers `names` (None: of all), by name: once all of them have called this."""
+        members = self._agent.membership.members()
+        chosen = sorted(names) if names else sorted(one.info.name for one in members)
+        group = "\n".join(chosen)
+        with self._lock:
+            turn = self._turns[group] = self._turns.get(group, 0) + 1
+        ranks = sorted(one.info.id for one in members if one.info.name in chosen)
+        values = self.gather(f"{group}\n{turn}", value, deadline, ranks)
+        by_rank = {one.info.id: one.info.name for one in members}
+        return {by_rank[rank]: one for rank, one in zip(ranks, values, strict=True)}
+
+    def gather(self, key: str, value: Any, deadline: Deadline, ranks: Sequence[int] = ()) -> list[Any]:
+        """The values of all workers, or of `ranks`, by rank: once all of them have called this with the same `key`.
 
         Raises:
             PeerLostError, DeadlineError: some worker will not come, or has not in time.
         """
         agent = self._agent
-        leader = agent.membership.members()[0]
-        future = agent.control(leader, "come", (key, value), 0.0)
+        members = agent.membership.members()
+        ranks = ranks or [one.info.id for one in members]
+        leader = next(one for one in members if one.info.id == ranks[0])
+        future = agent.control(leader, "come", (key, value, tuple(ranks)), 0.0)
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         if not done.wait(None if deadline.timeout_s > 1e8 else deadline.left_s):
@@ -57,33 +74,34 @@ class Rounds:
         values: list[Any] = future.wait()
         return values
 
-    def _hear(self, member: Member, told: tuple[str, Any]) -> Future[Any]:
-        key, value = told
+    def _hear(self, member: Member, told: tuple[str, Any, tuple[int, ...]]) -> Future[Any]:
+        key, value, ranks = told
         answer: Future[Any] = Future()
         with self._lock:
             came = self._came.setdefault(key, {})
             came[member.info.id] = value, answer
+            self._ranks[key] = ranks
         self._end(key)
         return answer
 
     def _end(self, key: str) -> None:
-        """Answer all if all have come, or if one never will."""
-        size = self._agent.membership.world_size or 0
+        """Answer all when all have come that ever will."""
         with self._lock:
             came = self._came.get(key)
             if came is None:
                 return
-            lost = {rank: why for rank, why in self._lost.items() if rank not in came}
-            if len(came) < size and not lost:
+            ranks = self._ranks[key]
+            lost = {rank: why for rank, why in self._lost.items() if rank in ranks and rank not in came}
+            if len(came) + len(lost) < len(ranks):
                 return
-            del self._came[key]
+            del self._came[key], self._ranks[key]
         for _, answer in came.values():
             if lost:
                 rank, why = next(iter(lost.items()))
                 text = f"shutdown: the worker of rank {rank} is lost, and will not come: {why}"
                 set_error(answer, partial(PeerLostError, text, ranks=(rank,)))
             else:
-                answer.set_result([came[rank][0] for rank in range(size)])
+                answer.set_result([came[rank][0] for rank in ranks])
 
     def _lose(self, member: Member) -> None:
         with self._lock:

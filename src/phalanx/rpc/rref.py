@@ -120,8 +120,10 @@ class RRef(Generic[T]):
         """
         self._check_open()
         if self._owned is None:
+            number, fork = (_show(self._agent, one) for one in (self._id, self._fork))
             raise RuntimeError(
-                f"Cannot call localValue() on a non-local reference. Call it on {self._owner.info.name}: {self}"
+                f"For UserRRef(rref_id={number}, fork_id={fork}), can't call localValue() on user "
+                f"{self._agent.me.info}. Call it on owner {self._owner.info}, or to_here() for a copy."
             )
         value: T = self._owned.future.wait()
         return value
@@ -181,11 +183,11 @@ class RRef(Generic[T]):
 
     def __repr__(self) -> str:
         if self._owned is not None:
-            return f"OwnerRRef({_show('', self._agent, self._id)})"
-        return f"UserRRef(RRefId = {_show('', self._agent, self._id)}, ForkId = {_show('', self._agent, self._fork)})"
+            return f"OwnerRRef({_show(self._agent, self._id)})"
+        return f"UserRRef(RRefId = {_show(self._agent, self._id)}, ForkId = {_show(self._agent, self._fork)})"
 
 
-def _show(name: str, agent: Agent, number: RRefId | None) -> str:
+def _show(agent: Agent, number: RRefId | None) -> str:
     if number is None:
         return "none"
     maker = agent.membership.by_uid(number[0])

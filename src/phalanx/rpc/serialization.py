@@ -25,6 +25,7 @@ _DTYPES = tuple(
     )
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_MOST_GAPS = 4  # so many times the memory of the elements
 _CPU = torch.device("cpu")
 
 
@@ -161,7 +162,19 @@ def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
         return tensor.reshape(-1), None
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,)), tuple(tensor.stride())
-    return tensor.contiguous().reshape(-1), None
+    stride = tuple(tensor.stride()) if _is_gapped(tensor) else None
+    return tensor.contiguous().reshape(-1), stride
+
+
+def _is_gapped(tensor: Tensor) -> bool:
+    """Whether no element is there twice, and the gaps between them are small enough to have them again."""
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < end:
+                return False
+            end = stride * (size - 1) + end
+    return end <= _MOST_GAPS * tensor.numel()
 
 
 def _tensor(
@@ -171,13 +184,23 @@ def _tensor(
         tensor = torch.empty(shape, dtype=_DTYPES[code])
     else:
         tensor = torch.frombuffer(memory, dtype=_DTYPES[code])
-        tensor = tensor.view(shape) if stride is None else tensor.as_strided(shape, stride)
+        if stride is None:
+            tensor = tensor.view(shape)
+        elif _span(shape, stride) == tensor.numel():
+            tensor = tensor.as_strided(shape, stride)
+        else:
+            tensor = torch.empty_strided(shape, stride, dtype=tensor.dtype).copy_(tensor.view(shape))
     arrived = arriving()
     if requires_grad and not arrived.without_grad:
         tensor.requires_grad_()
     arrived.tensors.append(tensor)
     arrived.requires_grad.append(requires_grad)
     return tensor
+
+
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many elements lie from the first to the last one."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 register(Tensor, _reduce_tensor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable
@@ -12,18 +11,18 @@ from typing import Any
 
 from phalanx.coordination.rank_info import host_identity
 from phalanx.deadline import Deadline
-from phalanx.errors import PhalanxError
+from phalanx.engines.interfaces import is_public
+from phalanx.errors import AuthenticationError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.rpc import current
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import BackendType, RpcBackendOptions
-from phalanx.rpc.rendezvous import find_place, open_store
+from phalanx.rpc.rendezvous import find_place, is_on_network, job_key, may_be_public, network_address, open_store
 from phalanx.rpc.rounds import Rounds
 from phalanx.rpc.rref import serve_references
-from phalanx.rpc.worker_info import WorkerInfo
+from phalanx.rpc.worker_info import Member, WorkerInfo
 
-_NAME = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
 _JOIN_S = 300.0
 _logger = get_logger(__name__)
 _starting = threading.Lock()
@@ -52,10 +51,9 @@ def init_rpc(
         MismatchError: another worker has the name or rank.
         DeadlineError: some worker did not come within the time-out of a call (at least 300 s).
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
-            f"init_rpc: a worker's name has 1 to 127 letters, digits, and any of _ : . -, and cannot be {name!r}"
-        )
+    if not isinstance(name, str):
+        raise TypeError(f"init_rpc: a worker's name is a str, got {type(name).__name__}")
+    WorkerInfo(name, rank)  # looks at the name
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
@@ -77,7 +75,9 @@ def init_rpc(
             )
         timeout_s = max(options.rpc_timeout, _JOIN_S) if options.rpc_timeout else 1e6
         store = open_store(options.init_method, number, size, timedelta(seconds=timeout_s))
-        current.set_agent(start_agent(name, number, size, store, options, Deadline.after(timeout_s)))
+        agent = start_agent(name, number, size, store, options, Deadline.after(timeout_s))
+        current.set_agent(agent)
+        agent.open_for_calls()
 
 
 def start_agent(
@@ -86,18 +86,44 @@ def start_agent(
     """An agent that has joined the others in `store`."""
     agent = Agent(name, number, host_identity(), options)
     membership = Membership(store, size)
+    if size is None and is_on_network(store) and job_key() is not None:
+        _open_network(agent, store)
     serve_references(agent)
     agent.rounds = Rounds(agent)
     for extend in on_start:
         extend(agent)
     agent.start(membership)
     try:
-        membership.join(agent.me, deadline)
+        membership.join(agent.me, deadline, lambda: _open_network(agent, store))
         agent.meet_containers()
     except BaseException:
         agent.close("it could not join")
         raise
     return agent
+
+
+def _open_network(agent: Agent, store: Any) -> Member:
+    """Let workers of other hosts in.
+
+    Raises:
+        AuthenticationError: the job has no key; nobody is let in without one.
+    """
+    key = job_key()
+    if key is None:
+        raise AuthenticationError(
+            f"init_rpc of {agent.me}: workers of the job are on several hosts, and there is no key for them to know "
+            "each other by: a call runs code.\nMake one with `phalanx key` and copy it to all hosts, or start the "
+            "script with `phalanx run`. See docs/security.md."
+        )
+    address = network_address(store)
+    if is_public(address) and not may_be_public():
+        raise PhalanxError(
+            f"init_rpc of {agent.me}: {address} is a public address, to which everybody on the internet can send.\n"
+            "Let the hosts meet in a private network; or set PHALANX_ALLOW_PUBLIC_ADDRESS=1 where a firewall lets only "
+            "these hosts in: strangers are refused, but see the port."
+        )
+    agent.open_network(address, key)
+    return agent.me
 
 
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:

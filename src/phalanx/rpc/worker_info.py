@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.symmetric_memory.watch import ProcessId
+
+_NAME = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
+
+
+class WorkerNameError(ValueError, RuntimeError):
+    """No worker can have such a name. (PyTorch raises a RuntimeError.)"""
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,13 @@ class WorkerInfo:
 
     name: str
     id: int
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise WorkerNameError(
+                "Worker name must match [A-Za-z0-9_:.-]*, must be non-empty and shorter than 128 characters, got "
+                f"{self.name[:200]!r}"
+            )
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

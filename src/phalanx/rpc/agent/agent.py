@@ -14,14 +14,18 @@ import math
 import pickle
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.futures import Future
 
+from phalanx.coordination.key import Key
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.log import get_logger
@@ -31,6 +35,7 @@ from phalanx.rpc.agent.request import Request
 from phalanx.rpc.agent.serving import Lead, Serving
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.membership import Membership
+from phalanx.rpc.network import Network
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
@@ -75,6 +80,10 @@ class Agent:
         self.closing = False  # others may go now without being lost
         self.num_calls = 0
         self.rounds: Any = None
+        self.network: Network | None = None
+        self._is_open = False
+        self._opened = threading.Event()
+        self._early: deque[tuple[Any, Frame | None]] = deque()
         self._connections: set[UnixConnection] = set()
         self._dirty: deque[Any] = deque()
         self._releasing: deque[UnixConnection] = deque()
@@ -87,6 +96,14 @@ class Agent:
         self.membership = membership
         self.listener.start()
         self.serving.start()
+
+    def open_for_calls(self) -> None:
+        """From here on carry out what others ask, and what they have asked too early: `current` knows us now."""
+        self._is_open = True
+        self._opened.set()
+        while self._early:
+            self.serving.incoming.append(self._early.popleft())
+        self.serving.wake()
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -169,6 +186,13 @@ class Agent:
         return connection
 
     def _open_connection(self, peer: Peer, deadline: Deadline) -> None:
+        if peer.member.host != self.me.host:
+            if self.network is None or not peer.member.network:
+                who = self.me if self.network is None else peer.member
+                self.lose(peer.member, f"it is on another host, and {who} has opened no network port.")
+            else:
+                peer.connection = self.network.connect(peer.member)
+            return
         try:
             sock, fd_sock = connect(peer.member, self.me, deadline)
         except PeerLostError as error:
@@ -220,7 +244,22 @@ class Agent:
         self.serving.forget(fd)
         self._watched.pop(fd, None)
         watch.release(member.process)
-        self.lose(member, "its process has ended.")
+        self._lose_after_reading(member, "its process has ended.")
+
+    def _lose_after_reading(self, member: Member, why: str) -> None:
+        """A worker is gone; but what it answered before is read first."""
+        connection = self.peer(member).connection
+        if isinstance(connection, UnixConnection):
+            while frames := self._read_frames(connection):
+                self.serving.incoming.extend((connection, frame) for frame in frames)
+        self.serving.incoming.append((_Gone(member, why), None))
+
+    def _read_frames(self, connection: UnixConnection) -> list[Frame] | None:
+        try:
+            return connection.read() if not connection.closed else None
+        except Exception as error:  # frames that make no sense
+            _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
+            return None
 
     def read(self, connection: UnixConnection, events: int) -> None:
         """A connection can be read, or written."""
@@ -228,16 +267,12 @@ class Agent:
             self.serving.change(connection.socket.fileno(), select.EPOLLIN)
         if not events & ~select.EPOLLOUT:
             return
-        try:
-            frames = connection.read()
-        except Exception as error:  # frames that make no sense
-            _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
-            frames = None
+        frames = self._read_frames(connection)
         if frames is None:
             self._connections.discard(connection)
             self.serving.forget(connection.socket.fileno())
+            self._lose_after_reading(connection.peer, "its connection closed.")
             connection.close()
-            self.serving.incoming.append((connection, None))
         else:
             incoming = self.serving.incoming
             for frame in frames:
@@ -273,8 +308,13 @@ class Agent:
     def _handle(self, item: tuple[Any, Frame | None], lead: Lead) -> None:
         """Of the leader: a frame has come."""
         connection, frame = item
+        if not self._is_open and frame is not None and frame.kind not in (wire.REPLY, wire.ERROR):
+            self._early.append(item)
+            if self._opened.is_set():  # meanwhile
+                self.open_for_calls()
+            return
         if frame is None:
-            self.lose(connection.peer, "its connection closed.")
+            self.lose(connection.peer, connection.why)
             return
         kind = frame.kind
         if kind == wire.REQUEST or kind == wire.REMOTE:
@@ -338,7 +378,7 @@ class Agent:
             return
         if not frame.call:
             return
-        if isinstance(result, Future):
+        if isinstance(result, torch._C.Future):
             result.add_done_callback(lambda done: self._answer_future(connection, frame.call, done))
         else:
             self.answer(connection, frame.call, result)
@@ -446,6 +486,23 @@ class Agent:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
+    def open_network(self, address: str, key: Key) -> None:
+        """Let workers of other hosts in, who know the key; `me` says where from now on."""
+        self.network = Network(address, key, self.me, self._arrive, self._hear_hello)
+        self.me = replace(self.me, network=self.network.address)
+        self.network.me = self.me
+
+    def _arrive(self, connection: Any, frame: Frame | None) -> None:
+        self.serving.incoming.append((connection, frame))
+        self.serving.wake()
+
+    def _hear_hello(self, member: Member) -> None:
+        """A worker of another host has connected: connect to it as well, and so hear of its end."""
+        self.membership.learn(member)
+        peer = self.peer(member)
+        if peer.connection is None and not peer.lost and self.network is not None:
+            peer.connection = self.network.connect(member)
+
     def meet_containers(self) -> None:
         """Let workers in that are on this host and do not see this process in their /proc."""
         if any(
@@ -467,7 +524,7 @@ class Agent:
             return
         self._send_drops()
         for peer in list(self.peers.values()):
-            if peer.connection is not None and peer.member.uid != self.me.uid:
+            if peer.connection is not None and peer.member.uid != self.me.uid and not self.closing:
                 self.tell(peer.member, "goodbye", why)
         self.closed = True
         self.serving.close()
@@ -477,6 +534,8 @@ class Agent:
                 set_error(call.future, partial(ClosedError, text))
         for hear in self.on_close:
             hear()
+        if self.network is not None:
+            self.network.close()
         self.listener.close()
         for connection in list(self._connections):
             connection.close()
@@ -486,6 +545,14 @@ class Agent:
         self.lender.close()
         for owned in self.references.clear():
             del owned
+
+
+@dataclass(frozen=True)
+class _Gone:
+    """In the place of a connection: there is none any more, and why."""
+
+    peer: Member
+    why: str
 
 
 class _ReadyConnection:

@@ -6,15 +6,16 @@ import contextlib
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import torch
 from torch.futures import Future
 
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent.serving import SHORT_S
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.references import Owned, References
-from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.remote_error import MissingFunctionError, set_error
 from phalanx.rpc.serialization import deserialize
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
@@ -132,12 +133,12 @@ class Request:
         with around:
             result = function(*args, **kwargs)
         if _is_async(function, args):
-            if not isinstance(result, Future):
+            if not isinstance(result, torch._C.Future):  # what `then` returns is none of torch.futures
                 raise RuntimeError(
-                    "Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future, but "
+                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{getattr(function, '__qualname__', function)} returned {type(result).__name__}."
                 )
-            return _Later(result)
+            return _Later(cast("Future[Any]", result))
         return result
 
     def _finish_async(self, done: Future[Any]) -> None:
@@ -191,8 +192,8 @@ def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return code
 
 
-def _explain_missing(error: AttributeError) -> AttributeError:
-    made = AttributeError(
+def _explain_missing(error: AttributeError) -> MissingFunctionError:
+    made = MissingFunctionError(
         f"{error}. Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller "
         "and callee modules."
     )

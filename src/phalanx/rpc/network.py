@@ -1,0 +1,273 @@
+"""Workers of several hosts: ZeroMQ over TCP, encrypted and authenticated with the job's key (CURVE).
+
+    worker 1                                     worker 2
+    DEALER  -- hello, requests -->               ROUTER       each connects to the other's port; so each hears at once
+            <-- answers --                                    when the other one is gone
+    ROUTER                             <--       DEALER
+
+One thread owns all sockets; who sends hands it the frames, and tensors go out from where they lie. Only who knows the
+key gets in, on either side. ZeroMQ's own thread sends heartbeats, so no function of a user can hold them up: a worker
+of which nothing is heard for `LOST_S` is lost, and it does not come again under the same uid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from phalanx.coordination.admission import Admission, Complaints
+from phalanx.coordination.key import Key
+from phalanx.errors import PhalanxError
+from phalanx.log import get_logger
+from phalanx.rpc import wire
+from phalanx.rpc.wire import BUFFER, HEAD, Frame
+from phalanx.rpc.worker_info import Member
+
+LOST_S = 0.8
+_BEAT_S = 0.2
+_CONNECT_S = 20.0
+_LINGER_S = 1.0
+_COPY_BYTES = 1 << 14  # below, a copy is cheaper than keeping count of who uses the memory
+_HELLO = b"hello"
+_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+)
+_logger = get_logger(__name__)
+
+Arrive = Callable[[Any, Frame | None], None]
+Welcome = Callable[[Member], None]
+
+
+class NetworkConnection:
+    """One direction of a pair of workers: what we ask of `peer`, or, with `identity`, what we answer."""
+
+    def __init__(self, network: Network, peer: Member, identity: bytes = b"") -> None:
+        self.peer = peer
+        self.identity = identity
+        self.why = ""  # it was lost
+        self._network = network
+
+    def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
+        """Hand a frame to the network's thread; tensors must stay as they are until the answer comes."""
+        views = [memoryview(one).cast("B") for one in buffers]
+        head = wire.head(kind, call, data, extras, [(view.nbytes, 0) for view in views])
+        self._network.post(self, [head, data, extras, *views])
+
+    put = send
+
+    def flush(self) -> None:
+        """Nothing is ever put aside."""
+
+
+class Network:
+    """The sockets of one worker, at `address`.
+
+    `arrive(connection, frame)` is told what comes in, and None at its end; `welcome(member)` who has connected.
+    """
+
+    def __init__(self, address: str, key: Key, me: Member, arrive: Arrive, welcome: Welcome) -> None:
+        self._key = key
+        self.me = me  # as it introduces itself
+        self._arrive = arrive
+        self._welcome = welcome
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._complaints = Complaints(lambda line: _logger.warning("rpc: %s", line))
+        self._admission = Admission(self._context, key.member_pair().public, self._complaints)
+        self._router = self._socket(zmq.ROUTER)
+        pair = key.coordinator_pair()
+        self._router.curve_server = True
+        self._router.curve_publickey, self._router.curve_secretkey = pair.public, pair.secret
+        self._router.zap_domain = b"phalanx"
+        self._router.router_mandatory = True
+        host = f"[{address}]" if ":" in address else address
+        port = self._router.bind_to_random_port(f"tcp://{host}")
+        self.address = f"{host}:{port}"
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._sleeps = False
+        self._posted: deque[tuple[NetworkConnection | None, Any]] = deque()
+        self._callers: dict[bytes, NetworkConnection] = {}  # by identity
+        self._dealers: dict[int, _Dealer] = {}  # by uid
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="phalanx-rpc-network", daemon=True)
+        self._thread.start()
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.linger = int(_LINGER_S * 1000)
+        made.sndhwm = made.rcvhwm = 0  # calls under way are bounded, and so is what is sent
+        made.ipv6 = True
+        made.handshake_ivl = int(_CONNECT_S * 1000)
+        made.heartbeat_ivl = int(_BEAT_S * 1000)
+        made.heartbeat_timeout = made.heartbeat_ttl = int(LOST_S * 1000)
+        return made
+
+    def connect(self, to: Member) -> NetworkConnection:
+        """A connection to a worker; that it cannot be reached is heard later."""
+        connection = NetworkConnection(self, to)
+        self.post(connection, None)
+        return connection
+
+    def post(self, connection: NetworkConnection | None, parts: Any) -> None:
+        """Let the thread send `parts`; None opens the connection."""
+        self._posted.append((connection, parts))
+        if self._sleeps:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._bell, 1)
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._admission.socket, zmq.POLLIN)
+        while not self._closed:
+            self._send_posted(poller)
+            self._sleeps = True
+            ready: dict[Any, int] = {} if self._posted else dict(poller.poll(1000))
+            self._sleeps = False
+            if self._bell in ready:
+                with contextlib.suppress(OSError):
+                    os.eventfd_read(self._bell)
+            if self._admission.socket in ready:
+                self._admission.answer(time.monotonic())
+            self._read_router()
+            for dealer in list(self._dealers.values()):
+                if dealer.socket in ready:
+                    self._read_dealer(dealer)
+                if dealer.monitor in ready:
+                    self._read_monitor(dealer, poller)
+        self._send_posted(poller)
+        for dealer in list(self._dealers.values()):
+            self._drop(dealer, poller)
+        self._admission.close()
+        self._router.close()
+        self._context.term()
+
+    def _send_posted(self, poller: zmq.Poller) -> None:
+        while self._posted:
+            connection, parts = self._posted.popleft()
+            if connection is None:
+                continue
+            if parts is None:
+                self._open(connection, poller)
+                continue
+            many = len(parts) > 3 and any(len(part) > _COPY_BYTES for part in parts)
+            try:
+                if connection.identity:
+                    self._router.send_multipart([connection.identity, *parts], zmq.NOBLOCK, copy=not many)
+                elif (dealer := self._dealers.get(connection.peer.uid)) is not None:
+                    dealer.socket.send_multipart(parts, zmq.NOBLOCK, copy=not many)
+            except zmq.ZMQError as error:  # it is gone: its dealer hears it
+                _logger.debug("rpc: %s: %s", connection.peer, error)
+
+    def _open(self, connection: NetworkConnection, poller: zmq.Poller) -> None:
+        if connection.peer.uid in self._dealers:
+            return
+        dealer = _Dealer(connection, self._socket(zmq.DEALER), self._key)
+        self._dealers[connection.peer.uid] = dealer
+        poller.register(dealer.socket, zmq.POLLIN)
+        poller.register(dealer.monitor, zmq.POLLIN)
+        dealer.socket.connect(f"tcp://{connection.peer.network}")
+        dealer.socket.send_multipart([_HELLO, self.me.to_json().encode()])
+
+    def _read_router(self) -> None:
+        while True:
+            try:
+                identity, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            connection = self._callers.get(identity)
+            try:
+                if connection is not None:
+                    self._arrive(connection, _parse(parts))
+                elif parts and parts[0] == _HELLO and len(parts) == 2:
+                    member = Member.from_json(parts[1])
+                    self._callers[identity] = NetworkConnection(self, member, identity)
+                    self._welcome(member)
+            except (ValueError, KeyError, TypeError, IndexError, PhalanxError) as error:
+                _logger.error("rpc: a member of the job sent what makes no sense: %s", error)
+
+    def _read_dealer(self, dealer: _Dealer) -> None:
+        while True:
+            try:
+                parts = dealer.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._arrive(dealer.connection, _parse(parts))
+
+    def _read_monitor(self, dealer: _Dealer, poller: zmq.Poller) -> None:
+        while True:
+            try:
+                frame = dealer.monitor.recv_multipart(zmq.NOBLOCK)[0]
+            except zmq.Again:
+                return
+            event = int.from_bytes(frame[:2], "little")
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                dealer.was_in = True
+                continue
+            if dealer.was_in:
+                why = f"its connection broke: its process or host has ended, or nothing was heard for {LOST_S} s."
+            elif event == zmq.EVENT_CLOSED:
+                why = f"nobody answers at {dealer.connection.peer.network}."
+            else:
+                why = f"it refuses us, or is refused: one of the two does not know the job's key ({self._key!r} here)."
+            self._read_dealer(dealer)  # what it answered before
+            self._drop(dealer, poller)
+            dealer.connection.why = why
+            self._arrive(dealer.connection, None)
+            return
+
+    def _drop(self, dealer: _Dealer, poller: zmq.Poller) -> None:
+        uid = dealer.connection.peer.uid
+        del self._dealers[uid]
+        for identity in [i for i, caller in self._callers.items() if caller.peer.uid == uid]:
+            del self._callers[identity]
+        poller.unregister(dealer.socket)
+        poller.unregister(dealer.monitor)
+        dealer.socket.disable_monitor()
+        dealer.monitor.close(0)
+        dealer.socket.close()
+
+    def close(self) -> None:
+        """Send what is posted, and end."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+        self._thread.join()
+        os.close(self._bell)
+
+
+class _Dealer:
+    """A socket to one worker, and what watches it."""
+
+    def __init__(self, connection: NetworkConnection, made: zmq.Socket[bytes], key: Key) -> None:
+        self.connection = connection
+        self.socket = made
+        self.was_in = False
+        pair = key.member_pair()
+        made.curve_publickey, made.curve_secretkey = pair.public, pair.secret
+        made.curve_serverkey = key.coordinator_pair().public
+        made.reconnect_ivl = -1  # who was lost stays lost
+        made.connect_timeout = int(_CONNECT_S * 1000)
+        self.monitor = made.get_monitor_socket(_EVENTS)
+
+
+def _parse(parts: Sequence[bytes]) -> Frame:
+    head, data, extras, *buffers = parts
+    _, call, _, _, num_buffers, kind, _ = HEAD.unpack_from(head)
+    sizes = [nbytes for nbytes, _ in BUFFER.iter_unpack(head[HEAD.size :])]
+    if num_buffers != len(buffers) or sizes != [len(one) for one in buffers]:
+        raise PhalanxError(f"{len(buffers)} tensors came with a frame of {num_buffers}")
+    return Frame(kind, call, data, extras, [bytearray(one) for one in buffers])

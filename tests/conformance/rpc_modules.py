@@ -1,0 +1,166 @@
+"""Modules that stand in the place of `torch.distributed.rpc` and its files: phalanx.rpc by PyTorch's names.
+
+What the suite asks of PyTorch's inside (debug information, all-gather) is answered from the inside of ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from types import ModuleType
+from typing import Any
+
+import torch.distributed.rpc as torchs
+import torch.distributed.rpc.internal as internal
+
+import phalanx.rpc
+from phalanx.deadline import Deadline
+from phalanx.rpc import current, invoke, options, start
+from phalanx.rpc.agent.agent import Agent
+
+_NAME = "torch.distributed.rpc"
+NAMES = [_NAME, *(f"{_NAME}.{one}" for one in ("api", "constants", "functions", "internal", "options"))]
+NAMES.append(f"{_NAME}.backend_registry")
+
+
+def build() -> dict[str, ModuleType]:
+    """The modules, by PyTorch's names."""
+    constants = _module("constants")
+    constants.DEFAULT_RPC_TIMEOUT_SEC = options.DEFAULT_RPC_TIMEOUT_S
+    constants.DEFAULT_INIT_METHOD = options.DEFAULT_INIT_METHOD
+    constants.DEFAULT_SHUTDOWN_TIMEOUT = 0
+    constants.DEFAULT_NUM_WORKER_THREADS = options.DEFAULT_NUM_WORKER_THREADS
+    constants.UNSET_RPC_TIMEOUT = options.UNSET_RPC_TIMEOUT
+
+    inside = _module("internal")
+    for name in ("RPCExecMode", "PythonUDF", "_build_rpc_profiling_key", "_internal_rpc_pickler"):
+        setattr(inside, name, getattr(internal, name))
+
+    api = _module("api")
+    api._thread_local_var = _Futures()
+    api._use_rpc_pickler = None
+    api._default_pickler = internal._internal_rpc_pickler
+    api._ignore_rref_leak = True
+    api._wait_all = invoke.wait_all
+    api._get_current_rpc_agent = _AgentView
+    api._is_current_rpc_agent_set = current.is_set
+    api._all_gather = _all_gather
+    api._barrier = lambda names: _all_gather(None, set(names))
+    api._wait_all_workers = lambda timeout=0.0: _all_gather(None, timeout=timeout or -1.0)
+    api._delete_all_user_and_unforked_owner_rrefs = gc.collect
+    api.shutdown = phalanx.rpc.shutdown
+    api.get_worker_info = phalanx.rpc.get_worker_info
+    api.rpc_sync, api.rpc_async, api.remote = phalanx.rpc.rpc_sync, phalanx.rpc.rpc_async, phalanx.rpc.remote
+    api.RRef = phalanx.rpc.RRef
+
+    registry = _module("backend_registry")
+    registry.BackendType = phalanx.rpc.BackendType
+    registry.construct_rpc_backend_options = lambda backend, **kwargs: phalanx.rpc.RpcBackendOptions(**kwargs)
+    registry.register_backend = None
+
+    found = _module("")
+    for name in phalanx.rpc.__all__:
+        setattr(found, name, getattr(phalanx.rpc, name))
+    found.is_available = lambda: True
+    found.PyRRef = phalanx.rpc.RRef
+    found._rref_context_get_debug_info = _references
+    found._get_debug_info = _debug_info
+    found._set_rpc_timeout = _set_rpc_timeout
+    found.get_rpc_timeout = lambda: current.agent().default_timeout_s
+    found._get_current_rpc_agent = _AgentView
+    found._is_current_rpc_agent_set = current.is_set
+    found._delete_all_user_and_unforked_owner_rrefs = gc.collect
+    found.enable_gil_profiling = lambda on: None
+    found._UNSET_RPC_TIMEOUT = options.UNSET_RPC_TIMEOUT
+    found._init_rpc_backend = _init_rpc_backend
+    found._server_process_global_profile = torchs._server_process_global_profile
+    found.api, found.constants, found.internal, found.backend_registry = api, constants, inside, registry
+    functions = phalanx.rpc.functions
+    parts = {"api": api, "constants": constants, "internal": inside, "backend_registry": registry}
+    whole = {f"{_NAME}.{name}": module for name, module in parts.items()}
+    whole[f"{_NAME}.options"] = options
+    whole[f"{_NAME}.functions"] = functions
+    found.options = options
+    found.__path__ = []
+    return {_NAME: found, **whole}
+
+
+def _module(name: str) -> Any:
+    return types.ModuleType(f"{_NAME}.{name}" if name else _NAME)
+
+
+def _init_rpc_backend(
+    backend: Any, store: Any, name: str, rank: int, world_size: int, rpc_backend_options: Any
+) -> None:
+    agent = start.start_agent(name, rank, world_size, store, rpc_backend_options, Deadline.after(60))
+    current.set_agent(agent)
+    agent.open_for_calls()
+
+
+class _Futures:
+    """`future_list` is there inside `_wait_all` alone."""
+
+    @property
+    def future_list(self) -> Any:
+        futures = getattr(invoke._thread, "futures", None)
+        if futures is None:
+            raise AttributeError("future_list")
+        return futures
+
+
+class _AgentView:
+    """What PyTorch's agent says of itself."""
+
+    def __init__(self) -> None:
+        self._agent: Agent = current.agent()
+
+    def get_worker_infos(self) -> list[Any]:
+        return [member.info for member in self._agent.membership.members()]
+
+    def get_worker_info(self, name: str | None = None) -> Any:
+        return phalanx.rpc.get_worker_info(name)
+
+    def get_debug_info(self) -> dict[str, str]:
+        agent = self._agent
+        return {
+            "agent.num_pending_requests": str(len(agent.serving.requests)),
+            "agent.thread_pool_size": str(agent.options.num_worker_threads),
+            "agent.num_idle_threads": str(agent.options.num_worker_threads - agent.serving.num_running),
+            "agent.server_active_calls": str(agent.serving.num_running),
+            "agent.server_active_async_calls": "0",
+            "agent.client_active_calls": str(agent.num_in_flight),
+        }
+
+    def join(self, *args: Any, **kwargs: Any) -> None:
+        self._agent.rounds.wait_idle(Deadline.after(60))
+
+    def get_timeout(self) -> float:
+        return self._agent.default_timeout_s
+
+    _get_backend_options = property(lambda self: lambda: self._agent.options)
+
+
+def _references() -> dict[str, str]:
+    gc.collect()
+    agent = current.agent()
+    counts = agent.references.count()
+    pending = counts["num_pending_children"] + len(agent.references.dropped)
+    return {
+        "num_owner_rrefs": str(counts["num_owner_rrefs"]),
+        "num_forks": str(counts["num_forks"]),
+        "num_pending_users": str(pending),
+        "num_pending_futures": str(agent.num_in_flight),
+    }
+
+
+def _debug_info() -> dict[str, str]:
+    return {**_references(), **_AgentView().get_debug_info(), "num_current_dist_autograd_contexts": "0"}
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    current.agent().default_timeout_s = float(timeout)
+
+
+def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = -1.0) -> dict[str, Any]:
+    deadline = Deadline.after(timeout if timeout > 0 else None)
+    return current.agent().rounds.all_gather(obj, worker_names, deadline)

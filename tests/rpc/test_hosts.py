@@ -1,0 +1,102 @@
+"""Workers of several hosts: network namespaces, with the job's key and without."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.rpc.workers import Counter, fail, nothing, pid, same, wait_event
+
+from phalanx import rpc
+from phalanx.coordination.key import Key
+from phalanx.errors import PeerLostError
+from phalanx.testing import RankFailed, hosts, run_ranks
+from phalanx.testing.namespaces import why_no_hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts work")
+_KEYS = [str(Key.generate()) for _ in range(2)]
+
+
+def _on_hosts(sizes: list[int], fn: Callable[..., Any], *args: Any, keys: Any = None, lost: Any = ()) -> list[Any]:
+    owner = [host for host, size in enumerate(sizes) for _ in range(size)]
+
+    def main(rank: int, world_size: int, machines: Any) -> Any:
+        machines[owner[rank]].enter()
+        os.environ.pop("PHALANX_KEY_FILE", None)
+        os.environ.update(PHALANX_KEY=(keys or [_KEYS[0]] * len(sizes))[owner[rank]], HOME="/nonexistent")
+        options = rpc.RpcBackendOptions(init_method=f"tcp://{machines[0].address}:29513")
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+        try:
+            result = fn(rank, *args)
+        except BaseException:
+            rpc.shutdown(graceful=False)
+            raise
+        if lost:
+            with pytest.raises(PeerLostError, match="rank 2"):
+                rpc.shutdown()
+        else:
+            rpc.shutdown()
+        return result
+
+    with hosts(len(sizes), network="10.79.0") as machines:
+        return run_ranks(main, len(owner), machines, init=False, lost=lost, timeout=60)
+
+
+def _calls(rank: int) -> int:
+    if rank == 0:
+        for to in ("w1", "w2"):
+            assert rpc.rpc_sync(to, torch.add, (torch.ones(2), 3)).tolist() == [4, 4]
+            big = torch.arange(1 << 20)
+            assert torch.equal(rpc.rpc_sync(to, same, (big,)), big)
+            assert [f.wait() for f in [rpc.rpc_async(to, same, (n,)) for n in range(300)]] == list(range(300))
+            with pytest.raises(KeyError):
+                rpc.rpc_sync(to, fail, (KeyError("k"),))
+            counter = rpc.remote(to, Counter, (1,))
+            assert rpc.rpc_sync("w1" if to == "w2" else "w2", _use, (counter,)) == 6
+            assert counter.rpc_sync().add(1) == 7
+        return rpc.rpc_sync("w2", pid)
+    return os.getpid() if rank == 2 else 0
+
+
+def _use(counter: Any) -> int:
+    return counter.rpc_sync().add(5)
+
+
+def _lose(rank: int) -> None:
+    if rank == 2:
+        signal.pause()  # until it is killed
+    if rank == 1:
+        return
+    held = rpc.remote("w2", Counter, (1,))
+    held.rpc_sync().add(1)
+    waiting = [rpc.rpc_async("w2", wait_event, ("never",), timeout=0) for _ in range(3)]
+    os.kill(rpc.rpc_sync("w2", pid), signal.SIGKILL)
+    for one in waiting:
+        with pytest.raises(
+            PeerLostError, match=r"rpc_async\(wait_event\) to worker 'w2' \(rank 2, .*its connection broke"
+        ):
+            one.wait()
+    with pytest.raises(PeerLostError, match=r"worker 'w2'"):
+        held.to_here()
+    assert rpc.rpc_sync("w1", same, (1,)) == 1
+
+
+def test_workers_of_two_hosts_call_each_other():
+    found = _on_hosts([1, 2], _calls)
+    assert found[0] == found[2]
+
+
+def test_the_loss_of_a_worker_of_another_host_fails_its_calls_by_name():
+    _on_hosts([2, 1], _lose, lost=[2])
+
+
+def test_a_worker_with_another_key_is_refused():
+    with pytest.raises(RankFailed, match=r"one of the two does not know the job's key"):
+        _on_hosts([1, 1], lambda rank: rpc.rpc_sync(f"w{1 - rank}", nothing), keys=_KEYS)
+
+
+def test_without_a_key_workers_of_two_hosts_do_not_meet():
+    with pytest.raises(RankFailed, match=r"AuthenticationError: .*there is no key for them to know each other by"):
+        _on_hosts([1, 1], nothing, keys=["", ""])
