@@ -113,10 +113,12 @@ def read_tensors(
     turn = 0
     for name in names:
         shape, dtype = pieces.form(name)
-        target: Tensor = shards[name] if name in shards else torch.empty(shape, dtype=dtype)
+        chunks = pieces.chunks(name)
+        is_piece = name not in shards and len(chunks) == 1 and chunks[0].sizes == shape  # then there is nothing to fill
+        target: Tensor = shards[name] if name in shards else torch.empty(() if is_piece else shape, dtype=dtype)
         found[name] = target
         where, local = _place(target)
-        for chunk in pieces.chunks(name):
+        for chunk in chunks:
             piece: Tensor | None = None
             reader = seers[turn % len(seers)]
             if name in by_all:
@@ -133,7 +135,9 @@ def read_tensors(
             if name not in by_all:
                 piece = (torch.empty(chunk.sizes, dtype=dtype) if piece is None else piece).contiguous()
                 peers.broadcast_tensor(piece, src=reader)
-            if piece is not None:
+            if is_piece and piece is not None:
+                found[name] = piece
+            elif piece is not None:
                 _fill(local, where, chunk, piece)
     return found, problem
 

@@ -58,40 +58,54 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
 def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
     """What is wrong with the file at `path`, or else the file: rank 0's own, and the others' copy of it. Collective.
 
-    Cost: rank 0 reads it once, and broadcasts it in pieces of 16 MiB.
+    Cost: rank 0 reads it once, and broadcasts it in pieces of 16 MiB; where all ranks are on one machine and see that
+    very file, the system has it in memory for all of them by then, and nothing is sent.
     """
-    problem: str | None = None
-    own: BinaryIO | None = None
-    if peers.is_first:
-        try:
-            own = path.open("rb")
-            size = os.fstat(own.fileno()).st_size
-            if size != record.nbytes:
-                problem = f"{path} has {size:,} bytes, and {record.nbytes:,} were written"
-        except OSError as error:
-            problem = f"{path} could not be read: {error.strerror or error}"
-    problem = peers.broadcast(problem)
+    own, problem = _open(path, record)
+    told = peers.all_gather((problem, _identity(own)))
+    problem = told[0][0]
+    is_one = all(identity == told[0][1] != () for _, identity in told)
     if problem is None:
-        copy = None if peers.is_first else os.fdopen(memfd.create("phalanx-checkpoint"), "w+b")
-        problem = _pass(peers, path, record, own or copy)
+        if not (is_one or peers.is_first):
+            if own is not None:
+                own.close()  # of this name, and not what rank 0 reads
+            own = os.fdopen(memfd.create("phalanx-checkpoint"), "w+b")
+        assert own is not None
+        problem = _pass(peers, path, record, own, hands_on=not is_one)
         if problem is None:
-            file = own or copy
-            assert file is not None
-            file.seek(0)
-            return None, file
-        if copy is not None:
-            copy.close()
+            own.seek(0)
+            return None, own
     if own is not None:
         own.close()
     return problem, None
 
 
-def _pass(peers: Peers, path: Path, record: FileRecord, file: BinaryIO | None) -> str | None:
+def _open(path: Path, record: FileRecord) -> tuple[BinaryIO | None, str | None]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        return None, f"{path} could not be read: {error.strerror or error}"
+    size = os.fstat(file.fileno()).st_size
+    if size == record.nbytes:
+        return file, None
+    return file, f"{path} has {size:,} bytes, and {record.nbytes:,} were written"
+
+
+def _identity(file: BinaryIO | None) -> tuple[object, ...]:
+    """What is equal on ranks of one machine that have opened the same file; nothing where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ()
+    status = os.fstat(file.fileno()) if file is not None else None
+    return (boot, status.st_dev, status.st_ino) if status is not None else ()
+
+
+def _pass(peers: Peers, path: Path, record: FileRecord, file: BinaryIO, *, hands_on: bool) -> str | None:
     """Read it and pass it on, or take it and write it; what was wrong with it."""
-    assert file is not None
     chunk = torch.empty(min(_CHUNK_BYTES, max(record.nbytes, 1)), dtype=torch.uint8)
     crc, problem = 0, None
-    for at in range(0, record.nbytes, _CHUNK_BYTES):
+    for at in range(0, record.nbytes if hands_on or peers.is_first else 0, _CHUNK_BYTES):
         piece = chunk[: min(_CHUNK_BYTES, record.nbytes - at)]
         view = memoryview(cast(Any, piece.numpy()))
         if peers.is_first and problem is None:
@@ -101,9 +115,10 @@ def _pass(peers: Peers, path: Path, record: FileRecord, file: BinaryIO | None) -
                 crc = zlib.crc32(view, crc)
             except OSError as error:
                 problem = f"{path} could not be read: {error.strerror or error}"
-        peers.broadcast_tensor(piece, src=0)
-        if not peers.is_first:
-            file.write(view)
-    if problem is None and crc != record.crc32:
+        if hands_on:
+            peers.broadcast_tensor(piece, src=0)
+            if not peers.is_first:
+                file.write(view)
+    if peers.is_first and problem is None and crc != record.crc32:
         problem = f"{path} does not match its checksum: bits have changed since it was written"
     return peers.broadcast(problem)
