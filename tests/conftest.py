@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments, in the update or in a save")
     parser.addoption("--frames", type=int, default=5000, help="frames that the coordinator is fuzzed with")
     parser.addoption("--strangers", type=int, default=300, help="hostile connections to the coordinator")
-    parser.addoption("--trees", type=int, default=40, help="random states saved and loaded beside torch.save")
+    parser.addoption("--trees", type=int, default=15, help="random states saved and loaded beside torch.save")
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
 
 

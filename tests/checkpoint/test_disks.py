@@ -1,0 +1,153 @@
+"""Disks that are full and folders that are another's: every rank hears of it, and nothing else has changed."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx.checkpoint.sharded  # noqa: F401 - imported once, and not in every process that is forked
+from phalanx.checkpoint import CheckpointManager
+from phalanx.errors import CheckpointError
+from phalanx.testing import run_ranks
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
+KINDS = (False, True)
+
+
+def mount_small_disk(at, nbytes):
+    """A file system of its own for this process and its children, or the reason why it cannot have one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS if os.geteuid() == 0 else _CLONE_NEWNS | _CLONE_NEWUSER) != 0:
+        return f"mount namespaces are not permitted: {os.strerror(ctypes.get_errno())}"
+    libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+    if libc.mount(b"tmpfs", os.fsencode(at), b"tmpfs", 0, f"size={nbytes},mode=777".encode()) != 0:
+        return f"mounts are not permitted: {os.strerror(ctypes.get_errno())}"
+    return ""
+
+
+def on_a_small_disk(act, folder, nbytes):
+    """`act()` in a process for which `folder` is a disk of so many bytes."""
+
+    def inside(rank, world_size):
+        reason = mount_small_disk(folder, nbytes)
+        return reason, None if reason else act()
+
+    (reason, result), = run_ranks(inside, 1, backend=None, timeout=100)  # fmt: skip
+    if reason:
+        pytest.skip(reason)
+    return result
+
+
+def hidden(folder):
+    return [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+def test_a_full_disk_is_told_on_every_rank_and_the_job_goes_on(tmp_path):
+    def save(rank, world_size):
+        told = []
+        for sharded in KINDS:
+            folder = tmp_path / str(sharded)
+            manager = CheckpointManager(folder, sharded=sharded)
+            small = {"a": torch.full((40_000,), 1.0), "b": torch.full((40_000,), 2.0)}
+            large = {name: torch.full((500_000,), float(rank)) for name in "abc"}
+            manager.save(1, small)
+            with pytest.raises(CheckpointError) as caught:
+                manager.save(2, large)
+            told.append(str(caught.value))
+            manager.async_save(3, large)
+            large["a"].fill_(9)
+            with pytest.raises(CheckpointError) as caught:
+                manager.async_save(4, small)
+            told.append(str(caught.value))
+            dist.barrier()  # rank 0 removes what was written
+            assert hidden(folder) == []
+            assert manager.load().step == 1
+            assert large["a"].eq(9).all()
+            assert large["b"].eq(rank).all()
+            manager.save(5, small)
+            assert [path.name for path in manager.checkpoints()] == ["00000002-step-5", "00000001-step-1"]
+        return told
+
+    first, second = on_a_small_disk(lambda: run_ranks(save, 2, timeout=80), tmp_path, 3 << 20)
+    assert first == second
+    for step, text in zip((2, 3, 2, 3), first, strict=True):
+        assert f"step {step} to " in text
+        assert ": No space left on device. The checkpoints that were there before are unchanged, and so is" in text
+        assert "Make room, or save to another disk." in text
+
+
+def test_a_disk_that_becomes_full_at_any_place_leaves_what_was_there(tmp_path):
+    """Torch's files, the structure, the manifest, the link to the latest: each in its turn has no room."""
+
+    def save():
+        reached, told = 0, set()
+        for sharded in KINDS:
+            folder = tmp_path / str(sharded)
+            manager = CheckpointManager(folder, keep=1, sharded=sharded)
+            manager.save(0, {"w": torch.zeros(10_000), "step": 0})
+            last = 0
+            for step in range(1, 40):
+                filler = tmp_path / "filler"
+                free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_bsize
+                filler.write_bytes(b"x" * max(free - (step - 1) * 4096, 0))
+                try:
+                    manager.save(step, {"w": torch.full((10_000,), step), "step": step})
+                    last = step
+                except CheckpointError as error:
+                    told.add(str(error).replace(f"step {step} ", ""))
+                    reached += 1
+                assert manager.load().state["step"] == last
+                assert manager.load().state["w"].eq(last).all()
+                filler.unlink()
+                assert hidden(folder) == []
+            assert last == 39
+        return reached, told
+
+    reached, told = on_a_small_disk(save, tmp_path, 1 << 20)
+    assert reached > 20
+    assert all("No space left on device" in text for text in told), told
+
+
+def test_a_folder_that_a_rank_may_not_write_to_is_told_on_every_rank(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only the superuser can be somebody else")
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+
+    def save(rank, world_size):
+        told = []
+        for stranger in (0, 1):
+            folder = tmp_path / str(stranger)
+            manager = CheckpointManager(folder, sharded=True)
+            manager.save(1, {"w": torch.ones(4)})
+            if rank == stranger:
+                os.seteuid(65534)
+            for call in (manager.save, manager.async_save):
+                with pytest.raises(CheckpointError) as caught:
+                    call(2, {"w": torch.ones(4)})
+                told.append(str(caught.value))
+            os.seteuid(0)
+            assert manager.load().step == 1
+            assert hidden(folder) == []
+            dist.barrier()
+        return told
+
+    first, second = run_ranks(save, 2)
+    assert first == second
+    assert all("on rank 0: Permission denied. The checkpoints that were there" in text for text in first[:2])
+    assert "Save to a folder that this user may write to." in first[0]
+    assert all("rank 1 on " in text and " may not write into " in text for text in first[2:])
+
+
+def test_a_folder_that_cannot_be_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    for sharded in KINDS:
+        with pytest.raises(CheckpointError, match="on rank 0: Not a directory"):
+            CheckpointManager(tmp_path / "file" / "run", sharded=sharded).save(1, {})
+        with pytest.raises(CheckpointError, match="Not a directory"):
+            CheckpointManager(tmp_path / "file" / "run").load()
+    assert Path(tmp_path / "file").is_file()
