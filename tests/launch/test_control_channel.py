@@ -66,6 +66,7 @@ def _leader(channel: ControlChannel, other: int) -> tuple[LeaderAttempt, PeerHos
     leader._plan = cast(Any, SimpleNamespace(settings=SimpleNamespace(max_restarts=None)))
     leader.elastic = leader.decide_losses()
     leader.state = Supervision(3, 1.0)
+    leader._old_stores, leader._told_spare = {}, set()
     vars(leader).update(
         _lose=lambda member, why: done.append(("lose", member)), on_signal=lambda signum, where: done.append(signum)
     )

@@ -24,7 +24,7 @@ from phalanx.launch.hosts.generation_message import generation_from_json, genera
 class Job:
     """An elastic job whose ranks do as they are told; host 0 is the first, a host is called `n<number>`."""
 
-    def __init__(self, *sizes: int, limits: Limits | None = None, wait_s: float = 60.0) -> None:
+    def __init__(self, *sizes: int, limits: Limits | None = None, wait_s: float = 60.0, joins: bool = True) -> None:
         hosts, first = [], 0
         for member, size in enumerate(sizes):
             hosts.append(HostSeats(member, first, size, frozenset(range(first, first + size)), name=f"n{member}"))
@@ -38,11 +38,17 @@ class Job:
         self.told: list[ElasticAction] = []
         for seat in range(first):
             self.start(seat)
-            self.say(seat, "elastic")
+        if joins:
+            self.join()
 
     def start(self, seat: int) -> None:
         self.pid += 1
         self.elastic.on_started(seat, self.pid)
+
+    def join(self) -> None:
+        """All ranks have come as far as training."""
+        for seat in list(self.elastic.members):
+            self.say(seat, "elastic")
 
     def say(self, seat: int, kind: str, **fields: object) -> None:
         pid = self.elastic.pid_of(seat)
@@ -134,6 +140,17 @@ def test_a_host_that_comes_keeps_nobody_waiting_and_is_taken_in_when_it_is_ready
     assert job.begun is not None
     assert job.begun.generation.survivors == (0, 1, 2)  # nothing is forked for it: its process is there
     assert job.begun.holders == (0, 1)  # but it holds nothing
+
+
+def test_a_host_that_came_before_the_ranks_said_that_they_are_elastic_is_not_forgotten() -> None:
+    """It came while the ranks imported: it was told to wait for the next start, and was no spare either."""
+    for room, taken in ((3, [2]), (2, [])):
+        job = Job(1, 1, limits=Limits(1, room), joins=False)
+        job.come(2, 1)
+        assert not job.prepared
+        job.join()
+        assert list(job.prepared) == taken
+        assert list(job.elastic.spares) == [member for member in (2,) if member not in taken]
 
 
 def test_a_host_whose_rank_fails_while_it_starts_is_sent_away() -> None:

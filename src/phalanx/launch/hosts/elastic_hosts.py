@@ -92,19 +92,22 @@ class ElasticHosts(Elastic):
     def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
         """A rank says something."""
         arrival = self._arrival_of(seat)
+        kind = message.get("kind")
         if arrival is None:
             actions = super().on_message(seat, pid, message, now)
-            if message.get("kind") == "regrouped" and message.get("generation") == self.generation.number:
+            if kind == "regrouped" and message.get("generation") == self.generation.number:
                 self._untried.clear()
-            return (
-                [*actions, *self._take_in_arrivals(now)] if message.get("kind") in ("regrouped", "elastic") else actions
-            )
+            if kind in ("regrouped", "elastic"):
+                actions += self._take_in_arrivals(now)
+            if kind == "elastic":  # from now on, perhaps, there is something to come to
+                actions += self._use_spares(now)
+            return actions
         member = arrival.members.get(seat)
         if member is None or member.pid != pid:
             return []
-        if message.get("kind") == "outlives":
+        if kind == "outlives":
             member.outlives = True
-        if message.get("kind") == "elastic":
+        if kind == "elastic":
             self._on_joined(member, message, 0)  # which of the generations it is in follows when it is taken in
             member.holds_state = False
         return self._take_in_arrivals(now)

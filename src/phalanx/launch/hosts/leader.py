@@ -109,6 +109,7 @@ class LeaderAttempt(Attempt):
         self._number = restart_count
         self._swept_hosts: set[int] = set()
         self._told_to_start = set(peers.others)
+        self._told_spare: set[int] = set()
         self._sweep_limit: float | None = None
         self._remote_logs: list[GroupLog] = []
         self._remote_ended_ns: dict[int, int] = {}
@@ -367,12 +368,24 @@ class LeaderAttempt(Attempt):
         """A host has come while ranks run."""
         facts = HostFacts.from_json(change.member, change.facts)
         assert facts is not None
-        is_elastic = self.state.phase == "running" and self.elastic.active
-        if is_elastic:
-            candidate = Candidate(change.member, facts.num_ranks, _name_of(facts), facts.role)
+        candidate = Candidate(change.member, facts.num_ranks, _name_of(facts), facts.role)
+        if self.state.phase == "running":
             self.do_elastic(self.elastic_hosts.on_host_came(candidate, time.monotonic()))
         if change.member in self._peers.late:
-            self._peers.channel.put(change.member, "late", spare=is_elastic)
+            self._tell_late(change.member)
+
+    def _tell_late(self, member: int) -> None:
+        is_spare = self.state.phase == "running" and self.elastic.active
+        if is_spare:
+            self._told_spare.add(member)
+        self._peers.channel.put(member, "late", spare=is_spare)
+
+    def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
+        """An elastic rank of some host says something."""
+        super().on_rank_message(rank, pid, message)
+        if message.get("kind") == "elastic" and self.elastic.active:  # hosts may have come before it was known
+            for member in set(self._peers.late) - self._told_spare:
+                self._tell_late(member)
 
     def _follow(self, message: ControlMessage, node: Node) -> None:
         body = message.body
