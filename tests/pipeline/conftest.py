@@ -2,8 +2,9 @@
 
 import warnings
 
-import torch._dynamo
+import torch._dynamo  # noqa: F401 - every optimizer imports it at its first step
+import torch.distributed.pipelining  # noqa: F401 - the schedule zero_bubble imports it
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its torch.jit.script
-    import torch.distributed.optim  # noqa: F401
+    import torch.distributed.optim  # noqa: F401 - the sharded optimizer imports it

@@ -11,7 +11,7 @@ _MODULE_OF = {
     "Job": "phalanx.backend.job",
     "Options": "phalanx.transport.options",
     "init": "phalanx.backend.job",
-    "mesh": "phalanx.backend.mesh",
+    "mesh": "phalanx.backend.device_mesh",
     "shared_empty": "phalanx.backend.shared",
 }
 
@@ -19,9 +19,9 @@ __all__ = list(_MODULE_OF)
 
 if TYPE_CHECKING:
     from phalanx.backend.create import create_process_group as create_process_group
+    from phalanx.backend.device_mesh import mesh as mesh
     from phalanx.backend.job import Job as Job
     from phalanx.backend.job import init as init
-    from phalanx.backend.mesh import mesh as mesh
     from phalanx.backend.process_group import PhalanxProcessGroup as PhalanxProcessGroup
     from phalanx.backend.shared import shared_empty as shared_empty
     from phalanx.transport.options import Options as Options

@@ -14,12 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-    stage_backward_weight,
-)
 
 
 @dataclass
@@ -35,6 +29,8 @@ class WeightsBackward:
         if self.whole is not None:
             torch.autograd.backward(*self.whole)
         elif self.groups:
+            from torch.distributed.pipelining._backward import stage_backward_weight
+
             stage_backward_weight(iter(self.parameters), self.groups)
 
 
@@ -45,14 +41,23 @@ def backward_input(
 
     A stage without such leaves, the first, leaves all for later: there is nobody who waits.
     """
+    from torch.distributed.pipelining._backward import (  # a second, and much of torch's compiler: only who needs it
+        _get_grad_fn_or_grad_acc,
+        construct_reverse_graph,
+        get_param_groups,
+    )
+
+    def nodes_of(tensors: Sequence[Tensor]) -> list[Node]:
+        return [node for t in tensors if (node := _get_grad_fn_or_grad_acc(t)) is not None]
+
     parameters = [p for p in parameters if p.requires_grad]
     if not roots:
         return WeightsBackward(parameters, [])
     if not leaves:
         return WeightsBackward(parameters, [], whole=(roots, grads))
-    graph = construct_reverse_graph(_nodes(roots))
+    graph = construct_reverse_graph(nodes_of(roots))
     accumulators = {_get_grad_fn_or_grad_acc(p): p for p in parameters}
-    groups = get_param_groups(_nodes(leaves), [a for a in accumulators if a is not None], graph)
+    groups = get_param_groups(nodes_of(leaves), [a for a in accumulators if a is not None], graph)
     later = {node for group in groups for node in group["params"]}
     now = [p for node, p in accumulators.items() if node in graph and node not in later]
     handles = []
@@ -78,10 +83,6 @@ def backward_input(
         if not root._is_view():
             root.detach_()  # what only the way to the inputs needed is freed
     return WeightsBackward(parameters, [group for group in groups if group["grads"]])
-
-
-def _nodes(tensors: Sequence[Tensor]) -> list[Node]:
-    return [node for t in tensors if (node := _get_grad_fn_or_grad_acc(t)) is not None]
 
 
 def _keep(grads: list[Any], at: int) -> Any:
