@@ -2,8 +2,8 @@
 
 import warnings
 
-import torch._dynamo  # noqa: F401 - every optimizer imports it at its first step
-import torch.distributed.pipelining  # noqa: F401 - the schedule zero_bubble imports it
+import torch._dynamo  # every optimizer imports it at its first step
+import torch.distributed.pipelining  # the schedule zero_bubble imports it
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its torch.jit.script

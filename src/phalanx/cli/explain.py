@@ -1,4 +1,4 @@
-"""`phalanx explain`: how a collective moves its chunks, what it costs, and how it would run on many ranks."""
+"""`phalanx explain`: how a collective moves its chunks, what it costs, how it runs on many ranks; and a pipeline."""
 
 from __future__ import annotations
 
@@ -131,12 +131,13 @@ class _Explanations(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group("explain", cls=_Explanations, short_help="Show how a collective works and what it costs.")
+@click.group("explain", cls=_Explanations, short_help="Show how a collective or a pipeline works and what it costs.")
 def command() -> None:
-    """Show how a collective works and what it costs.
+    """Show how a collective or a pipeline works and what it costs.
 
     Name an algorithm to see which chunk goes from whom to whom in each step, from the schedule that is executed; `cost`
-    compares the algorithms over the number of ranks; `simulate` plays one out for up to 65,536 ranks.
+    compares the algorithms over the number of ranks; `simulate` plays one out for up to 65,536 ranks; `pipeline` draws
+    which stage of a model works on which micro-batch when.
     """
 
 
@@ -299,6 +300,81 @@ def _simulate(
     click.echo(f"  steps      {result.steps}")
     click.echo(f"  transfers  {result.transfers}, {result.played} of them played one by one")
     click.echo(f"  exact      {'yes' if result.exact else 'no: the clocks had not settled, the rest is extrapolated'}")
+
+
+@command.command("pipeline", short_help="Which stage of a model works on which micro-batch when.")
+@click.option("--stages", type=_WORLD_SIZE, help="Parts that the model is cut into.  [default: 4]")
+@click.option("--ranks", type=_WORLD_SIZE, help="Processes.  [default: one for each stage, or for two if interleaved]")
+@click.option("--micro-batches", type=_WORLD_SIZE, help="Pieces of a mini-batch.  [default: 8]")
+@click.option("--schedule", "name", metavar="NAME", help="gpipe, 1f1b, interleaved or zero_bubble.  [default: 1f1b]")
+@click.option(
+    "--backward",
+    type=click.FloatRange(min=0, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="How many times as long as a forward a backward takes.",
+)
+@click.option(
+    "--recording",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Draw this step beside it, which Pipeline.recorded() saved; it says all of the above.",
+)
+@click.option("--failed", metavar="CELL", help="Mark the cell of a failure: 1B3 is stage 1, backward, micro-batch 3.")
+@_svg_option
+def _pipeline(
+    stages: int | None,
+    ranks: int | None,
+    micro_batches: int | None,
+    name: str | None,
+    backward: float,
+    recording: Path | None,
+    failed: str | None,
+    svg: Path | None,
+) -> None:
+    """Draw the schedule of a pipeline, which is the one that runs, with its bubble: the time in which ranks wait.
+
+    Stages are taken to be equal. With --recording a step as it ran is drawn below it: which rank the others waited for,
+    and what another balance would give.
+    """
+    from phalanx.pipeline import explanation
+    from phalanx.pipeline.recording import load_recording, parse_action
+    from phalanx.pipeline.schedule import plan_schedule
+
+    recorded = None
+    if recording is not None:
+        if (stages, ranks, micro_batches, name) != (None, None, None, None):
+            raise click.UsageError(
+                "--recording says which schedule it is; leave out --stages, --ranks, --micro-batches and --schedule."
+            )
+        recorded = _as_usage_error(load_recording, recording)
+        schedule = recorded.schedule
+    else:
+        name, stages = name or "1f1b", stages or 4
+        if ranks is None:
+            ranks = stages // 2 if name == "interleaved" and stages % 2 == 0 else stages
+        schedule = _as_usage_error(plan_schedule, name, ranks, micro_batches or 8, stages)
+    cell = None if failed is None else _as_usage_error(parse_action, failed)
+    if cell is not None and not any(cell in order for order in schedule.orders):
+        raise click.UsageError(f"--failed {failed} is no cell of this schedule.")
+    if cell is None and recorded is not None:
+        cell = recorded.failed
+    planned = explanation.ideal(schedule, backward)
+    if svg is not None:
+        _write(svg, explanation.draw(schedule, planned, recorded, cell))
+    lines = [*explanation.facts(schedule, planned)]
+    blocks = [(planned, [])] if recorded is None else [(planned, []), (recorded.timeline, explanation.report(recorded))]
+    for line in lines:
+        click.echo(line)
+    for timeline, told in blocks:
+        for line in told:
+            click.echo(line)
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            explanation.show(schedule, timeline, Console(), cell)
+        else:
+            for line in explanation.plain(schedule, timeline, cell):
+                click.echo(line)
 
 
 def _in_segments(schedule: Schedule, segments: int) -> Schedule:
