@@ -274,3 +274,18 @@ def test_a_group_of_our_backend_meets_in_the_agents_store_and_opens_no_port(tmp_
     )
     finished = run("--nproc-per-node", "2", script)
     assert {line.partition("] ")[2] for line in finished.lines} == {"FileStore"}, finished.err
+
+
+def test_ranks_that_may_begin_again_find_imported_what_every_optimizer_loads(tmp_path: Path) -> None:
+    """A start of all took 2 s although nothing was to be imported: the first optimizer of each rank loaded Dynamo."""
+    script = write_script(
+        tmp_path,
+        "import os, sys\n"
+        "again = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print(again, 'torch._dynamo' in sys.modules, 'phalanx.ddp.module' in sys.modules)\n"
+        "sys.exit(0 if len(sys.argv) > 1 else 1 - int(again))\n",
+    )
+    finished = run("--nproc-per-node", "1", "--max-restarts", "1", script)
+    assert finished.code == 0
+    assert finished.lines == ["[0] 0 True True", "[0] 1 True True"]
+    assert run("--nproc-per-node", "1", script, "once").lines == ["[0] 0 False False"]

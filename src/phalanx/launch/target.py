@@ -30,12 +30,22 @@ class Target:
 
 def find_local_rank_flag(target: Target) -> str:
     """The option by which `target` is told its local rank, as it spells it: with an underscore, if only so."""
-    source = b""
-    if target.kind == "script":
-        with contextlib.suppress(OSError), open(target.name, "rb") as file:
-            source = file.read()
+    source = _read_source(target)
     only_underscore = b"--local_rank" in source and b"--local-rank" not in source
     return "--local_rank" if only_underscore else "--local-rank"
+
+
+def may_be_elastic(target: Target) -> bool:
+    """Whether the script speaks of `phalanx.elastic`; one whose other files do says so when it runs."""
+    source = _read_source(target)
+    return b"elastic" in source and b"phalanx" in source
+
+
+def _read_source(target: Target) -> bytes:
+    if target.kind == "script":
+        with contextlib.suppress(OSError), open(target.name, "rb") as file:
+            return file.read()
+    return b""
 
 
 def find_problem(target: Target) -> str | None:

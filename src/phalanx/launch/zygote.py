@@ -12,6 +12,7 @@ process was lost, and the ranks outlive the zygote: the agent adopts them, and a
 Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
            elastic {rank}: if it is lost, the job goes on without what it leaves in its process group;
+           warm: import what ranks need to begin to train, which may be soon;
            guard {sessions}: those of earlier zygotes, which are killed with all else when the agent has gone;
            membership {membership}, for the first host to be told when the agent is killed;
 Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import importlib.util
 import os
 import select
@@ -46,11 +48,19 @@ from phalanx.launch.processes import (
 from phalanx.launch.title import set_command
 from phalanx.launch.worker import Assignment, run_worker
 
+# What a rank imports when it begins to train. The first costs every process half a second and more, and any optimizer
+# of torch's imports it: a rank that takes the place of another one would keep all waiting for that.
+_FOR_TRAINING = (
+    "torch._dynamo", "torch.nn.parallel.distributed", "torch.utils.data", "phalanx.ddp.module", "phalanx.data.sampler",
+    "phalanx.optim.zero", "phalanx.elastic.run",
+)  # fmt: skip
 
-def main(control: int, agent: int, preload: bool, sessions: Sequence[int] = ()) -> None:
+
+def main(control: int, agent: int, preload: bool, warm: bool = False, sessions: Sequence[int] = ()) -> None:
     """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended.
 
-    `sessions` are those of earlier zygotes, whose ranks live.
+    `warm`: ranks may have to begin again, and import nothing then. `sessions` are those of earlier zygotes, whose ranks
+    live.
     """
     if not sessions:  # while torch is being imported nobody watches the socket, and there is nothing to clean up
         die_with_parent(agent)
@@ -63,6 +73,8 @@ def main(control: int, agent: int, preload: bool, sessions: Sequence[int] = ()) 
     gc.disable()  # an import makes objects that stay: to look for garbage in between only takes time
     if preload:
         _import_torch()
+    if warm:
+        _import_for_training()
     gc.freeze()  # and for the ranks' collector the pages of the modules stay shared
     gc.enable()
     assignment = _Zygote(socket.socket(fileno=control), agent, sessions).serve()
@@ -84,6 +96,14 @@ def _import_torch() -> None:
         pass  # a script without torch runs all the same; one with it fails in its own import, which says why
     finally:
         loading.join()  # nothing may be forked while a thread runs
+
+
+def _import_for_training() -> None:
+    for name in _FOR_TRAINING:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            pass  # as above
 
 
 def _load_torch_library() -> None:
@@ -150,6 +170,9 @@ class _Zygote:
                 from multiprocessing import process  # noqa: F401  once for all ranks: each says where its sockets go
         elif command == "membership":
             self._membership = message["membership"]
+        elif command == "warm":
+            _import_for_training()
+            gc.freeze()
         elif command == "guard":
             self._sessions = tuple(message["sessions"])
         elif command == "elastic":

@@ -11,6 +11,7 @@ from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_zygote_environment
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import adopt_orphans, kill_descendants
+from phalanx.launch.target import may_be_elastic
 from phalanx.launch.title import count_room
 
 if TYPE_CHECKING:
@@ -29,8 +30,10 @@ def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
     with caught_signals() as signals:
         environment = plan_zygote_environment(plan.environ, plan.placement.threads)
         preload = plan.settings.preload and plan.settings.target.kind != "program"
+        warm = preload and (bool(plan.settings.max_restarts) or may_be_elastic(plan.settings.target))
         try:
-            zygote = ZygoteProcess(environment, preload=preload, room=count_room(plan.settings.target.command))
+            room = count_room(plan.settings.target.command)
+            zygote = ZygoteProcess(environment, preload=preload, warm=warm, room=room)
         except OSError as error:
             raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
         try:

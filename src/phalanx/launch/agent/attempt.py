@@ -548,6 +548,7 @@ class Attempt:
         for fd in request.fds:
             os.close(fd)
         self._host.zygote.let_go_of_lost(rank)
+        self._host.zygote.warm_up()
         self.links.admit(request.sock, rank, pid, {"kind": "welcome", "generation": self.generation})
         self.on_rank_message(rank, pid, request.message)
 

@@ -18,7 +18,7 @@ from phalanx.launch.target import Target
 # directory, which must not shadow modules (the user's `random.py`) while torch is imported.
 _BOOT = (
     "import sys; '' in sys.path and sys.path.remove(''); "
-    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload}, {sessions})"
+    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload}, {warm}, {sessions})"
 )
 
 _MAX_ROOM = 1 << 14
@@ -28,19 +28,27 @@ class ZygoteProcess:
     """The one zygote of this host. No call waits for it; to a dead one nothing is sent: its end shows on `control`."""
 
     def __init__(
-        self, environment: Mapping[str, str], *, preload: bool, room: int = 0, sessions: Sequence[int] = ()
+        self,
+        environment: Mapping[str, str],
+        *,
+        preload: bool,
+        warm: bool = False,
+        room: int = 0,
+        sessions: Sequence[int] = (),
     ) -> None:
-        """`room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
+        """`warm`: also import what ranks import when they begin to train, because they may have to begin again.
+
+        `room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
 
         `sessions` are those of earlier zygotes, whose ranks live.
         """
         ours, theirs = socket.socketpair()
         self.control = control_protocol.Channel(ours)
         self.has_forked = False  # or was told to
-        self._environment, self._preload, self._room = environment, preload, room
+        self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
         self._told: list[dict[str, Any]] = []  # what a zygote after this one must know, too
         numbers = tuple(sessions)
-        boot = _BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload, sessions=numbers)
+        boot = _BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload, warm=warm, sessions=numbers)
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
@@ -80,7 +88,9 @@ class ZygoteProcess:
         Raises:
             OSError: no process could be started.
         """
-        another = ZygoteProcess(self._environment, preload=self._preload, room=self._room, sessions=sessions)
+        another = ZygoteProcess(
+            self._environment, preload=self._preload, warm=self._warm, room=self._room, sessions=sessions
+        )
         for message in self._told:
             another._tell(message)
         return another
@@ -97,6 +107,12 @@ class ZygoteProcess:
     def remember(self, membership: Mapping[str, Any]) -> None:
         """Say how to tell the first host of the job that we were killed (`phalanx.launch.hosts.orphaned`)."""
         self._tell({"command": "membership", "membership": membership})
+
+    def warm_up(self) -> None:
+        """Have it import what a rank imports when it begins to train, before one has to begin again."""
+        if self._preload and not self._warm:
+            self._warm = True
+            self.control.put({"command": "warm"})
 
     def let_go_of_lost(self, rank: int) -> None:
         """If `rank` is lost the job goes on: what is left in its process group is to be killed then."""
