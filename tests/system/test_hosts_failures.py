@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -493,7 +494,7 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
         sent = []
 
         def is_time():
-            return bool(group._channels) if waits_for == "message" else group.transport._position.inside
+            return _waits_for_work() if waits_for == "message" else group.transport._position.inside
 
         thread = threading.Thread(target=_signal_when, args=(is_time, signal.SIGINT, sent))
         thread.start()
@@ -589,6 +590,13 @@ def test_ctrl_c_is_heard_while_the_hosts_connect():
 
 def _is_running(name):
     return any(thread.name == name for thread in threading.enumerate())
+
+
+def _waits_for_work():
+    """Whether the main thread is in the wait of an operation that another thread carries out."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    named = [(Path(each.f_code.co_filename).name, each.f_code.co_name) for each, _ in traceback.walk_stack(frame)]
+    return named[0] == ("threading.py", "wait") and ("work.py", "wait") in named
 
 
 def _signal_when(is_time, number=signal.SIGINT, sent=None):
