@@ -48,6 +48,8 @@ class Lending:
         self._words = words.view(group.size(), _PIECES).numpy()
         self._memory.append(words)
         self._lent: dict[int, Tensor] = {}
+        self.copied = 0
+        """How many tensors were not made in `making()`, and had to be copied to be lent."""
         self._free = list(range(_PIECES))
 
     def _allocate(self, group: PhalanxProcessGroup, nbytes: int) -> Tensor:
@@ -80,6 +82,7 @@ class Lending:
             if made is None:
                 return None
             tensor = made.copy_(tensor)
+            self.copied += 1
         piece = self._free.pop()
         self._words[self._rank, piece] = 0
         self._lent[piece] = tensor
