@@ -86,3 +86,23 @@ def test_the_transformer_learns_letters_and_writes_some(tmp_path):
     bits = [float(number) for number in re.findall(r"samples/s, bits_per_letter ([\d.]+)", output)]
     assert len(bits) == 8
     assert bits[-1] < min(5.0, bits[0] - 0.5)  # about 6.6 before the first step
+
+
+def test_a_language_model_learns_in_pipeline_stages(tmp_path):
+    output = run(tmp_path, PHALANX_RUN, "pipeline_transformer.py", "--steps", 60, "--width", 32, "--record", "run.json")
+    bits = [float(number) for number in re.findall(r"step \d+: ([\d.]+) bits per letter", output)]
+    assert len(bits) == 4
+    assert bits[-1] < bits[0] < 6.7
+    assert "balanced by measured time" in output
+    assert "recorded: " in output
+    assert (tmp_path / "run.json").exists()
+
+
+def test_a_convolutional_network_with_skips_learns_in_pipeline_stages(tmp_path):
+    three = [*PHALANX_RUN[:-1], "3"]
+    output = run(tmp_path, three, "pipeline_unet.py", "--steps", 60, "--checkpoint", "except_last")
+    losses = [float(number) for number in re.findall(r"step \d+: loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0]
+    (overlap,) = re.findall(r"overlap with the discs ([\d.]+)", output)
+    assert float(overlap) > 0.3
+    assert next(iter(load_checkpoint(tmp_path / "unet.pt")["model"])) == "inwards.0.weight"
