@@ -11,8 +11,13 @@ def test_every_public_name_is_found_where_the_facade_says(name):
     assert name in vars(phalanx), "the second use costs a dictionary lookup"
 
 
+@pytest.mark.parametrize("name", phalanx._PACKAGES)
+def test_a_package_that_is_used_by_its_name_is_found_without_an_import(name):
+    assert getattr(phalanx, name) is importlib.import_module(f"phalanx.{name}")
+
+
 def test_every_public_name_is_listed():
-    assert set(phalanx.__all__) == {"__version__", *phalanx._MODULE_OF}
+    assert set(phalanx.__all__) == {"__version__", *phalanx._MODULE_OF, *phalanx._PACKAGES}
     assert set(phalanx.__all__) <= set(dir(phalanx))
 
 

@@ -43,9 +43,13 @@ _MODULE_OF = {
     "PeerLostError": "phalanx.errors",
 }
 
-__all__ = ["__version__", *_MODULE_OF]
+# Packages that are used by their own name: `phalanx.elastic.run`.
+_PACKAGES = ("elastic",)
+
+__all__ = ["__version__", *_MODULE_OF, *_PACKAGES]
 
 if TYPE_CHECKING:
+    from phalanx import elastic as elastic
     from phalanx.backend import Options as Options
     from phalanx.backend import init as init
     from phalanx.backend import mesh as mesh
@@ -77,6 +81,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"phalanx.{name}")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
@@ -86,4 +92,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_MODULE_OF))
+    return sorted(set(globals()) | set(__all__))

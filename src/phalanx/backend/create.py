@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.backend import device_backends
 from phalanx.backend.connect import MetGroup, build_engine, open_gloo
 from phalanx.backend.process_group import PhalanxProcessGroup
-from phalanx.backend.rendezvous import agent_address, find_lost_host, own_address
+from phalanx.backend.rendezvous import agent_address, find_lost_host, is_rehearsing, own_address
 from phalanx.backend.tcp_store import is_kept_here
 from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange
 from phalanx.coordination.rank_info import RankInfo, host_identity
@@ -38,6 +38,7 @@ from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.gloo.transport import GlooTransport
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.options import Options
+from phalanx.transport.rehearsal import RehearsalTransport
 
 try:
     from phalanx import _core
@@ -76,6 +77,9 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     deadline = Deadline.after(timeout)
     store, rank, size = options.store, options.group_rank, options.group_size
     name = options.group_id
+    if is_rehearsing():
+        alone = RehearsalTransport(name, rank, size)
+        return _group_class()(store, alone, rank, size, timeout, name, options.global_ranks_in_group)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_descriptors_told(f"init_process_group of group {name!r} on rank {rank}"))
         server, obstacle = _open_fd_server() if _core is not None else (None, _NO_CORE)

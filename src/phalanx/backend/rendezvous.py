@@ -157,6 +157,43 @@ def own_address() -> str:
     return os.environ.get("PHALANX_ADDRESS", "") if find_agents_store(os.environ) else ""
 
 
+# -- generations of an elastic job: the ranks that form its group, until some are lost or taken in ---------------------
+
+_rehearsal_over = False
+
+
+def generation() -> int:
+    """The generation that this process belongs to: 0 in a job that has lost nobody, or that is not elastic."""
+    text = os.environ.get("PHALANX_GENERATION", "") if find_agents_store(os.environ) else ""
+    return int(text) if text.isdecimal() else 0
+
+
+def is_rehearsing() -> bool:
+    """Whether this process replaces a rank, and has not met the others: until then its groups are of itself alone."""
+    return not _rehearsal_over and generation() > 0
+
+
+def enter_generation(environment: Mapping[str, str]) -> StoreAddress:
+    """Become the rank of a generation that `environment` describes; where its ranks meet. From now on groups are real.
+
+    Without variables it is the generation that this process was started for.
+    """
+    global _rehearsal_over, _agent_file
+    os.environ.update(environment)
+    _rehearsal_over = True
+    if _agent_file >= 0:
+        os.close(_agent_file)
+        _agent_file = -1
+    path = find_agents_store(os.environ)
+    if not path:
+        raise PhalanxError(f"the launcher described no place to meet in generation {generation()}. Please report this.")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    while _kept_stores:
+        _kept_stores.pop()
+    store = _open_coordinator(path) if path.startswith(COORDINATOR) else FileStore(_find_file(path), size)
+    return PrefixStore(f"generation-{generation()}", store), rank, size
+
+
 # Each init_process_group of a process meets under keys of its own: the store outlives the group.
 _generation = 0
 _kept: list[int] = []

@@ -11,11 +11,17 @@ from torch import Tensor
 
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.diagnostics.call_sites import calling_site
+from phalanx.transport.rehearsal import RehearsalTransport
 
 
 def shares_memory(group: dist.ProcessGroup) -> TypeGuard[PhalanxProcessGroup]:
     """Whether all ranks of `group` share memory. The backend's name does not tell: they may be on several hosts."""
     return isinstance(group, PhalanxProcessGroup) and group.shares_memory
+
+
+def rehearses(group: dist.ProcessGroup) -> bool:
+    """Whether this process is alone in `group`: it replaces a rank that was lost, and has not met the others yet."""
+    return isinstance(group, PhalanxProcessGroup) and isinstance(group.transport, RehearsalTransport)
 
 
 def shared_empty(
@@ -48,6 +54,8 @@ def shared_empty(
     if group is None:
         raise RuntimeError("shared_empty needs a process group: call phalanx.init() first")
     if not shares_memory(group):
+        if owner is not None and rehearses(group):
+            return torch.zeros(shape, dtype=dtype)
         if owner is not None:
             raise ValueError(
                 f"shared_empty: owner={owner} needs a group of backend 'phalanx' whose ranks are on one host"

@@ -88,6 +88,7 @@ class SharedReducer:
                 self._memory.uneven.apart = True
             status = self._group.in_order(lambda: self._finish_uneven(ctx))
         self._memory.check(status, ctx)
+        self._group.num_gradient_rounds += 1
 
     def _finish_uneven(self, ctx: CallContext) -> int:
         with self._memory.exclusive(ctx.timeout_s):

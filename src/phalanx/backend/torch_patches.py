@@ -13,6 +13,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
     _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
     _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
+    DataLoader.__iter__                  we hear which iterator is at work              an elastic job has a sampler
 
     changed                              goes when torch (seen: 2.13)
     Backend.PHALANX, Backend.MPI         tells a backend that it is asked for, and compares names of groups in one case
@@ -23,6 +24,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     monitored_barrier                    asks the group instead of its name
     _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
     _new_process_group_helper            takes "mpi" from `Backend.register_backend`
+    DataLoader.__iter__                  tells how many batches it has handed to the loop
 
 (`csrc/interpose.c` reaches deeper, into libc10's allocation, when DDP asks for gradients in shared memory; and
 `process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.
@@ -38,6 +40,7 @@ import itertools
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
@@ -311,6 +314,35 @@ def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ra
     if isinstance(timeout, (int, float)):  # as torch's own takes it
         timeout = timedelta(seconds=timeout)
     ours.monitored_barrier(timeout, wait_all_ranks)
+
+
+# -- once an elastic job has a sampler ---------------------------------------------------------------------------------
+
+_loader_listeners: weakref.WeakKeyDictionary[Any, Callable[[Any, Any, Any, bool], None]] = weakref.WeakKeyDictionary()
+
+
+def observe_loaders(owner: Any, listener: Callable[[Any, Any, Any, bool], None]) -> None:
+    """Call `listener(owner, loader, iterator, is_new)` whenever a DataLoader is iterated, as long as `owner` lives."""
+    _loader_listeners[owner] = listener
+    _observe_loaders()
+
+
+@_once
+def _observe_loaders() -> None:
+    from torch.utils.data import DataLoader
+
+    original = DataLoader.__iter__
+
+    @functools.wraps(original)
+    def __iter__(self: Any) -> Any:
+        kept = getattr(self, "_iterator", None)
+        iterator = original(self)
+        for owner, listener in list(_loader_listeners.items()):
+            listener(owner, self, iterator, kept is None)
+        return iterator
+
+    vars_of: Any = DataLoader
+    vars_of.__iter__ = __iter__
 
 
 # -- once backend "mpi" is asked for, and torch was built without MPI --------------------------------------------------

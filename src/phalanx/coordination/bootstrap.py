@@ -18,7 +18,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -36,6 +37,19 @@ _ACKNOWLEDGE_S = 1.0
 _PATIENCE_S = 2.0  # the first to arrive reports who is missing; a little later the others do it themselves
 _MOST_REMEMBERED = 64
 NOTICE_S = 5.0
+
+# Called again and again while ranks meet: by raising, whoever knows better ends the wait.
+_check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
+
+
+@contextlib.contextmanager
+def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
+    """Inside, every wait for ranks to come calls `check` again and again; what it raises ends the wait."""
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
 
 
 class Store(Protocol):
@@ -336,11 +350,14 @@ class Bootstrap:
         """
         notice_at = Deadline.after(NOTICE_S, deadline.clock)
         spoken, pause_s = False, 0.0005
+        check = _check.get()
         while True:
             if is_over():
                 return True
             if deadline.passed:
                 return False
+            if check is not None:
+                check()
             if notice_at.passed and not spoken:
                 spoken = True
                 notice()

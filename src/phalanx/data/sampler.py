@@ -122,6 +122,18 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._consumed = state["consumed"]
         self._pass = None
 
+    def regroup(self, num_replicas: int, rank: int) -> None:
+        """Share the data among another number of ranks, from the next iteration on, which `load_state_dict` may place.
+
+        Raises:
+            ValueError: `rank` is not one of `num_replicas`.
+        """
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"regroup: rank {rank} of {num_replicas}: ranks are 0 to num_replicas - 1")
+        self.num_replicas, self.rank = num_replicas, rank
+        self.num_samples = self._plan_partition(consumed=0).count
+        self.total_size = self.num_samples * num_replicas if self.padding or self.drop_last else self.length
+
     def _begin(self) -> Iterator[Iterator[int]]:
         # A generator, so that this runs when the first index is asked for: a DataLoader with workers calls iter()
         # twice for one epoch.

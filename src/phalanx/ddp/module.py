@@ -166,23 +166,57 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             broadcast_tensors(tensors, self.process_group)
         parameters = [parameter for _, parameter in trained]
         watched = check and self.process_group.size() > 1
-        uneven = uneven_inputs and take_part(self.process_group, self)
-        self._reducer = Reducer(
-            specify(module, trained),
-            parameters,
-            caps_mb=caps_mb,
-            group=self.process_group,
-            as_view=gradient_as_bucket_view,
-            find_unused=find_unused_parameters,
-            static_graph=static_graph,
-            watch=FirstSteps([name for name, _ in trained], parameters, self.process_group) if watched else None,
-            uneven=UnevenInputs(self.process_group, parameters) if uneven else None,
+        self._trained = trained
+        self._uneven_inputs = uneven_inputs
+        self._comm_hook: tuple[object, Hook] | None = None
+        self._reducer = self._build_reducer(
+            FirstSteps([name for name, _ in trained], parameters, self.process_group) if watched else None
         )
         self._buffer_broadcast = BufferBroadcast(self.process_group)
         self._membership = Membership(module, parameters, self._ignored)
         self._epoch_order = EpochOrder() if watched and self.process_group.rank() == 0 else None
-        self._has_comm_hook = False
         self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
+
+    def _build_reducer(self, watch: FirstSteps | None) -> Reducer:
+        parameters = [parameter for _, parameter in self._trained]
+        uneven = self._uneven_inputs and take_part(self.process_group, self)
+        return Reducer(
+            specify(self.module, self._trained),
+            parameters,
+            caps_mb=self._caps_mb,
+            group=self.process_group,
+            as_view=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            watch=watch,
+            uneven=UnevenInputs(self.process_group, parameters) if uneven else None,
+        )
+
+    def regroup(self, process_group: dist.ProcessGroup) -> None:
+        """Go on in another group, with the same module, and without gradients. Collective over `process_group`.
+
+        What the ranks have learnt together (the order of gradients, a static graph) is learnt anew, since a rank that
+        comes new knows none of it. Parameters and buffers are the caller's affair. Of a comm hook's state only its
+        `process_group` is changed.
+
+        Cost: as construction, without its broadcast.
+        """
+        old, self.process_group = self.process_group, process_group
+        self._reducer.close()
+        for _, parameter in self._trained:
+            parameter.grad = None
+        for layer in self.module.modules():
+            if getattr(layer, "process_group", None) is old:
+                layer.process_group = process_group  # type: ignore[assignment]
+        self._reducer = self._build_reducer(None)
+        self._buffer_broadcast = BufferBroadcast(process_group)
+        self._epoch_order = None
+        self._buffers_stale = True
+        if self._comm_hook is not None:
+            state, hook = self._comm_hook
+            if getattr(state, "process_group", None) is old:
+                vars(state)["process_group"] = process_group
+            self._reducer.use_exchange(HookExchange(state, hook, lambda: len(self.plan.buckets)))
 
     @property
     def plan(self) -> BucketPlan:
@@ -315,12 +349,12 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             RuntimeError: a hook is already registered, or a parameter has sparse gradients.
         """
         refuse_hook(hook, dist.get_backend(self.process_group))
-        if self._has_comm_hook:
+        if self._comm_hook is not None:
             raise RuntimeError("register_comm_hook can only be called once per module")
         sparse = [bucket.slots[0].name for bucket in self.plan.buckets if bucket.sparse]
         if sparse:
             raise RuntimeError(f"register_comm_hook: {sparse[0]!r} has sparse gradients, which hooks are not given")
-        self._has_comm_hook = True
+        self._comm_hook = (state, hook)
         self._reducer.use_exchange(HookExchange(state, hook, lambda: len(self.plan.buckets)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

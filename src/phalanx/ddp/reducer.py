@@ -100,10 +100,17 @@ class Reducer:
             )
             for index, parameter in enumerate(self._parameters)
         ]
-        for hook in hooks:
-            weakref.finalize(self, hook.remove)
+        self._finalizers = [weakref.finalize(self, hook.remove) for hook in hooks]
         if self._set.pool is not None:
             weakref.finalize(self, self._set.pool.close).atexit = False  # tensors may outlive the exit hooks
+
+    def close(self) -> None:
+        """See no more gradients; whoever comes next is free to."""
+        for finalizer in self._finalizers:
+            finalizer()
+        self.end_watch()
+        if self._set.pool is not None:
+            self._set.pool.close()
 
     def learn_graph(self) -> None:
         """As static_graph=True; RuntimeError if there has been a round, or half of one."""

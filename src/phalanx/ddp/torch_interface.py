@@ -35,7 +35,7 @@ class TorchInterface(nn.Module):
     _buffers_stale: bool
     _ignored: frozenset[str]
     _caps_mb: Sequence[float]
-    _has_comm_hook: bool
+    _comm_hook: tuple[object, Any] | None
     if TYPE_CHECKING:
 
         def _synced_buffers(self) -> list[Tensor]: ...
@@ -155,7 +155,7 @@ class TorchInterface(nn.Module):
             "broadcast_buffers": int(self.broadcast_buffers),
             "has_sync_bn": int(any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in self.module.modules())),
             "is_multi_device_module": 0,
-            "comm_hook": "set" if self._has_comm_hook else "",
+            "comm_hook": "set" if self._comm_hook is not None else "",
         }
         if num_steps:
             found |= {

@@ -79,6 +79,8 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._closing = threading.RLock()  # a signal handler may come in the middle
         self._done = DoneWork()
         self._scratch: Scratch | None = None  # memory for `allocate_tensor`, once somebody asked
+        self.num_gradient_rounds = 0
+        """How many rounds of gradients have ended, which are not among the transport's collectives."""
         self._uneven_inputs: UnevenInputs | None = None  # once somebody trains over the group
         _groups.add(self)
 

@@ -1,0 +1,57 @@
+"""From which step the ranks of a new generation go on, and who gives its state to whom. Pure: data in, data out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank says of itself when a generation meets.
+
+    `number` counts commits; -1 for a rank that has just been started. `is_whole`: parameters and optimizer are as they
+    were at that commit; else the rank was between the update and its commit, or in the middle of a hand-over.
+    `has_stepped`: it was past the update, so that they are those of the next step, of which only the commit is missing.
+    `was_rank` is its number in the generation whose records it holds, -1 for none.
+    """
+
+    number: int
+    is_whole: bool
+    has_stepped: bool
+    was_rank: int
+    records_of: int = -1
+    """The generation whose records (of all ranks of a host) it can read; -1 for none."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The step to go on from.
+
+    `source` has its state and gives it to `receivers`; the others have it. `is_ahead`: nobody has committed it, but
+    all have updated: it counts as done.
+    """
+
+    number: int
+    source: int
+    receivers: tuple[int, ...]
+    is_ahead: bool = False
+
+
+def decide(standings: Sequence[Standing]) -> Agreement | None:
+    """What the ranks go on from, by rank; None if nobody holds a whole state.
+
+    The last step that a rank has completed, if that rank still holds its state. Ranks differ by one step at most: who
+    updates has everybody's gradients.
+    """
+    whole = [rank for rank, one in enumerate(standings) if one.is_whole and one.number >= 0]
+    if whole:
+        number = max(standings[rank].number for rank in whole)
+        holders = [rank for rank in whole if standings[rank].number == number]
+        return Agreement(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders))
+    ahead = [rank for rank, one in enumerate(standings) if one.has_stepped and one.number >= 0]
+    if not ahead:
+        return None
+    number = max(standings[rank].number for rank in ahead) + 1
+    holders = [rank for rank in ahead if standings[rank].number == number - 1]
+    return Agreement(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders), is_ahead=True)

@@ -1,0 +1,140 @@
+"""The line to the agent of `phalanx run`: one connection per rank, a JSON message a packet, held open to the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import time
+from collections import deque
+from typing import Any
+
+from phalanx.coordination.elastic_link import outlive_zygote
+from phalanx.elastic.membership import Generation, JobEndedError, Loss
+from phalanx.errors import PhalanxError
+
+_MAX_PACKET_BYTES = 1 << 20
+_WELCOME_S = 30.0
+_POLL_EVERY_S = 0.02  # how often a commit looks whether something has come
+
+
+class AgentChannel:
+    """A `Membership`: the agent decides. In the main thread only, where nothing waits for it but a recovery."""
+
+    def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
+        name, _, token = agent.rpartition(":")
+        self._arrived: deque[dict[str, Any]] = deque()
+        self._next_poll = 0.0
+        self._pid = os.getpid()
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._sock.connect(f"\0{name}")
+            self._send(
+                kind="elastic",
+                token=token,
+                rank=rank,
+                pid=self._pid,
+                generation=generation,
+                min_ranks=min_ranks,
+                wait_s=wait_s,
+            )
+            self._welcome()
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def _welcome(self) -> None:
+        self._sock.settimeout(_WELCOME_S)
+        data, fds, _, _ = socket.recv_fds(self._sock, _MAX_PACKET_BYTES, 1)
+        self._sock.settimeout(None)
+        if not data:
+            raise ConnectionError("the agent closed the connection")
+        if fds:
+            os.set_inheritable(fds[0], False)
+            if outlive_zygote(fds[0]):
+                self._send(kind="outlives")
+        self._take(data)
+
+    # -- what this rank says -------------------------------------------------------------------------------------
+
+    def _send(self, **message: Any) -> None:
+        if os.getpid() == self._pid:  # a fork of the rank has no say
+            with contextlib.suppress(OSError):  # the agent has ended, and with it, in a moment, this process
+                self._sock.send(json.dumps(message).encode())
+
+    def report(self, loss: Loss) -> None:
+        """I have lost a peer, and wait."""
+        self._send(
+            kind="lost", generation=loss.generation, ranks=list(loss.ranks), step=loss.step, error=loss.error[:2000]
+        )
+
+    def regrouped(self, number: int) -> None:
+        """I am in the group of that generation, and hold the state."""
+        self._send(kind="regrouped", generation=number)
+
+    def failed(self, step: int, error: str) -> None:
+        """An exception of the user's own is about to end this rank."""
+        self._send(kind="failed", step=step, error=error[:2000])
+
+    def finished(self) -> None:
+        """My training is over, and so is everybody's."""
+        self._send(kind="finished")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._sock.close()
+
+    # -- what it hears -------------------------------------------------------------------------------------------
+
+    def next_generation(self, after: int) -> Generation:
+        """Wait for a generation later than `after`; of several the latest.
+
+        Raises:
+            JobEndedError: there will be none.
+            PhalanxError: the agent has ended.
+        """
+        while True:
+            self._receive(wait=False)
+            if (latest := self._latest(after)) is not None:
+                return latest
+            self._receive(wait=True)
+
+    def newer_than(self, number: int) -> bool:
+        """Whether a later generation was announced, or others wait to be let in."""
+        now = time.monotonic()
+        if now < self._next_poll and not self._arrived:
+            return False
+        self._next_poll = now + _POLL_EVERY_S
+        self._receive(wait=False)
+        return any(m.get("kind") == "end" or int(m.get("generation", 0)) > number for m in self._arrived)
+
+    def _latest(self, after: int) -> Generation | None:
+        latest = None
+        for message in self._arrived:
+            if message.get("kind") == "end":
+                raise JobEndedError(str(message.get("why", "")), exit_code=int(message.get("code", 75)))
+            if message.get("kind") == "generation" and int(message["generation"]) > after:
+                latest = Generation.of_message(message)
+        if latest is not None:
+            self._arrived.clear()
+        return latest
+
+    def _receive(self, *, wait: bool) -> None:
+        while select.select([self._sock], [], [], None if wait else 0)[0]:
+            try:
+                data = self._sock.recv(_MAX_PACKET_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                if wait:
+                    raise PhalanxError("elastic: the agent of this host has ended, and nobody forms the group again")
+                return
+            self._take(data)
+            wait = False
+
+    def _take(self, data: bytes) -> None:
+        message = json.loads(data)
+        if message.get("kind") in ("generation", "joining", "end"):
+            self._arrived.append(message)

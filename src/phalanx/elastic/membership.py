@@ -1,0 +1,80 @@
+"""Who is in the job: asked of whoever started it, which alone decides. Ranks report what they hear, and wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from phalanx.errors import PhalanxError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One membership of the job. `environment` is what a rank of it that is started now would find, as this rank."""
+
+    number: int
+    environment: Mapping[str, str]
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> Generation:
+        """The launcher's words."""
+        return cls(int(message["generation"]), dict(message["environment"]))
+
+
+class JobEndedError(PhalanxError):
+    """The launcher has given the job up: fewer ranks than the minimum for too long. `exit_code` is what to end with."""
+
+    def __init__(self, message: str, *, exit_code: int = 75) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class SupersededError(Exception):
+    """While the ranks of a generation meet, the launcher has begun another."""
+
+
+@dataclass
+class Loss:
+    """What a rank reports."""
+
+    generation: int
+    step: int
+    error: str
+    ranks: tuple[int, ...] = field(default=())
+
+
+class Membership(Protocol):
+    """This rank's line to whoever decides."""
+
+    def report(self, loss: Loss) -> None:
+        """I have lost a peer, and wait."""
+        ...
+
+    def next_generation(self, after: int) -> Generation:
+        """Wait for a generation later than `after`.
+
+        Raises:
+            JobEndedError: there will be none.
+        """
+        ...
+
+    def newer_than(self, number: int) -> bool:
+        """Whether a later generation has been announced, or is wanted (others wait to be let in); does not wait."""
+        ...
+
+    def regrouped(self, number: int) -> None:
+        """I am in the group of that generation."""
+        ...
+
+    def failed(self, step: int, error: str) -> None:
+        """An exception of the user's own is about to end this rank."""
+        ...
+
+    def finished(self) -> None:
+        """My training is over, and so is everybody's."""
+        ...
+
+    def close(self) -> None:
+        """Hang up."""
+        ...

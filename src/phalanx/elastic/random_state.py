@@ -1,0 +1,102 @@
+"""The random numbers that a rank has drawn: the states of torch's, Python's and NumPy's generators, cheaply read.
+
+Python's `random` and NumPy's global generator take 7 and 23 us to read through their own interfaces, more than a commit
+may cost. Both are a Mersenne Twister, 624 words and a position, at an address that can be known; where a trial shows
+that what lies there is the state, it is copied from there (0.1 us), and only what has changed is read properly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import random
+import sys
+from typing import Any
+
+import torch
+
+_WORDS = 624
+
+
+class RandomStates:
+    """What `capture` gives is equal to the last one as long as nothing was drawn."""
+
+    def __init__(self) -> None:
+        self._python = _python_words()
+        self._numpy: Any = None  # the generator that `_numpy_words` belong to
+        self._numpy_words: Any = None
+        self._last_numpy = (b"", False)  # the words, and whether half of a pair of normal numbers is kept
+        self._numpy_blob = b""
+        self._last_python: Any = None
+        self._python_blob = b""
+
+    def capture(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """The states of torch (CPU), Python, NumPy and CUDA, as bytes; empty for what is not there."""
+        return (
+            torch.default_generator.get_state().numpy().tobytes(),
+            self._capture_python(),
+            self._capture_numpy() if "numpy" in sys.modules else b"",
+            _capture_cuda(),
+        )
+
+    def _capture_python(self) -> bytes:
+        now = random.getstate() if self._python is None else (bytes(self._python), random._inst.gauss_next)  # type: ignore[attr-defined]
+        if now != self._last_python:
+            self._last_python, self._python_blob = now, pickle.dumps(random.getstate())
+        return self._python_blob
+
+    def _capture_numpy(self) -> bytes:
+        from numpy.random import get_state, mtrand
+
+        generator = mtrand._rand._bit_generator
+        if generator is not self._numpy:
+            self._numpy, self._numpy_words, self._last_numpy = generator, _numpy_words(generator), (b"", False)
+        words, kept = self._last_numpy
+        if self._numpy_words is not None and not kept and bytes(self._numpy_words) == words:
+            return self._numpy_blob
+        state: Any = get_state(legacy=False)
+        self._last_numpy = (b"" if self._numpy_words is None else bytes(self._numpy_words), bool(state["has_gauss"]))
+        self._numpy_blob = pickle.dumps(state)
+        return self._numpy_blob
+
+
+def restore(states: tuple[bytes, bytes, bytes, bytes]) -> None:
+    """Draw on from where `capture` was called."""
+    torch_state, python_state, numpy_state, cuda_state = states
+    if torch_state:
+        torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
+    if python_state:
+        random.setstate(pickle.loads(python_state))
+    if numpy_state and "numpy" in sys.modules:
+        from numpy.random import set_state
+
+        set_state(pickle.loads(numpy_state))
+    if cuda_state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(pickle.loads(cuda_state))
+
+
+def _capture_cuda() -> bytes:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return b""
+    return pickle.dumps(torch.cuda.get_rng_state_all())
+
+
+def _python_words() -> Any:
+    """The words of Python's generator where they lie, if they do (CPython: after the object's header)."""
+    instance: Any = random._inst
+    header = object.__basicsize__
+    if sys.implementation.name != "cpython" or type(instance).__basicsize__ < header + 4 * (_WORDS + 1):
+        return None
+    words = (ctypes.c_uint32 * (_WORDS + 1)).from_address(id(instance) + header)
+    _, (*key, position), _ = random.getstate()
+    return words if [*words] == [position, *key] else None
+
+
+def _numpy_words(generator: Any) -> Any:
+    """The words of NumPy's generator, if it is the one of old."""
+    if type(generator).__name__ != "MT19937":
+        return None
+    address = generator.ctypes.state_address
+    words = (ctypes.c_uint32 * (_WORDS + 1)).from_address(int(getattr(address, "value", address)))
+    state = generator.state["state"]
+    return words if [*words] == [*map(int, state["key"]), int(state["pos"])] else None

@@ -1,0 +1,46 @@
+"""Moving what holds the old group over to the new one: the same Python objects go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from phalanx.ddp import DistributedDataParallel
+
+
+def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
+    """Let `module` and all below it use `new`. Collective over `new`, the same module on every rank."""
+    for layer in list(module.modules()):
+        if isinstance(layer, DistributedDataParallel):
+            layer.regroup(new)
+        elif isinstance(layer, TorchDistributedDataParallel):
+            _rebind_torch(layer, new)
+        elif getattr(layer, "process_group", None) is old:
+            layer.process_group = new
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def _rebind_torch(ddp: Any, new: Any) -> None:
+    """PyTorch's wrapper: a reducer is for one group and cannot be interrupted, so it gets a new one, as unpickled."""
+    ddp.process_group = new
+    for parameter in ddp.module.parameters():
+        parameter.grad = None
+    parameters, expect_sparse_gradient = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp.reducer = ddp.logger = None  # its hooks go with it, before the next one sets its own
+    ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    ddp.require_backward_grad_sync = True
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+
+
+def averaging_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The wrappers that average gradients, ours and PyTorch's."""
+    kinds = (DistributedDataParallel, TorchDistributedDataParallel)
+    return [layer for module in modules for layer in module.modules() if isinstance(layer, kinds)]

@@ -1,0 +1,353 @@
+"""`run`: call a function until it has ended on every rank, whoever is lost on the way."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.backend import rendezvous
+from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.shared import rehearses
+from phalanx.coordination.bootstrap import checked_while_meeting
+from phalanx.elastic.agreement import Agreement, Standing, decide
+from phalanx.elastic.channel import AgentChannel
+from phalanx.elastic.hand_over import hand_over
+from phalanx.elastic.membership import Generation, JobEndedError, Loss, Membership, SupersededError
+from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, LOST, MEET, REBIND, RESTORE, reached
+from phalanx.elastic.random_state import RandomStates
+from phalanx.elastic.rebind import rebind_module
+from phalanx.elastic.records import RankRecords
+from phalanx.elastic.state import State
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.log import get_logger
+
+_logger = get_logger(__name__)
+_Result = TypeVar("_Result")
+Train = Callable[[State], _Result]
+
+
+class _NewGeneration(PhalanxError):
+    """Others wait to be let in: all ranks stop at a commit, and form the group anew."""
+
+
+def run(
+    state: State,
+    *,
+    min_ranks: int = 1,
+    wait_s: float = 60.0,
+    membership: Membership | None = None,
+) -> Callable[[Train[_Result]], Callable[..., _Result]]:
+    """Let a function that trains `state` go on when ranks are lost, or come.
+
+        @phalanx.elastic.run(state)
+        def train(state):
+            for epoch in state.epochs(10):
+                for batch in loader:
+                    ...
+                    optimizer.step()
+                    state.commit()
+
+        train(state)
+
+    `train(state)` returns what the function returns, once it has returned on all ranks. Where a rank is lost, the
+    others hear it as an error of the operation at hand; it ends the function, the group is formed again, all ranks go
+    back to the latest step that one of them completed, and the function is called again. Nothing else is: not the
+    script, and not what the function does not make itself. Without `phalanx run` it is called once.
+
+    Arguments:
+        min_ranks: with fewer the job waits, with what it knows in memory.
+        wait_s: for how long; then it ends.
+        membership: who decides who is in the job; by default the agent of `phalanx run`.
+
+    Raises:
+        Whatever the function raises that is not the loss of a peer.
+        PhalanxError: nobody is left who holds the state.
+    """
+
+    def decorate(train: Train[_Result]) -> Callable[..., _Result]:
+        @functools.wraps(train)
+        def start(*given: Any) -> _Result:
+            if given not in ((), (state,)):
+                raise TypeError(f"{train.__name__}: it trains the state that phalanx.elastic.run was given, no other")
+            return ElasticJob(state, membership, min_ranks, wait_s).run(train)
+
+        return start
+
+    return decorate
+
+
+class ElasticJob:
+    """One rank's part in a job that loses ranks: the loop around the user's function."""
+
+    def __init__(self, state: State, membership: Membership | None, min_ranks: int, wait_s: float) -> None:
+        self._state = state
+        self._min_ranks, self._wait_s = min_ranks, wait_s
+        self._membership = membership
+        self._generation = rendezvous.generation()
+        self._random = RandomStates()
+        self._group: Any = None
+        self._records: RankRecords | None = None
+        self._records_generation = -1
+        self._prepared_seq = (-1, -1)
+        self._is_complete = True  # False while a state is only half received
+
+    def run(self, train: Train[_Result]) -> _Result:
+        """Call `train` until it has returned on all ranks."""
+        self._group = dist.group.WORLD if dist.is_initialized() else None
+        if self._group is None or not isinstance(self._group, PhalanxProcessGroup):
+            return train(self._state)
+        self._membership = self._membership or self._find_agent()
+        if self._membership is None:
+            return train(self._state)
+        self._state._runner = self
+        try:
+            if rehearses(self._group):
+                self._state._number = -1
+                self._recover(None)
+            else:
+                self._new_records()
+            while True:
+                try:
+                    result = train(self._state)
+                    self._finish()
+                    return result
+                except Exception as error:
+                    if not _is_loss(error):
+                        self._membership.failed(self._state.step, f"{type(error).__name__}: {error}")
+                        raise
+                    loss = self._describe(error)
+                    _forget(error)
+                self._recover(loss)
+        finally:
+            self._state._runner = None
+            self._membership.close()
+
+    def _find_agent(self) -> Membership | None:
+        agent = rendezvous.agent_address()
+        if not agent:
+            return None
+        try:
+            return AgentChannel(
+                agent, self._group.rank(), self._generation, min_ranks=self._min_ranks, wait_s=self._wait_s
+            )
+        except OSError as error:
+            _logger.warning("phalanx.elastic: the agent cannot be reached (%s): a lost rank ends the job", error)
+            return None
+
+    # -- while it trains -----------------------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """What this rank alone knows of the step is written where it outlives the rank."""
+        assert self._records is not None
+        self._records.prepare(self._state._number + 1)
+        self._prepared_seq = self._seq()
+
+    def before_commit(self, number: int) -> None:
+        """See to it that the record of this commit is there, on all ranks."""
+        assert self._records is not None
+        if not self._records.is_prepared(number):
+            self._records.prepare(number)
+            self._prepared_seq = self._seq()
+        if self._group.size() > 1 and self._seq() == self._prepared_seq:
+            dist.barrier(group=self._group)  # no rank has waited for the others since: they may lack theirs
+
+    def after_commit(self) -> None:
+        """Here, and nowhere else, the ranks stop for others to come in."""
+        assert self._membership is not None
+        if self._membership.newer_than(self._generation):
+            raise _NewGeneration("phalanx.elastic: the job takes in other ranks")
+
+    def _seq(self) -> tuple[int, int]:
+        return self._group._get_sequence_number_for_group(), self._group.num_gradient_rounds
+
+    def _finish(self) -> None:
+        """Nobody ends before all have: one who is lost now would not find its state again."""
+        assert self._membership is not None
+        reached(FINISH)
+        if self._group.size() > 1:
+            dist.barrier(group=self._group)
+        self._membership.finished()
+
+    # -- when a rank is lost -------------------------------------------------------------------------------------
+
+    def _describe(self, error: BaseException) -> Loss:
+        ranks = tuple(getattr(error, "ranks", ()))
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Loss(self._generation, self._state.step, text, ranks)
+
+    def _recover(self, loss: Loss | None) -> None:
+        """Return when this rank is in the group of a later generation, with the state to go on from."""
+        membership = self._membership
+        assert membership is not None
+        generation: Generation | None = None
+        if loss is not None:
+            reached(LOST)
+            membership.report(loss)
+        elif not membership.newer_than(self._generation):
+            generation = Generation(self._generation, {})  # the one that this process was started for
+        after = self._generation
+        while True:
+            if generation is None:
+                generation = membership.next_generation(after)
+            after = generation.number
+            try:
+                self._enter(generation)
+            except SupersededError:
+                generation = None
+                continue
+            except Exception as error:
+                if not _is_loss(error):
+                    raise
+                membership.report(self._describe(error))
+                _forget(error)
+                generation = None
+                continue
+            membership.regrouped(generation.number)
+            return
+
+    def _enter(self, generation: Generation) -> None:
+        membership = self._membership
+        assert membership is not None
+        reached(LEAVE)
+        old = self._group
+        timeout = timedelta(seconds=old._timeout_s)
+        _leave_all_groups()
+        self._generation = generation.number
+        store, rank, world_size = rendezvous.enter_generation(generation.environment)
+        reached(MEET)
+
+        def check() -> None:
+            if membership.newer_than(generation.number):
+                raise SupersededError
+
+        with checked_while_meeting(check):
+            dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        self._group = dist.group.WORLD
+        reached(AGREE)
+        standings = self._ask_standings()
+        agreement = decide(standings)
+        if agreement is None:
+            raise JobEndedError(
+                f"phalanx.elastic, generation {generation.number}: no rank that is left holds the whole state.\n"
+                "Start again from the last checkpoint."
+            )
+        self._rebind(old)
+        self._hand_over(agreement, standings)
+
+    def _ask_standings(self) -> list[Standing]:
+        state = self._state
+        mine = Standing(
+            number=state._number,
+            is_whole=self._is_complete and state._is_whole,
+            has_stepped=self._is_complete and state._stepped != 1,
+            was_rank=-1 if self._records is None else self._records.rank,
+            records_of=self._records_generation,
+        )
+        standings: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(standings, mine, group=self._group)
+        return standings
+
+    def _rebind(self, old: Any) -> None:
+        reached(REBIND)
+        for module in self._state._modules:
+            rebind_module(module, old, self._group)
+
+    def _hand_over(self, agreement: Agreement, standings: list[Standing]) -> None:
+        state, rank = self._state, self._group.rank()
+        mine = self._find_record(agreement, standings)
+        receives = rank in agreement.receivers
+        if agreement.is_ahead and not receives:
+            state._number = agreement.number
+            state.step += 1
+            if state._position is not None:
+                state._mark = state._position.mark()
+            state._save()
+        if agreement.receivers:
+            reached(HAND_OVER)
+            if receives:
+                self._is_complete = False
+            hand_over(state._parts(), agreement.source, agreement.receivers, self._group)
+        reached(RESTORE)
+        state._settle(rank, self._group.size())
+        fresh = RankRecords(self._group, state._trained, self._random)
+        if mine is not None:
+            fresh.restore(mine)
+        fresh.prepare(agreement.number)
+        dist.barrier(
+            group=self._group
+        )  # whoever is lost from here on has left its record; until then the old ones count
+        self._records, self._records_generation = fresh, self._generation
+        self._is_complete = True
+        self._prepared_seq = (-1, -1)
+        if mine is not None and state._mark is not None and state._mark.is_inside:
+            state._random_again = functools.partial(fresh.restore_random, mine)
+
+    def _find_record(self, agreement: Agreement, standings: list[Standing]) -> Tensor | None:
+        """What this rank, or the one that it replaces, left of the agreed step. Collective."""
+        size = self._group.size()
+        newest = max(one.records_of for one in standings)
+        keeper = next((r for r, one in enumerate(standings) if one.records_of == newest), None)
+        if keeper is None or newest < 0:
+            return None
+        me = standings[self._group.rank()]
+        mine = None
+        if self._records is not None and me.records_of == newest:
+            mine = self._records.read(self._records.rank, agreement.number)
+        # Who has none: the slot of the rank of its number, from somebody who maps it.
+        for orphan in (r for r in range(size) if standings[r].records_of != newest):
+            told = [None if self._records is None else self._records.read(orphan, agreement.number)]
+            dist.broadcast_object_list(told, group=self._group, group_src=keeper)
+            if orphan == self._group.rank():
+                mine = told[0]
+        return mine
+
+    def _new_records(self) -> None:
+        self._records = RankRecords(self._group, self._state._trained, self._random)
+        self._records_generation = self._generation
+        self._records.prepare(0)
+        dist.barrier(group=self._group)
+
+
+def _leave_all_groups() -> None:
+    """Without waiting for anybody: the dead do not answer, and the others hear it."""
+    world = dist.distributed_c10d._world
+    for group in list(world.pg_map):
+        if isinstance(group, PhalanxProcessGroup):
+            group.abort()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # A group that never came about has been counted, and ranks that did not try would name the next one differently.
+    world.group_count = 0
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether this, or what it came of, is the loss of a peer, and not a mistake."""
+    seen: set[int] = set()
+    now: BaseException | None = error
+    while now is not None and id(now) not in seen:
+        if isinstance(
+            now, (PeerLostError, DeadlineError, _NewGeneration, dist.DistBackendError, dist.DistNetworkError)
+        ):
+            return True
+        seen.add(id(now))
+        now = now.__cause__ or now.__context__
+    return False
+
+
+def _forget(error: BaseException) -> None:
+    """Let go of the frames that the error has passed: iterators end, and so do the workers of a loader."""
+    seen: set[int] = set()
+    now: BaseException | None = error
+    while now is not None and id(now) not in seen:
+        seen.add(id(now))
+        if now.__traceback__ is not None:
+            traceback.clear_frames(now.__traceback__)
+            now.__traceback__ = None
+        before, now = now, now.__cause__ or now.__context__
+        before.__cause__ = before.__context__ = None

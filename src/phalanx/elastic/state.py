@@ -1,0 +1,259 @@
+"""What training needs to go on: the user's objects by name, and where they stood at the latest commit."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Sampler
+
+from phalanx.backend.dynamo import untraced
+from phalanx.data import DistributedSampler
+from phalanx.ddp.graph import tensors_in
+from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart, ValuePart
+from phalanx.elastic.points import COMMIT, reached
+from phalanx.elastic.position import DataPosition, Mark
+
+_IMMUTABLE = (int, float, bool, str, bytes, type(None), complex, frozenset)
+
+
+class Runner(Protocol):
+    """Who is told of commits, while the job runs."""
+
+    def before_commit(self, number: int) -> None:
+        """Commit `number` is about to be made."""
+        ...
+
+    def after_commit(self) -> None:
+        """It is made."""
+        ...
+
+    def before_backward(self) -> None:
+        """What this rank draws for the step, and what its forward changes, is done; gradients are to come."""
+        ...
+
+
+class State:
+    """Everything that a rank must have to go on where another one stood.
+
+        state = phalanx.elastic.State(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, best=0.0)
+
+    Each argument is an attribute, under its name. Modules, optimizers, schedulers, gradient scalers, a
+    `phalanx.DistributedSampler` and whatever else has `state_dict` and `load_state_dict` are known by their kind; all
+    others, `epoch=0` above all, are plain values that go back to what they were at the latest commit.
+
+    `commit()` says that a step is done. Without `phalanx.elastic.run` it only counts.
+
+    Raises:
+        TypeError: a sampler that cannot say where it stands.
+    """
+
+    _things: dict[str, Any]
+    _values: dict[str, Any]
+    _mutable: set[str]
+
+    def __init__(self, **things: Any) -> None:
+        reserved = [name for name in things if name.startswith("_") or hasattr(type(self), name)]
+        if reserved:
+            raise ValueError(f"State: {reserved[0]!r} is a name of its own: give the argument another")
+        object.__setattr__(self, "_values", {"epoch": 0, "step": 0})
+        object.__setattr__(self, "_things", {})
+        object.__setattr__(self, "_mutable", set())
+        kept: dict[str, Any] = self._things
+        for name, thing in things.items():
+            if _is_kept_by_state(thing):
+                kept[name] = thing
+            else:
+                setattr(self, name, thing)
+        self._number = 0  # of commits, those at the end of an epoch included
+        self._stepped = 0  # 1 in an optimizer's step, 2 after it, until the commit
+        self._runner: Runner | None = None
+        self._position: DataPosition | None = None
+        self._mark: Mark | None = None
+        self._saved: dict[str, Any] = {}
+        self._random_again: Callable[[], None] | None = None
+        self._modules = [thing for thing in kept.values() if isinstance(thing, nn.Module)]
+        self._optimizers = [thing for thing in kept.values() if isinstance(thing, Optimizer)]
+        self._schedulers = [thing for thing in kept.values() if isinstance(thing, LRScheduler)]
+        self._scalers = [thing for thing in kept.values() if isinstance(thing, GradScaler)]
+        samplers = [thing for thing in kept.values() if isinstance(thing, DistributedSampler)]
+        if len(samplers) > 1:
+            raise ValueError("State: one sampler says where the job stands, and it was given several")
+        if samplers:
+            self._position = DataPosition(samplers[0], self._on_iterator)
+        trained = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        self._trained = [m for m in self._modules if not trained or any(id(p) in trained for p in m.parameters())]
+        for module in self._trained:
+            module.register_forward_hook(self._after_forward)
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+        self._save()
+
+    # -- attributes ----------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        for place in ("_things", "_values"):
+            values = vars(self).get(place, {})
+            if name in values:
+                return values[name]
+        raise AttributeError(f"State has no {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif name in self._things:
+            raise AttributeError(f"State: {name!r} stays the object that it is; load into it instead")
+        else:
+            self._values[name] = value
+            (self._mutable.discard if isinstance(value, _IMMUTABLE) else self._mutable.add)(name)
+
+    # -- what the loop calls -------------------------------------------------------------------------------------
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The epochs from `state.epoch` up to `num_epochs`; the first may be one that was left half done.
+
+        What the body does after its last batch (validation, a scheduler's step) belongs to the epoch, and is done again
+        if ranks are lost in it. Collective: all ranks end an epoch together.
+        """
+        while self.epoch < num_epochs:
+            if self._position is not None:
+                self._position.sampler.set_epoch(self.epoch)
+            yield self.epoch
+            self._commit(is_step=False)
+
+    def commit(self) -> None:
+        """A step is done on this rank: what comes from here on may be lost, what was before may not.
+
+        After the optimizer's step, and where no gradient is waiting for more to be added to it.
+        """
+        self._commit(is_step=True)
+
+    def _commit(self, *, is_step: bool) -> None:
+        reached(COMMIT)
+        number = self._number + 1
+        runner = self._runner
+        if runner is not None:
+            runner.before_commit(number)
+        self._number = number
+        self._stepped = 0
+        if is_step:
+            self._values["step"] += 1
+            if self._position is not None:
+                self._mark = self._position.mark()
+        else:
+            self._values["epoch"] += 1
+            if self._position is not None:
+                self._mark = Mark(self._values["epoch"], None, 0)
+        self._save()
+        if runner is not None:
+            runner.after_commit()
+
+    def _save(self) -> None:
+        """Note what is small, and may change before the next commit."""
+        values = dict(self._values)
+        for name in self._mutable:
+            values[name] = pickle.dumps(values[name])
+        self._saved = values
+        self._followers = self._read_followers()
+
+    def _read_followers(self) -> list[Any]:
+        """What changes with an update, and tells that there was one although no optimizer stepped."""
+        return [s.last_epoch for s in self._schedulers] + [s.state_dict() for s in self._scalers]
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def _before_step(self, *_: Any) -> None:
+        self._stepped = 1
+
+    def _after_step(self, *_: Any) -> None:
+        self._stepped = 2
+
+    @untraced
+    def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._runner is None or not module.training or not torch.is_grad_enabled():
+            return
+        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(self._before_backward)
+        if not nodes:  # hidden in an object of the user's own
+            self._before_backward()
+
+    @untraced
+    def _before_backward(self, *_: Any) -> None:
+        if self._runner is not None:
+            self._runner.before_backward()
+
+    def _on_iterator(self, is_new: bool) -> None:
+        """A loader that goes on inside an epoch has drawn a seed for its workers, as an undisturbed one has not."""
+        again, self._random_again = self._random_again, None
+        if again is not None:
+            again()
+
+    # -- what the runner asks ------------------------------------------------------------------------------------
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all that no record holds is as it was at the latest commit."""
+        return self._stepped == 0 and self._read_followers() == self._followers
+
+    def _roll_back_values(self) -> None:
+        for name, value in self._saved.items():
+            self._values[name] = pickle.loads(value) if name in self._mutable else value
+
+    def _parts(self) -> list[Part]:
+        """What is the same on every rank, in the order in which it is handed over."""
+        parts: list[Part] = []
+        for thing in self._things.values():
+            if isinstance(thing, nn.Module):
+                parts.append(ModulePart(thing, buffers=all(thing is not m for m in self._trained)))
+            elif isinstance(thing, Optimizer):
+                parts.append(OptimizerPart(thing))
+            elif not isinstance(thing, DistributedSampler):
+                parts.append(StatefulPart(thing))
+        return [*parts, ValuePart(self._get_progress, self._put_progress)]
+
+    def _get_progress(self) -> Any:
+        mark = self._mark
+        where = None if mark is None else (mark.epoch, mark.consumed)
+        return {"number": self._number, "values": self._saved, "mutable": sorted(self._mutable), "where": where}
+
+    def _put_progress(self, progress: Any) -> None:
+        self._number = progress["number"]
+        self._mutable.clear()
+        self._mutable.update(progress["mutable"])
+        self._saved = progress["values"]
+        where = progress["where"]
+        self._mark = None if where is None else Mark(where[0], None, where[1])
+
+    def _settle(self, rank: int, world_size: int) -> None:
+        """After the state has arrived, or was there: everything is as at the latest commit."""
+        self._stepped = 0
+        self._roll_back_values()
+        for scaler in self._scalers:
+            scaler._per_optimizer_states.clear()
+        for module in self._modules:
+            for parameter in module.parameters():
+                parameter.grad = None
+        if self._position is not None:
+            self._position.sampler.regroup(world_size, rank)
+            if self._mark is not None:
+                self._position.go_to(self._mark.epoch, self._mark.consumed)
+                self._mark = Mark(self._mark.epoch, None, self._mark.consumed)
+        self._save()
+
+
+def _is_kept_by_state(thing: Any) -> bool:
+    """Whether it is an object with a state of its own, and not a plain value."""
+    if isinstance(thing, Sampler) and not isinstance(thing, DistributedSampler):
+        raise TypeError(
+            f"State: {type(thing).__name__} cannot say where it stands, or go on from there. Use "
+            "phalanx.DistributedSampler, which takes the same arguments."
+        )
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")

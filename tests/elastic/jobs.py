@@ -1,0 +1,199 @@
+"""A training job that is disturbed at chosen places, and what it leaves: weights, and which samples each step used."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import phalanx
+from phalanx import elastic
+from phalanx.elastic import points
+
+
+class Numbers(Dataset[Any]):
+    """Sample i says that it is i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> tuple[int, Tensor, Tensor]:
+        return i, torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.tensor(float(i % 3))
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Rank `rank` is killed the first time it gets to `place` at step `step`, or at any step (-1)."""
+
+    rank: int
+    place: str
+    step: int
+    signal: signal.Signals = signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and what befalls it."""
+
+    folder: str
+    strikes: tuple[Strike, ...] = ()
+    epochs: int = 2
+    samples: int = 64
+    batch: int = 4
+    workers: int = 0
+    persistent: bool = False
+    wrapper: str = "phalanx"
+    optimizer: str = "adam"
+    accumulate: int = 1
+    amp: bool = False
+    scheduler: bool = False
+    padding: bool = True
+    late_collective: bool = False
+    draws: bool = True
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    def strike(self, place: str, step: int) -> None:
+        """Die, if it is this rank's turn; each strike happens once in a job."""
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+        for number, one in enumerate(self.strikes):
+            if (one.rank, one.place) == (rank, place) and one.step in (-1, step):
+                try:
+                    os.close(os.open(f"{self.folder}/struck-{number}", os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    continue
+                os.kill(os.getpid(), one.signal)
+
+    # -- what it leaves ------------------------------------------------------------------------------------------
+
+    def log(self, step: int, epoch: int, samples: list[int]) -> None:
+        generation = int(os.environ.get("PHALANX_GENERATION", "0"))
+        line = f"{generation} {step} {epoch} {dist.get_rank()} {','.join(map(str, samples))}\n"
+        with open(f"{self.folder}/samples-{os.getpid()}", "a") as file:
+            file.write(line)
+
+    def samples_of_epochs(self) -> list[list[int]]:
+        """What was used in each epoch by the steps that counted: a step that was done again counts as the last time."""
+        latest: dict[int, int] = {}
+        lines = [
+            (int(g), int(step), int(epoch), rank, [int(i) for i in samples.split(",")])
+            for path in Path(self.folder).glob("samples-*")
+            for g, step, epoch, rank, samples in (line.split() for line in path.read_text().splitlines())
+        ]
+        for generation, step, *_ in lines:
+            latest[step] = max(latest.get(step, 0), generation)
+        used: list[list[int]] = [[] for _ in range(self.epochs)]
+        for generation, step, epoch, _, samples in lines:
+            if generation == latest[step]:
+                used[epoch] += samples
+        return used
+
+
+def build(job: Job) -> tuple[nn.Module, Any, Any]:
+    """The same on every rank, but for what is drawn in training."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3 if job.draws else 0.0), nn.Linear(16, 1)
+    )
+    kinds: dict[str, Callable[..., Any]] = {
+        "adam": torch.optim.Adam,
+        "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    }
+    rank = dist.get_rank()
+    torch.manual_seed(100 + rank)
+    random.seed(200 + rank)
+    if job.wrapper == "torch":
+        ddp: nn.Module = nn.parallel.DistributedDataParallel(model)
+    else:
+        ddp = phalanx.DistributedDataParallel(model, check=False)
+    if job.optimizer == "zero":
+        optimizer: Any = phalanx.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
+    else:
+        optimizer = kinds[job.optimizer](ddp.parameters(), lr=0.01)
+    return ddp, optimizer, model
+
+
+def train_job(job: Job) -> dict[str, Any]:
+    """What every rank runs."""
+    with phalanx.init(timeout=60.0):
+        ddp, optimizer, model = build(job)
+        data = Numbers(job.samples)
+        sampler = phalanx.DistributedSampler(data, padding=job.padding)
+        loader: Any = DataLoader(
+            data,
+            batch_size=job.batch,
+            sampler=sampler,
+            num_workers=job.workers,
+            persistent_workers=job.persistent and job.workers > 0,
+        )
+        things: dict[str, Any] = {"model": ddp, "optimizer": optimizer, "sampler": sampler, "history": []}
+        if job.scheduler:
+            things["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+        if job.amp:
+            things["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        state = elastic.State(**things)
+        objects = [id(thing) for thing in things.values() if not isinstance(thing, list)]
+        model[0].register_forward_hook(lambda *_: job.strike("forward", state.step))
+        model[4].register_full_backward_hook(lambda *_: job.strike("backward", state.step))
+        inner = getattr(optimizer, "optim", optimizer)
+        inner.register_step_pre_hook(lambda *_: job.strike("update", state.step))
+        inner.register_step_post_hook(lambda *_: job.strike("updated", state.step))
+        points.listen(lambda point: job.strike(point, state.step))
+
+        @elastic.run(state)
+        def train(state: Any) -> None:
+            for epoch in state.epochs(job.epochs):
+                loss_sum = torch.zeros(())
+                for number, (ids, x, y) in enumerate(loader, start=1):
+                    job.strike("batch", state.step)
+                    job.log(state.step, epoch, ids.tolist())
+                    is_last = number % job.accumulate == 0 or number == len(loader)
+                    ddp.require_backward_grad_sync = is_last
+                    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.amp):
+                        loss = (ddp(x).squeeze(1) - y).float().pow(2).mean() / job.accumulate
+                    if job.draws:
+                        loss = loss * (1.0 + 0.01 * random.Random(random.getrandbits(32)).random())
+                    if job.amp:
+                        state.scaler.scale(loss).backward()
+                    else:
+                        loss.backward()
+                    if not is_last:
+                        continue
+                    if job.amp:
+                        state.scaler.step(optimizer)
+                        state.scaler.update()
+                    else:
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    if job.scheduler:
+                        state.scheduler.step()
+                    if job.late_collective:
+                        loss_sum += loss.detach()
+                        dist.all_reduce(loss_sum)
+                    state.history.append(state.step)
+                    state.commit()
+
+        train(state)
+        assert objects == [id(thing) for thing in things.values() if not isinstance(thing, list)]
+        assert state.history == list(range(state.step))
+        return {
+            "weights": {key: value.clone() for key, value in ddp.state_dict().items()},
+            "step": state.step,
+            "random": torch.get_rng_state(),
+            "rate": optimizer.param_groups[0]["lr"],
+            "scale": state.scaler.get_scale() if job.amp else 1.0,
+            "fds": len(os.listdir("/proc/self/fd")),
+        }

@@ -1,0 +1,297 @@
+"""A launcher for tests: ranks that are forked from here, replaced when they end badly, told of each generation.
+
+It speaks the words of `phalanx run` to its ranks (docs/elastic.md), with none of its decisions: whoever is lost is
+replaced, or, with `replace=False`, missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what a rank needs is imported once, here, as a zygote does it
+
+from phalanx.launch.calls import outcome
+from phalanx.launch.processes import die_with_parent
+
+Body = Callable[..., Any]
+
+
+@dataclass
+class Seat:
+    """One rank's place, with the process that is there now."""
+
+    process: BaseProcess
+    generation: int
+    connection: socket.socket | None = None
+    is_over: bool = False
+    lost: int = 0
+
+
+@dataclass
+class Ended:
+    """How a job ended: results by seat, the generations it took, and what ranks said of losses."""
+
+    results: list[Any]
+    generations: int
+    losses: list[dict[str, Any]] = field(default_factory=list)
+
+
+class SmallAgent:
+    """Runs `body(*args)` on `world_size` ranks until all have returned."""
+
+    def __init__(
+        self,
+        body: Body,
+        world_size: int,
+        *args: Any,
+        folder: Path,
+        replace: bool = True,
+        timeout_s: float = 120.0,
+        most_losses: int = 20,
+        may_raise: bool = False,
+        on_turn: Callable[[SmallAgent], None] | None = None,
+    ) -> None:
+        self._body, self._args, self._folder, self._replace = body, args, folder, replace
+        self._deadline = time.monotonic() + timeout_s
+        self._most_losses = most_losses
+        self._may_raise = may_raise
+        self._on_turn = on_turn
+        self.generation = 0
+        self.losses: list[dict[str, Any]] = []
+        self.progress: dict[int, int] = {}
+        self._token = os.urandom(8).hex()
+        self._name = f"phalanx-test-{os.getpid()}-{os.urandom(4).hex()}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listener.bind(f"\0{self._name}")
+        self._listener.listen(64)
+        self._stores: list[int] = []
+        self._pending: list[socket.socket] = []
+        self._new_store()
+        self.seats: dict[int, Seat] = {}
+        for seat in range(world_size):
+            self._start(seat, self._ranks(range(world_size))[seat], world_size)
+
+    @staticmethod
+    def _ranks(seats: Any) -> dict[int, int]:
+        return {seat: rank for rank, seat in enumerate(sorted(seats))}
+
+    def _new_store(self) -> None:
+        self._stores.append(os.memfd_create("test-store", os.MFD_CLOEXEC))
+
+    def _environment(self, rank: int, world_size: int) -> dict[str, str]:
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_PORT": "1",
+            "MASTER_ADDR": "localhost",
+            "PHALANX_STORE": f"/proc/{os.getpid()}/fd/{self._stores[-1]}",
+            "PHALANX_STORE_OF": f"{rank}/{world_size}/1",
+            "PHALANX_AGENT": f"{self._name}:{self._token}",
+        }
+        return {**variables, "PHALANX_GENERATION": str(self.generation)} if self.generation else variables
+
+    def _start(self, seat: int, rank: int, world_size: int) -> None:
+        environment = self._environment(rank, world_size)
+        path = self._folder / f"outcome-{seat}-{self.generation}"
+        process = multiprocessing.get_context("fork").Process(
+            target=_work, args=(self._body, self._args, environment, path, os.getpid(), self._listener)
+        )
+        process.start()
+        self.seats[seat] = Seat(process, self.generation)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def run(self) -> Ended:
+        """Until every rank has ended well; whatever happens, nothing is left."""
+        try:
+            while not all(seat.is_over for seat in self.seats.values()):
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError(f"generation {self.generation}: still running\n{self._stacks()}")
+                self._turn()
+            results = [self._result(number) for number in sorted(self.seats)]
+            return Ended(results, self.generation, self.losses)
+        finally:
+            self._close()
+
+    def _turn(self) -> None:
+        running = {s.process.sentinel: n for n, s in self.seats.items() if not s.is_over}
+        links = {s.connection: n for n, s in self.seats.items() if s.connection is not None}
+        ready, _, _ = select.select([self._listener, *self._pending, *links, *running], [], [], 0.05)
+        for one in ready:
+            if one is self._listener:
+                self._pending.append(self._listener.accept()[0])
+            elif one in self._pending:
+                self._pending.remove(one)
+                self._admit(one)
+            elif one in links:
+                self._hear(links[one], one)
+        if self._on_turn is not None:
+            self._on_turn(self)
+        gone = [n for n in running.values() if self.seats[n].process.exitcode is not None]
+        bad = [n for n in gone if not self._ended_well(n)]
+        for number in gone:
+            if number not in bad:
+                self.seats[number].is_over = True
+        if bad:
+            self._lose(bad)
+
+    def _admit(self, connection: socket.socket) -> None:
+        data, fds, _, _ = socket.recv_fds(connection, 1 << 17, 4)
+        for fd in fds:
+            os.close(fd)
+        message = json.loads(data) if data else {}
+        seat = next((s for s in self.seats.values() if s.process.pid == message.get("pid")), None)
+        if message.get("kind") != "elastic" or seat is None:
+            connection.close()
+            return
+        seat.connection = connection
+        connection.send(json.dumps({"kind": "welcome", "generation": self.generation}).encode())
+        if message["generation"] < self.generation:
+            self._tell(next(n for n, s in self.seats.items() if s is seat))
+
+    def _hear(self, number: int, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(1 << 17)
+        except OSError:
+            data = b""
+        if not data:
+            connection.close()
+            self.seats[number].connection = None
+            return
+        message = json.loads(data)
+        if message["kind"] == "lost":
+            self.losses.append({**message, "seat": number})
+
+    def _tell(self, number: int) -> None:
+        seat, ranks = self.seats[number], self._ranks(n for n, s in self.seats.items())
+        if seat.connection is None:
+            return
+        message = {
+            "kind": "generation",
+            "generation": self.generation,
+            "rank": ranks[number],
+            "world_size": len(ranks),
+            "environment": self._environment(ranks[number], len(ranks)),
+        }
+        with contextlib.suppress(OSError):
+            seat.connection.send(json.dumps(message).encode())
+
+    def regroup(self, *, add: int = 0) -> None:
+        """Begin a generation, with `add` ranks more."""
+        self.generation += 1
+        self._new_store()
+        before = len(self.seats)
+        for _ in range(add):
+            seat = max(self.seats) + 1
+            self._start(seat, before, before + add)
+            before += 1
+        for number in self.seats:
+            self._tell(number)
+
+    def _lose(self, bad: list[int]) -> None:
+        self._most_losses -= len(bad)
+        raised = [n for n in bad if outcome.read(self._path(n)) is not None]
+        if self._most_losses < 0 or (raised and not self._may_raise):
+            raise RuntimeError("\n".join(self._outcome_text(n) for n in raised or bad))
+        self.generation += 1
+        self._new_store()
+        for number in bad:
+            seat = self.seats.pop(number)
+            seat.process.join()
+            seat.process.close()
+            if seat.connection is not None:
+                seat.connection.close()
+        size = len(self.seats) + (len(bad) if self._replace else 0)
+        if self._replace:
+            for number in bad:
+                self._start(number, number, size)
+        for number in self.seats:
+            self._tell(number)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"outcome-{number}-{self.seats[number].generation}"
+
+    def _ended_well(self, number: int) -> bool:
+        told = outcome.read(self._path(number))
+        return told is not None and not told.failed
+
+    def _outcome_text(self, number: int) -> str:
+        told = outcome.read(self._path(number))
+        return f"rank {number}: {told.text if told else self.seats[number].process.exitcode}"
+
+    def _result(self, number: int) -> Any:
+        told = outcome.read(self._path(number))
+        assert told is not None
+        return told.result
+
+    def _stacks(self) -> str:
+        texts = []
+        for seat in self.seats.values():
+            if seat.process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(seat.process.pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        for path in sorted(self._folder.glob("*.stack")):
+            texts.append(f"{path.name}\n{path.read_text()}")
+        return "\n".join(texts)
+
+    def _close(self) -> None:
+        for seat in self.seats.values():
+            if seat.process.pid is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(seat.process.pid, signal.SIGKILL)
+                seat.process.kill()
+            seat.process.join()
+            seat.process.close()
+            if seat.connection is not None:
+                seat.connection.close()
+        for connection in self._pending:
+            connection.close()
+        self._listener.close()
+        for fd in self._stores:
+            os.close(fd)
+
+
+def _work(
+    body: Body, args: tuple[Any, ...], environment: dict[str, str], path: Path, parent: int, listener: socket.socket
+) -> None:
+    import faulthandler
+
+    die_with_parent(parent)
+    os.setpgrp()
+    listener.close()
+    os.environ.pop("PHALANX_GENERATION", None)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    with open(f"{path}.stack", "w") as stack:
+        faulthandler.enable(stack)
+        faulthandler.register(signal.SIGUSR2, stack)
+        told = outcome.call(int(environment["RANK"]), lambda: body(*args))
+        if told.failed and os.environ.get("SMALL_AGENT_VERBOSE"):
+            print(told.text, file=sys.stderr)
+            traceback.print_exc()
+        import pickle
+
+        outcome.write(path, told, pickle.dumps)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
