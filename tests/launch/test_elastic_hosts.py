@@ -241,9 +241,10 @@ def test_a_new_host_that_the_others_cannot_form_a_group_with_is_sent_away() -> N
     job = Job(1, 1, limits=Limits(1, 3))
     job.come(2, 1)
     job.arrive(2)
-    assert job.seats[2:] == [2]
-    for seat in range(3):
-        job.say(seat, "lost", generation=1)
+    for generation in (1, 2):  # the first time its ranks may have been late
+        assert job.seats[2:] == [2]
+        for seat in range(3):
+            job.say(seat, "lost", generation=generation)
     (dropped,) = (each for each in job.told if isinstance(each, DropHost))
     assert dropped.member == 2
     assert job.seats == [0, 1]

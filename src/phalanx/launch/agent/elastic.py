@@ -24,6 +24,7 @@ from phalanx.launch.generation import Generation, HostSeats, Limits, Seating, pl
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait
 DYING_S = 5.0  # what the kernel may take to end a process that was killed (a system call that cannot be interrupted)
+ALL_LEFT = "all ranks have left their group"
 SILENT_S = 10.0  # what a rank may keep the others waiting, which have given up on it
 _MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
 _MAX_ALIKE = 2  # times that the same exception is raised at the same step
@@ -350,7 +351,7 @@ class Elastic:
         silent = [other for other in self.members.values() if other.has_lost < generation]
         if not silent:
             self._in_vain += 1
-            return self._decide(now, "all ranks have left their group")
+            return self._decide(now, ALL_LEFT)
         for other in silent:
             if other.seat not in self._due:
                 span_s = self.silence_s(other.seat)

@@ -18,6 +18,7 @@ from typing import Any
 
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.elastic import (
+    ALL_LEFT,
     BeginGeneration,
     DropHost,
     Elastic,
@@ -30,6 +31,8 @@ from phalanx.launch.agent.elastic import (
 )
 from phalanx.launch.failure import Exit, Failure, Report, summarise
 from phalanx.launch.generation import Candidate, HostSeats, Limits, Seating, choose_candidates, plan_generation
+
+_MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to start than the others could wait
 
 
 @dataclass
@@ -63,6 +66,7 @@ class ElasticHosts(Elastic):
         self.spares: dict[int, Candidate] = {}  # by number, in the order of coming
         self.arrivals: dict[int, Arrival] = {}
         self._untried: set[int] = set()  # hosts that are new in this generation, in which no rank is yet
+        self._tries = 0  # in vain, with them
         self._waits_since: float | None = None
         self._waits_for = ""
 
@@ -97,6 +101,7 @@ class ElasticHosts(Elastic):
             actions = super().on_message(seat, pid, message, now)
             if kind == "regrouped" and message.get("generation") == self.generation.number:
                 self._untried.clear()
+                self._tries = 0
             if kind in ("regrouped", "elastic"):
                 actions += self._take_in_arrivals(now)
             if kind == "elastic":  # from now on, perhaps, there is something to come to
@@ -240,8 +245,10 @@ class ElasticHosts(Elastic):
         return [*(() if self.is_waiting else actions), *self._decide(now, f"{names}: taken in")]
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
-        if without_loss and self._untried and not without_loss.endswith("taken in"):
-            return self._drop_untried(now)
+        if without_loss == ALL_LEFT and self._untried:
+            self._tries += 1
+            if self._tries >= _MAX_TRIES:
+                return self._drop_untried(now)
         is_short = bool(self._gone) or self.is_waiting
         taken = choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits) if is_short else []
         for candidate in taken:
@@ -267,6 +274,7 @@ class ElasticHosts(Elastic):
                     self._forget(seat)
                 self.seating = self.seating.lose(host.member)
         self._untried.clear()
+        self._tries = 0
         return [*actions, *super()._decide(now, "a host that came is sent away")]
 
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
