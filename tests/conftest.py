@@ -28,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--frames", type=int, default=5000, help="frames that the coordinator is fuzzed with")
     parser.addoption("--strangers", type=int, default=300, help="hostile connections to the coordinator")
     parser.addoption("--trees", type=int, default=15, help="random states saved and loaded beside torch.save")
+    parser.addoption("--host-losses", type=int, default=2, help="ranks, hosts and links lost at random in one job")
+    parser.addoption("--host-losses-seed", type=int, default=0, help="by which they are drawn")
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
 
 
