@@ -88,19 +88,28 @@ def _load(
     told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
     peers.agree(told + advice if told and strict else None)
-    for name, part in stateful.items():
-        if name not in state:
-            continue
-        if (
-            not strict
-            and isinstance(part, torch.optim.Optimizer)
-            and any(text.startswith(f"{name}:") or text.startswith(f"{name}.state.") for text in report.misshapen)
-        ):
-            continue
-        load_part(part, state[name], strict=strict)
-        if isinstance(part, torch.optim.Optimizer) and (gap := describe_gap(part, state[name])):
-            warnings.warn(f"{peers.what}: {path}: {name!r} {gap}", stacklevel=4)
+    problem, cause, gaps = None, None, list[str]()
+    try:
+        gaps = _load_parts(state, stateful, report, strict=strict)
+    except Exception as error:  # the part's own; the other ranks would train on
+        problem, cause = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}", error
+    peers.agree(problem, cause)
+    for gap in gaps:
+        warnings.warn(f"{peers.what}: {path}: {gap}", stacklevel=4)
     return Restored(manifest.step, path, _moved(state, map_location), report)
+
+
+def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Report, *, strict: bool) -> list[str]:
+    """Load each part; what optimizers would train without a state, in words."""
+    gaps = []
+    for name, part in parts.items():
+        is_optimizer = isinstance(part, torch.optim.Optimizer)
+        fits = not any(text.startswith((f"{name}:", f"{name}.state.")) for text in report.misshapen)
+        if name in state and (strict or fits or not is_optimizer):
+            load_part(part, state[name], strict=strict)
+            if is_optimizer and (gap := describe_gap(part, state[name])):
+                gaps.append(f"{name!r} {gap}")
+    return gaps
 
 
 def find_latest(path: Path) -> Path | None:

@@ -87,6 +87,8 @@ class CheckpointManager:
         self.process_group = process_group
         self.timeout = timeout
         self._history = History(self.folder, keep)
+        if sharded:
+            import phalanx.checkpoint.sharded  # noqa: F401 - now, and not while training waits for its first save
         self._memory = SnapshotMemory()
         self._plan: sharded_files.Plan | None = None
         self._saving: Saving | None = None
@@ -427,7 +429,9 @@ class CheckpointManager:
 
 
 def _may_write(folder: Path) -> bool:
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+    return folder.is_dir() and os.access(
+        folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
+    )
 
 
 def _explain_unseen(peers: Peers, folder: Path) -> str:

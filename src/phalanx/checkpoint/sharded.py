@@ -25,7 +25,13 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
@@ -38,6 +44,7 @@ from phalanx.checkpoint.slices import SlicedTensor
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_contiguous
 from phalanx.checkpoint.structure import STRUCTURE
 from phalanx.checkpoint.tree import Tree, is_tensor
+from phalanx.errors import CheckpointError, InternalError
 
 
 @dataclass(frozen=True)
@@ -52,19 +59,23 @@ class Plan:
 
 def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | None) -> Plan:
     """Share out the work of saving `tree`; `pinned` are names of which rank 0's value counts. Collective."""
-    signature = _signature(tree)
+    signature = (peers.rank, peers.world_size, *_signature(tree))
     if all(peers.all_gather(before is not None and before.signature == signature)):
         assert before is not None
         return before
     told = peers.gather((_local_plan(tree), frozenset(pinned), tuple(tree.leaves)))
-    answers: list[tuple[SavePlan, bool]] | None = None
+    answer: tuple[list[SavePlan], bool] | str = ""
     metadata = None
     if peers.is_first:
-        plans, metadata = _global_plan([plan for plan, _, _ in told], set().union(*(names for _, names, _ in told)))
-        is_uniform = all(names == told[0][2] for _, _, names in told)
-        answers = [(plan, is_uniform) for plan in plans]
-    mine, is_uniform = cast(list[tuple[SavePlan, bool]], peers.broadcast(answers))[peers.rank]
-    return Plan(signature, mine, metadata, is_uniform)
+        try:
+            plans, metadata = _global_plan([plan for plan, _, _ in told], set().union(*(names for _, names, _ in told)))
+            answer = (plans, all(names == told[0][2] for _, _, names in told))
+        except Exception as error:  # pieces that overlap, or do not make up the whole
+            answer = f"{peers.what}: what ranks hold of the state does not fit together: {error}. Nothing was saved."
+    answer = peers.broadcast(answer)
+    if isinstance(answer, str):
+        raise CheckpointError(answer)
+    return Plan(signature, answer[0][peers.rank], metadata, answer[1])
 
 
 def _signature(tree: Tree) -> tuple[Any, ...]:
@@ -265,6 +276,11 @@ def write_metadata(
         for part in parts
         for name, offset, index, path, at, length in part.pieces
     ]
+    there = {result.index for result in results}
+    for name, kind in metadata.state_dict_metadata.items():
+        offsets = [chunk.offsets for chunk in kind.chunks] if isinstance(kind, TensorStorageMetadata) else [None]
+        if any(MetadataIndex(name, at) not in there for at in offsets):
+            raise InternalError(f"no rank has written {name!r}. Please report it.")
     by_name = {result.index.fqn: result for result in results}
     for alias, name in aliases.items():
         if alias not in metadata.state_dict_metadata and name in by_name:
