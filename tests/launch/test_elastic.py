@@ -6,8 +6,10 @@ import signal
 
 from phalanx.launch.agent.elastic import (
     BELOW_MINIMUM_EXIT_CODE,
+    DYING_S,
     ENDING_S,
     SILENT_S,
+    Abandon,
     BeginGeneration,
     Elastic,
     ElasticAction,
@@ -271,6 +273,36 @@ def test_who_is_silent_when_the_others_have_given_up_on_it_is_replaced() -> None
     actions = lose(elastic, 1, now=12.0)
     assert "rank 1 (pid 101) is lost: killed: rank 0 has given up on their group" in words(actions)
     assert begun(actions).generation.replacements == (1,)
+
+
+def test_a_rank_that_is_killed_before_all_have_come_costs_nobody_anything() -> None:
+    elastic = job(3, joined=2)
+    assert lose(elastic, 2) is None
+    assert elastic.lost_early
+    elastic = job(3, joined=2)
+    assert lose(elastic, 2, 1) is None  # a script that does not start is not started for ever
+    assert not elastic.lost_early
+    elastic = job(3, joined=0)
+    assert lose(elastic, 2) is None
+    assert not elastic.lost_early
+    elastic = job(3)
+    say(elastic, 0, "finished")
+    assert lose(elastic, 2) is None
+    assert not elastic.lost_early
+
+
+def test_a_process_that_does_not_die_when_it_is_killed_is_done_without() -> None:
+    elastic = job(2)
+    assert elastic.evict(1, "it is in a system call", 1.0) == [Evict(1, "it is in a system call")]
+    assert elastic.next_due == 1.0 + DYING_S
+    assert elastic.on_time(1.0) == []
+    assert elastic.on_time(1.0 + DYING_S) == [Abandon(1)]
+    assert "rank 1 (pid 101) is lost: killed: it is in a system call" in words(lose(elastic, 1))
+    assert elastic.next_due is None
+    elastic = job(2)
+    elastic.evict(1, "it is stopped", 1.0)
+    lose(elastic, 1)
+    assert elastic.on_time(100.0) == []
 
 
 def test_what_comes_late_from_a_process_that_was_replaced_counts_for_nothing() -> None:

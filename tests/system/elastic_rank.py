@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 from phalanx.coordination.elastic_link import outlive_zygote
 from phalanx.coordination.launchers import COORDINATOR
@@ -64,6 +65,15 @@ class Rank:
             self.shout("told to end:", message["why"])
             sys.exit(message["code"])
 
+    def obey_early(self, folder: str) -> None:
+        """Follow the order to die before the agent hears that this rank is elastic."""
+        path = os.path.join(folder, f"early-{os.environ['RANK']}")
+        if os.path.exists(path):
+            os.unlink(path)
+            while not os.path.exists(os.path.join(folder, "die")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def obey(self, folder: str) -> bool:
         """Follow the orders for this rank; False when it is to end."""
         for order in ("raise", "exit", "stop"):
@@ -81,12 +91,20 @@ class Rank:
 
 def main() -> None:
     rank = Rank()
+    rank.obey_early(sys.argv[1])
     rank.join()
     while rank.obey(sys.argv[1]):
         if select.select([rank.sock], [], [], 0.02)[0]:
             rank.hear()
+        elif os.environ.get("STEPS"):
+            rank.say("progress", step=time.monotonic_ns() // 10_000_000)
     rank.say("finished")
     rank.shout("finished")
+    if os.path.exists(os.path.join(sys.argv[1], "save")):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)  # longer than the others of a failed job are given to say what they saw
+        rank.shout("saved")
 
 
 main()

@@ -248,3 +248,30 @@ def test_a_rank_that_waits_for_itself_is_killed_and_told_with_its_stack(tmp_path
     assert "It was killed: ranks 0, 2 wait for rank 1" in finished.err
     assert "barrier #" in finished.err
     assert "in wait_for_myself" in finished.err
+
+
+def test_a_rank_that_is_killed_before_all_have_come_makes_all_begin_again(tmp_path: Path) -> None:
+    (tmp_path / "early-1").touch()
+    words = ("run", "--no-preload", "--nproc-per-node", "2", SCRIPT, str(tmp_path))
+    with start(*words) as running:
+        job = Job(running, tmp_path)
+        job.wait_joined(0, 0)
+        job.order("die")
+        job.wait("joined 0 as 0", 2)  # once more
+        job.wait_joined(0, 0, 1)
+        job.kill(0)
+        job.wait_joined(1, 0)
+        finished = job.finish()
+    assert finished.code == 0, finished.err
+    assert "starting all 2 ranks again (a rank was lost before all had begun to train)" in finished.err
+
+
+def test_a_loss_after_training_is_a_failure_that_lets_the_others_save(tmp_path: Path) -> None:
+    (tmp_path / "save").touch()
+    with elastic_job(tmp_path) as job:
+        job.order("finish")
+        finished = job.running.finish()
+        assert job.running.survivors() == []
+    assert finished.code == 128 + signal.SIGKILL
+    assert sum(len(said_by(line)) for line in finished.out.splitlines() if "saved" in line) == 2
+    assert "First failure: rank 1 of 3" in finished.err

@@ -115,6 +115,7 @@ class Attempt:
         self._old_stores: dict[int, int] = {}  # by generation: some ranks may still be about to open them
         self._knocking: list[Request] = []
         self._has_started = False
+        self._zygote_is_new = False  # it takes the place of another one, and has forked nobody yet
         self._stillborn = 0  # zygotes in a row that have died before they were asked for anybody
         self._watch = Watch(plan.settings.evict_after_s, time.monotonic())
         self._evicted: dict[int, str] = {}  # process -> why it was killed
@@ -134,9 +135,7 @@ class Attempt:
 
     def decide_losses(self) -> Elastic:
         """Who decides what becomes of the job when an elastic rank is lost."""
-        most = self._plan.settings.max_restarts
-        left = None if most is None else max(0, most - self._restart_count)
-        elastic = Elastic(Seating.begin([self._own_seats()]), left)
+        elastic = Elastic(Seating.begin([self._own_seats()]), self._plan.settings.max_restarts)
         elastic.given_up = self.place.num_nodes > 1
         return elastic
 
@@ -255,6 +254,10 @@ class Attempt:
 
     def abandon_rest(self) -> None:
         """The job is to end: what was not forked is not going to be."""
+        if self._zygote_is_new and self.elastic.awaited:  # nobody waits for its import any more
+            for rank in self.elastic.awaited:
+                self.state.on_retired(rank)
+            self._host.zygote.kill()
         for rank in self.place.ranks[self._next :]:
             self.state.on_abandoned(rank)
         self._next = self.place.num_ranks
@@ -397,6 +400,10 @@ class Attempt:
         expected = {*ranks.values(), *self.elastic.awaited}
         unstarted = any(rank in self.place.ranks and rank not in expected for rank in self.state.running)
         outlive = any(member.outlives for member in self.elastic.members.values())
+        if self.state.phase != "running" and adopted.used and all(pid in adopted for pid in ranks):
+            zygote.wait_exit()
+            zygote.control.close()  # it had nobody below it, and nobody is to be forked any more
+            return
         if self.state.phase != "running" or unstarted or not outlive:
             self.zygote_lost = True
             return
@@ -411,6 +418,7 @@ class Attempt:
             if self._stillborn == _MAX_STILLBORN:
                 raise OSError(f"{self._stillborn} in a row have ended like this")
             self._host.zygote = zygote.start_another(adopted.sessions)
+            self._zygote_is_new = True
         except OSError as error:
             self._host.display.say(f"{said}, but none of them can be replaced: {error.strerror or error}")
             self.do_elastic(self.elastic.on_no_forks(time.monotonic()))
@@ -433,6 +441,7 @@ class Attempt:
             self._on_exit(end.rank, end.pid, end.status, end.at)
 
     def _on_event(self, event: dict[str, Any]) -> None:
+        self._zygote_is_new = False
         if event["event"] == "started":
             self._has_started = True
             self._pids[event["rank"]] = event["pid"]
@@ -520,6 +529,8 @@ class Attempt:
                 self.elastic.on_step(progress.state.steps)
         actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
         if actions is None:
+            if self.elastic.has_trained:  # what the others do now is theirs alone, saving perhaps
+                self.state.settle_s = self.state.grace_s
             self.do(self.state.on_exit(exit))
             return
         self._pids.pop(exit.rank, None)

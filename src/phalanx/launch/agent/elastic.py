@@ -158,7 +158,9 @@ class Elastic:
         self.losses: list[Lost] = []
         self.num_replaced = 0
         self.finished = False  # a rank has returned from training: nobody can be replaced any more
+        self.has_trained = False  # the same, and it has said so
         self.given_up = False
+        self.lost_early = False  # a rank was killed before all had come as far as training
         self.ended: int | None = None  # the exit code with which the ranks were told to end
         self.next_due: float | None = None
         self._exits: list[tuple[Exit, Report | None]] = []  # losses of which nothing was decided yet
@@ -228,7 +230,7 @@ class Elastic:
         elif kind == "lost":
             return self._on_told_loss(member, generation, now)
         elif kind == "finished":
-            self.finished = True
+            self.finished = self.has_trained = True
         return []
 
     def claims(self, seat: int, pid: int) -> bool:
@@ -252,6 +254,9 @@ class Elastic:
         if exit.status == 0 and member.report is None:
             self.finished = True
         if not self.active:
+            comes_early = not (self.generation.number or self.finished or self.given_up or self._best_step >= 0)
+            if comes_early and exit.status < 0 and member.report is None:
+                self.lost_early = any(other.joined for other in self.members.values())
             self._forget(exit.rank)
             return None
         self._forget(exit.rank)
@@ -324,7 +329,7 @@ class Elastic:
     def _on_regrouped(self, member: Member, generation: int, now: float) -> list[ElasticAction]:
         member.generation = generation
         member.holds_state = True
-        if generation != self.generation.number or self._exits or self._forking:
+        if generation != self.generation.number or self._exits or self._forking or self.given_up:
             return []
         if any(other.generation != generation for other in self.members.values()):
             return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import signal
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket
 from phalanx.launch.agent.attempt import Attempt, Host
-from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE
+from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE, Lost
 from phalanx.launch.agent.end_summary import describe_losses, describe_overdue, describe_signal_end
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
@@ -33,6 +34,7 @@ from phalanx.launch.target import find_local_rank_flag
 
 LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
 _OVERDUE_EXIT_CODE = 124  # as of `timeout`, the command
+_MAX_EARLY_RESTARTS = 3  # of an elastic job whose ranks have not all come as far as training: nothing is lost by it
 _HANG_S = 1.0  # who waited longer than this when the user ended the job is worth a line
 
 
@@ -99,12 +101,14 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
 
     `begin` makes the attempt of a number.
     """
-    most = plan.settings.max_restarts or 0
-    left = most  # restarts of all, less the replacements that an elastic job has made
-    for restart_count in range(most + 1):
+    left = plan.settings.max_restarts or 0  # starts of all, and replacements that an elastic job may make
+    left_early, times = _MAX_EARLY_RESTARTS, ""
+    losses: list[Lost] = []
+    for restart_count in itertools.count():
         attempt = begin(restart_count)
+        if plan.settings.max_restarts is not None:
+            attempt.elastic.max_replacements = left
         if restart_count:  # now it is known how many they are: fewer hosts may have come back
-            times = "once more" if left == 0 else f"up to {left + 1} times more"
             host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
         try:
             attempt.run()
@@ -113,24 +117,31 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
             flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
         finally:
             attempt.close()
+        losses += attempt.elastic.losses
         left = max(0, left - attempt.elastic.num_replaced)
         failed = state.interrupted is None and bool(state.failures) and not state.overdue
-        again = failed and left > 0 and not attempt.zygote_lost and attempt.elastic.ended is None
+        early = attempt.elastic.lost_early and attempt.place.num_nodes == 1 and left_early > 0
+        again = failed and (left > 0 or early) and not attempt.zygote_lost and attempt.elastic.ended is None
         _keep_flight(plan, host, flight, restart_count if again else None)
         if attempt.zygote_lost and not attempt.zygote_given_up and state.interrupted is None:
             return _report_zygote_lost(host, state)
         if not again:
             break
-        left -= 1
+        if early:
+            left_early -= 1
+            times = "a rank was lost before all had begun to train"
+        else:
+            left -= 1
+            times = "once more" if left == 0 else f"up to {left + 1} times more"
         _report_failures(host, attempt, flight)
+    if losses:
+        host.display.say(describe_losses(losses))
     return _conclude(plan, host, attempt, flight)
 
 
 def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> int:
     """Say how the job ended; returns the exit code."""
     state = attempt.state
-    if attempt.elastic.losses:
-        host.display.say(describe_losses(attempt.elastic.losses))
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:
             return 128 + signal.SIGPIPE  # who closed our output wants to hear no more; why it ends was said

@@ -65,6 +65,7 @@ class Supervision:
     interrupted: int | None = None
     killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
     overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
+    settle_s: float = SETTLE_S
     told_to_end: bool = False  # an elastic job's ranks save what they hold, and end: nobody hurries them
     phase: str = "running"
     next_due: float | None = None
@@ -174,9 +175,9 @@ class Supervision:
         self._wait_for_rest()
         return [Tell(now - self._last_end)]
 
-    def _settle(self, now: float, span_s: float = SETTLE_S) -> list[Action]:
+    def _settle(self, now: float, span_s: float = 0.0) -> list[Action]:
         if self.phase == "running" and not self.told_to_end:
-            self.phase, self.next_due = "settling", now + span_s
+            self.phase, self.next_due = "settling", now + max(span_s, self.settle_s)
         return []
 
     def _stop(self, signum: int, now: float) -> list[Action]:
