@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
+from phalanx.backend import rendezvous
 from phalanx.backend.dynamo import untraced
 from phalanx.data import DistributedSampler
 from phalanx.ddp.graph import tensors_in
+from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart, ValuePart
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
-from phalanx.optim import ZeroRedundancyOptimizer
 
 _IMMUTABLE = (int, float, bool, str, bytes, type(None), complex, frozenset)
 
@@ -72,6 +73,7 @@ class State:
                 kept[name] = thing
             else:
                 setattr(self, name, thing)
+        self._page = open_page(rendezvous.agent_address())  # where `phalanx top` sees how far this rank is
         self._number = 0  # of commits, those at the end of an epoch included
         self._stepped = 0  # 1 in an optimizer's step, 2 after it, until the commit
         self._runner: Runner | None = None
@@ -81,7 +83,6 @@ class State:
         self._random_again: Callable[[], None] | None = None
         self._modules = [thing for thing in kept.values() if isinstance(thing, nn.Module)]
         self._optimizers = [thing for thing in kept.values() if isinstance(thing, Optimizer)]
-        self._sharded = [one for one in self._optimizers if isinstance(one, ZeroRedundancyOptimizer)]
         self._schedulers = [thing for thing in kept.values() if isinstance(thing, LRScheduler)]
         self._scalers = [thing for thing in kept.values() if isinstance(thing, GradScaler)]
         samplers = [thing for thing in kept.values() if isinstance(thing, DistributedSampler)]
@@ -147,6 +148,7 @@ class State:
         self._stepped = 0
         if is_step:
             self._values["step"] += 1
+            self._page.commit(self._values["step"], 0 if self._position is None else self._position.batch_size)
             if self._position is not None:
                 self._mark = self._position.mark()
         else:
@@ -200,13 +202,6 @@ class State:
 
     # -- what the runner asks ------------------------------------------------------------------------------------
 
-    def _learn_update(self) -> None:
-        """After an error: a sharded update that was interrupted has been undone, or was completed by the others."""
-        if self._stepped == 1 and len(self._sharded) == len(self._optimizers):
-            updated = {one.has_updated for one in self._sharded}
-            if len(updated) == 1:
-                self._stepped = 2 if updated.pop() else 0
-
     @property
     def _is_whole(self) -> bool:
         """Whether all that no record holds is as it was at the latest commit."""
@@ -219,12 +214,9 @@ class State:
     def _parts(self) -> list[Part]:
         """What is the same on every rank, in the order in which it is handed over."""
         parts: list[Part] = []
-        shared = frozenset(id(p) for o in self._sharded for group in o.param_groups for p in group["params"])
         for thing in self._things.values():
             if isinstance(thing, nn.Module):
-                parts.append(ModulePart(thing, buffers=all(thing is not m for m in self._trained), without=shared))
-            elif thing in self._sharded:
-                continue  # after all others, to all ranks
+                parts.append(ModulePart(thing, buffers=all(thing is not m for m in self._trained)))
             elif isinstance(thing, Optimizer):
                 parts.append(OptimizerPart(thing))
             elif not isinstance(thing, DistributedSampler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +97,14 @@ def _measure(
     program = Program(module, [layer], wanted)
     reads = {source for node in layer.nodes for source in node.all_input_nodes if source in values}
     parameters = [p for p in module.parameters() if p.requires_grad]
+    tensors = [*parameters, *tree_flatten([values[node] for node in reads])[0]]
+    used = {t.device for t in tensors if isinstance(t, Tensor)}
     forward, backward, saved, results = [], [], 0, {}
     for turn in range(rounds + 1):
         given = {node: tree_map(_leaf, values[node]) for node in reads}
         inputs = {node: tree_map(_copy, value) for node, value in given.items()}  # a layer may change it in place
         saved_bytes: dict[int, int] = {}
-        began = time.perf_counter()
+        began = _clock(used)
         if turn:
             results = program.run(inputs)
         else:  # the first round warms up, and looks at memory
@@ -110,14 +112,14 @@ def _measure(
             with torch.autograd.graph.saved_tensors_hooks(_note(saved_bytes, held), lambda tensor: tensor):
                 results = program.run(inputs)
             saved = sum(saved_bytes.values())
-        forward.append(time.perf_counter() - began)
+        forward.append(_clock(used) - began)
         outputs = [t for t in tree_flatten(list(results.values()))[0] if isinstance(t, Tensor) and t.requires_grad]
         leaves = [t for t in tree_flatten(list(given.values()))[0] if isinstance(t, Tensor) and t.requires_grad]
         grads = [torch.ones_like(output) for output in outputs]
-        began = time.perf_counter()
+        began = _clock(used)
         if outputs and (leaves or parameters):
             torch.autograd.grad(outputs, [*leaves, *parameters], grads, allow_unused=True)
-        backward.append(time.perf_counter() - began)
+        backward.append(_clock(used) - began)
     detached = {node: tree_map(_detached, value) for node, value in results.items()}
     cost = LayerCost(
         layer.name,
@@ -128,6 +130,14 @@ def _measure(
         sum(_nbytes(t) for t in tree_flatten(list(detached.values()))[0] if isinstance(t, Tensor)),
     )
     return cost, detached
+
+
+def _clock(devices: Iterable[torch.device]) -> float:
+    """The time once the devices have done what they were given: accelerators do it later."""
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 class _Own(nn.Module):

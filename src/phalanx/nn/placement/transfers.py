@@ -1,0 +1,87 @@
+"""The model's graph with the transfers in it: a value that is needed on another device is brought there, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from phalanx.partition import LayerList
+
+# What makes a tensor from nothing makes it where the default device is, whoever calls it.
+_FACTORIES = frozenset(
+    getattr(torch, name)
+    for name in (
+        "arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
+        "randperm", "tensor", "tril_indices", "triu_indices", "zeros",
+    )
+)  # fmt: skip
+
+
+_AS_THEY_ARE = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range, type(None))
+
+
+def transfer(value: Any, device: torch.device, source: str) -> Any:
+    """`value`, which comes from layer `source`, on `device`; of a list, tuple or dict every tensor in it.
+
+    What is there already stays. Backward brings the gradient the other way. From one accelerator to another nobody
+    waits; else until it is there.
+
+    Raises:
+        TypeError: it is something of whose tensors nobody knows.
+    """
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=value.device.type == device.type != "cpu")
+    if isinstance(value, _AS_THEY_ARE):
+        return value
+    if callable(getattr(value, "to", None)):  # a packed sequence, a batch of a tokenizer
+        return value.to(device)
+    if isinstance(value, list | tuple | dict):
+        return tree_map(lambda item: transfer(item, device, source), value)
+    raise TypeError(
+        f"place: {source} gives a {type(value).__name__}, of which it is not known how to bring it to {device}. "
+        "Tensors, and lists, tuples and dicts of them, can cross; or let both layers be on one device (balance=[...])."
+    )
+
+
+def insert_transfers(
+    layers: LayerList, devices: Sequence[torch.device], tensors: dict[str, torch.device], output: torch.device | None
+) -> fx.Graph:
+    """The graph of `layers`, layer `i` of which is on `devices[i]`.
+
+    Arguments:
+        tensors: where the parameters and buffers are that forward uses itself.
+        output: where the result goes; None: it stays where it is made.
+    """
+    device_of = {node: devices[i] for i, layer in enumerate(layers.layers) for node in layer.nodes}
+    named = {node: f"layer {layer.name!r}" for layer in layers.layers for node in layer.nodes}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    where: dict[fx.Node, torch.device | None] = {}  # None: wherever the caller has it
+    brought: dict[tuple[fx.Node, torch.device], fx.Node] = {}
+
+    def bring(node: fx.Node, device: torch.device) -> fx.Node:
+        if where[node] == device:
+            return copies[node]
+        if (node, device) not in brought:
+            source = named.get(node, f"{node.target!r}")
+            brought[node, device] = graph.call_function(transfer, (copies[node], device, source))
+        return brought[node, device]
+
+    for node in layers.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            copies[node] = graph.node_copy(node)
+            where[node] = tensors.get(str(node.target)) if node.op == "get_attr" else None
+        elif node.op == "output":
+            graph.node_copy(node, copies.__getitem__ if output is None else lambda n: bring(n, output))
+        else:
+            device = device_of[node]
+            copies[node] = graph.node_copy(node, partial(bring, device=device))
+            made_elsewhere = node.op == "call_function" and node.target in _FACTORIES
+            where[node] = None if made_elsewhere else device
+    graph.lint()
+    return graph

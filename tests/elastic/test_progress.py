@@ -1,0 +1,21 @@
+"""What `State` commits is counted where `phalanx top` and the agent see it."""
+
+import torch
+
+from phalanx.diagnostics import progress_page
+from phalanx.diagnostics.progress_page import PAGE_BYTES, ProgressPage, parse_page
+from phalanx.elastic import State
+
+
+def test_commits_are_counted_on_the_page_of_the_rank(monkeypatch):
+    memory = bytearray(PAGE_BYTES)
+    monkeypatch.setattr(progress_page, "_own", ProgressPage(memory))
+    model = torch.nn.Linear(2, 2)
+    state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(3):
+        state.commit()
+    for _ in state.epochs(1):
+        state.commit()
+    said = parse_page(bytes(memory))
+    assert (said.state.steps, said.loop) == (state.step, None)
+    assert said.state.steps == 4
