@@ -111,6 +111,7 @@ class Squares(torch.utils.data.Dataset):
         return torch.tensor(index * index)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there is one core
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_data_loaders_have_workers_while_the_group_is_alive_and_busy(start):
     def check(rank, world_size):

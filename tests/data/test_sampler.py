@@ -294,6 +294,7 @@ class Numbers(Dataset):
         return torch.tensor(index)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there is one core
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_a_loader_reads_epoch_after_epoch(workers, batch_size):
@@ -305,6 +306,7 @@ def test_a_loader_reads_epoch_after_epoch(workers, batch_size):
         assert torch.cat([batch.reshape(-1) for batch in loader]).tolist() == list(expected)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there is one core
 def test_a_loader_ahead_of_the_loop_loses_nothing_when_the_job_goes_on():
     sampler = DistributedSampler(Numbers(), 1, 0)
     loader = DataLoader(Numbers(), batch_size=4, sampler=sampler, num_workers=2, prefetch_factor=2)

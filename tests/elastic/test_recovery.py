@@ -11,6 +11,8 @@ import torch
 from tests.elastic.jobs import Job, Strike, train_job
 from tests.elastic.small_agent import Ended, SmallAgent
 
+from phalanx.elastic import points
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -88,3 +90,27 @@ def test_a_replacement_that_is_lost_before_it_has_the_state_is_replaced(
 ) -> None:
     strikes = (Strike(1, "backward", 5), Strike(1, point, -1))
     check(Job("", strikes, samples=96), 3, tmp_path, undisturbed, losses=2)
+
+
+KINDS = {
+    "accumulation": Job("", accumulate=2),
+    "mixed precision and a scheduler": Job("", amp=True, scheduler=True),
+    "PyTorch's wrapper": Job("", wrapper="torch"),
+    "a collective after the update": Job("", late_collective=True),
+    "momentum, over three ranks": Job("", optimizer="momentum", samples=96),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_step_goes_on_where_it_was(kind: str, tmp_path: Path, undisturbed: Any) -> None:
+    world_size = 3 if "three" in kind else 2
+    strikes = (Strike(1, "backward", 3), Strike(0, "commit", 5))
+    check(dataclasses.replace(KINDS[kind], strikes=strikes), world_size, tmp_path, undisturbed, losses=2)
+
+
+@pytest.mark.parametrize("place", ["backward", "update", "updated", "commit", "rebind", "restore"])
+def test_an_optimizer_in_shards_loses_the_owner_of_a_slice_and_no_bit(
+    place: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    strikes = (Strike(0, "backward", 6), Strike(0, place, -1) if place in points.POINTS[1:] else Strike(1, place, 3))
+    check(Job("", strikes, optimizer="zero"), 2, tmp_path, undisturbed, losses=2)

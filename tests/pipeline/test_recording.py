@@ -2,6 +2,7 @@
 
 import re
 import xml.dom.minidom
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +129,13 @@ def test_a_run_is_recorded_on_all_ranks(tmp_path):
     assert [[layer.name for layer in stage] for stage in recording.layers] == [["0", "1"], ["2", "3"]]
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for stage in recording.layers for layer in stage)
     assert all(due <= begin <= end for spans in recording.spans for _, due, begin, end in spans)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+def test_the_drawings_of_the_documentation_are_what_the_tool_makes(name, tmp_path):
+    docs = Path(__file__).parents[2] / "docs"
+    path = tmp_path / "drawn.svg"
+    done = explain("--stages", 4, "--micro-batches", 8, "--schedule", name, "--svg", path)
+    assert path.read_text() == (docs / f"pipeline-{name.replace('_', '-')}.svg").read_text()
+    if name == "1f1b":
+        assert done.output.partition("Drawn")[0].strip() in (docs / "pipeline.md").read_text()

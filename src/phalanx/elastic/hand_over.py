@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,21 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.backend.skeleton import Leaf, join, split
+from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.transport.tensors import is_dense
 
 _SMALL = 1 << 16  # tensors below this are packed; the others travel as they are
 _ALIGN = 64
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """Stands for tensor number `index` in a structure that travels without its tensors."""
-
-    index: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
 
 
 class Part(Protocol):
@@ -49,13 +39,14 @@ class Part(Protocol):
 class ModulePart:
     """Parameters, and those buffers that no rank's record holds."""
 
-    def __init__(self, module: nn.Module, *, buffers: bool) -> None:
+    def __init__(self, module: nn.Module, *, buffers: bool, without: frozenset[int] = frozenset()) -> None:
         self._module = module
         self._buffers = buffers
+        self._without = without  # parameters, by id, that all ranks have in one memory
 
     def show(self) -> list[Tensor]:
         """The tensors themselves: who takes, receives into them."""
-        tensors = [p.data for p in self._module.parameters()]
+        tensors = [p.data for p in self._module.parameters() if id(p) not in self._without]
         return tensors + ([b.data for b in self._module.buffers()] if self._buffers else [])
 
     def take(self, value: Any) -> None:
@@ -90,6 +81,25 @@ class OptimizerPart:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
 
+class ShardedPart:
+    """Options, and the whole state of an optimizer of which each rank has a part. `state` is None on who receives."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer, state: Any) -> None:
+        self._optimizer = optimizer
+        self._state = state
+
+    def show(self) -> Any:
+        """Options of each group, and the state by the number of the parameter."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        return {"groups": groups, "state": self._state}
+
+    def take(self, value: Any) -> None:
+        """Set the options, and this rank's part of the state."""
+        for mine, theirs in zip(self._optimizer.param_groups, value["groups"], strict=True):
+            mine.update(theirs)
+        self._optimizer.load_kept_state(value["state"])
+
+
 class StatefulPart:
     """Whatever has `state_dict` and `load_state_dict`."""
 
@@ -118,34 +128,6 @@ class ValuePart:
     def take(self, value: Any) -> None:
         """Set it."""
         self._put(value)
-
-
-def split(value: Any, tensors: list[Tensor]) -> Any:
-    """The structure of `value`, with a `Leaf` for each tensor, which is appended to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value.detach())
-        form = value.detach()
-        return Leaf(len(tensors) - 1, tuple(form.shape), tuple(form.stride()), form.dtype, str(form.device))
-    if isinstance(value, dict):
-        return type(value)((key, split(one, tensors)) for key, one in value.items()) if _plain(value) else value
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(split(one, tensors) for one in value)
-    return value
-
-
-def join(structure: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `split`."""
-    if isinstance(structure, Leaf):
-        return tensors[structure.index]
-    if isinstance(structure, dict):
-        return {key: join(one, tensors) for key, one in structure.items()}
-    if type(structure) in (list, tuple):
-        return type(structure)(join(one, tensors) for one in structure)
-    return structure
-
-
-def _plain(value: dict[Any, Any]) -> bool:
-    return type(value) is dict or type(value).__name__ == "OrderedDict"
 
 
 def hand_over(parts: Sequence[Part], source: int, receivers: Sequence[int], group: Any) -> int:

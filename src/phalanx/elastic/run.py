@@ -17,7 +17,7 @@ from phalanx.backend.shared import rehearses
 from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.elastic.agreement import Agreement, Standing, decide
 from phalanx.elastic.channel import AgentChannel
-from phalanx.elastic.hand_over import hand_over
+from phalanx.elastic.hand_over import ShardedPart, hand_over
 from phalanx.elastic.membership import Generation, JobEndedError, Loss, Membership, SupersededError
 from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, LOST, MEET, REBIND, RESTORE, reached
 from phalanx.elastic.random_state import RandomStates
@@ -118,7 +118,7 @@ class ElasticJob:
                     self._finish()
                     return result
                 except Exception as error:
-                    if not _is_loss(error):
+                    if not self._is_loss(error):
                         self._membership.failed(self._state.step, f"{type(error).__name__}: {error}")
                         raise
                     loss = self._describe(error)
@@ -175,6 +175,11 @@ class ElasticJob:
         self._membership.finished()
 
     # -- when a rank is lost -------------------------------------------------------------------------------------
+
+    def _is_loss(self, error: BaseException) -> bool:
+        """Also of an error that came through torch's C++, as that of a reducer of its own does, under another type."""
+        heard = self._group.find_failure() if type(error) is RuntimeError else None
+        return _is_loss(error) or (heard is not None and _is_loss(heard))
 
     def _describe(self, error: BaseException) -> Loss:
         ranks = tuple(getattr(error, "ranks", ()))
@@ -237,11 +242,15 @@ class ElasticJob:
                 f"phalanx.elastic, generation {generation.number}: no rank that is left holds the whole state.\n"
                 "Start again from the last checkpoint."
             )
-        self._rebind(old)
-        self._hand_over(agreement, standings)
+        kept = None
+        if rank == agreement.source:
+            kept = [one.kept_state() for one in self._state._sharded]
+        self._rebind(old, agreement)
+        self._hand_over(agreement, standings, kept)
 
     def _ask_standings(self) -> list[Standing]:
         state = self._state
+        state._learn_update()
         mine = Standing(
             number=state._number,
             is_whole=self._is_complete and state._is_whole,
@@ -253,12 +262,16 @@ class ElasticJob:
         dist.all_gather_object(standings, mine, group=self._group)
         return standings
 
-    def _rebind(self, old: Any) -> None:
+    def _rebind(self, old: Any, agreement: Agreement) -> None:
         reached(REBIND)
         for module in self._state._modules:
             rebind_module(module, old, self._group)
+        for optimizer in self._state._sharded:
+            number = [optimizer.num_updates]
+            dist.broadcast_object_list(number, group=self._group, group_src=agreement.source)
+            optimizer.regroup(self._group, agreement.source, number[0])
 
-    def _hand_over(self, agreement: Agreement, standings: list[Standing]) -> None:
+    def _hand_over(self, agreement: Agreement, standings: list[Standing], kept: list[Any] | None) -> None:
         state, rank = self._state, self._group.rank()
         mine = self._find_record(agreement, standings)
         receives = rank in agreement.receivers
@@ -273,6 +286,7 @@ class ElasticJob:
             if receives:
                 self._is_complete = False
             hand_over(state._parts(), agreement.source, agreement.receivers, self._group)
+        self._hand_over_sharded(agreement, kept)
         reached(RESTORE)
         state._settle(rank, self._group.size())
         fresh = RankRecords(self._group, state._trained, self._random)
@@ -287,6 +301,17 @@ class ElasticJob:
         self._prepared_seq = (-1, -1)
         if mine is not None and state._mark is not None and state._mark.is_inside:
             state._random_again = functools.partial(fresh.restore_random, mine)
+
+    def _hand_over_sharded(self, agreement: Agreement, kept: list[Any] | None) -> None:
+        """Each rank's part of it went with the old group, also where the rank is a survivor: all take new ones."""
+        others = [rank for rank in range(self._group.size()) if rank != agreement.source]
+        for number, optimizer in enumerate(self._state._sharded):
+            part = ShardedPart(optimizer, None if kept is None else kept[number])
+            if others:
+                hand_over([part], agreement.source, others, self._group)
+            if kept is not None:
+                part.take(part.show())
+            optimizer.keep_state()
 
     def _find_record(self, agreement: Agreement, standings: list[Standing]) -> Tensor | None:
         """What this rank, or the one that it replaces, left of the agreed step. Collective."""
@@ -311,6 +336,8 @@ class ElasticJob:
         self._records = RankRecords(self._group, self._state._trained, self._random)
         self._records_generation = self._generation
         self._records.prepare(0)
+        for optimizer in self._state._sharded:
+            optimizer.keep_state()
         dist.barrier(group=self._group)
 
 

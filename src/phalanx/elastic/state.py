@@ -21,6 +21,7 @@ from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart, ValuePart
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
+from phalanx.optim import ZeroRedundancyOptimizer
 
 _IMMUTABLE = (int, float, bool, str, bytes, type(None), complex, frozenset)
 
@@ -83,6 +84,7 @@ class State:
         self._random_again: Callable[[], None] | None = None
         self._modules = [thing for thing in kept.values() if isinstance(thing, nn.Module)]
         self._optimizers = [thing for thing in kept.values() if isinstance(thing, Optimizer)]
+        self._sharded = [one for one in self._optimizers if isinstance(one, ZeroRedundancyOptimizer)]
         self._schedulers = [thing for thing in kept.values() if isinstance(thing, LRScheduler)]
         self._scalers = [thing for thing in kept.values() if isinstance(thing, GradScaler)]
         samplers = [thing for thing in kept.values() if isinstance(thing, DistributedSampler)]
@@ -202,6 +204,13 @@ class State:
 
     # -- what the runner asks ------------------------------------------------------------------------------------
 
+    def _learn_update(self) -> None:
+        """After an error: a sharded update that was interrupted has been undone, or was completed by the others."""
+        if self._stepped == 1 and len(self._sharded) == len(self._optimizers):
+            updated = {one.has_updated for one in self._sharded}
+            if len(updated) == 1:
+                self._stepped = 2 if updated.pop() else 0
+
     @property
     def _is_whole(self) -> bool:
         """Whether all that no record holds is as it was at the latest commit."""
@@ -214,9 +223,12 @@ class State:
     def _parts(self) -> list[Part]:
         """What is the same on every rank, in the order in which it is handed over."""
         parts: list[Part] = []
+        shared = frozenset(id(p) for o in self._sharded for group in o.param_groups for p in group["params"])
         for thing in self._things.values():
             if isinstance(thing, nn.Module):
-                parts.append(ModulePart(thing, buffers=all(thing is not m for m in self._trained)))
+                parts.append(ModulePart(thing, buffers=all(thing is not m for m in self._trained), without=shared))
+            elif thing in self._sharded:
+                continue  # after all others, to all ranks
             elif isinstance(thing, Optimizer):
                 parts.append(OptimizerPart(thing))
             elif not isinstance(thing, DistributedSampler):

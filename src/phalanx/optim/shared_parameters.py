@@ -13,13 +13,13 @@ from phalanx.transport.tensors import is_dense
 
 
 class SharedParameters:
-    """Moves `parameters` into one block of the host's memory: rank 0's values, everybody's from then on. Collective.
+    """Moves `parameters` into one block of the host's memory: the values of `source`, for all. Collective.
 
     memory   the block, as bytes
     flats    each parameter's elements in the order of memory; a storage of its own, so that saving one saves no other
     """
 
-    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
         from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
 
         self.group = group
@@ -29,7 +29,7 @@ class SharedParameters:
         self.memory = shared_empty(max(nbytes, 1), dtype=torch.uint8, group=group, owner=0)
         self.flats = [self._flat(number) for number in range(len(self.parameters))]
         views = [_shaped(flat, p) for flat, p in zip(self.flats, self.parameters, strict=True)]
-        if group.rank() == 0:
+        if group.rank() == source:
             for parameter, view in zip(self.parameters, views, strict=True):
                 view.copy_(parameter.detach())
         dist.barrier(group=group)

@@ -149,6 +149,27 @@ class Undo:
             raise
         self._failed_at = 0
 
+    @property
+    def number(self) -> int:
+        """Of the step that the parameters are of, on every rank that has heard how the latest ended."""
+        decided = self._decision()
+        if self._failed_at and not (decided is not None and decided[0] == _NEW):
+            return self._number - 1
+        return self._number
+
+    @property
+    def under_way(self) -> int:
+        """The number of the latest step that has begun here."""
+        return self._number
+
+    def start_from(self, number: int) -> None:
+        """Count on from that step. Collective, before the first step."""
+        self._number = number
+        self._store(4 * number)
+        if self._rank == 0:
+            self._words[self._world_size * _WORDS_APART] = 2 * self._world_size * number
+        dist.barrier(group=self._group)
+
     def _publish(self, phase: int) -> None:
         self._store(4 * self._number + phase)
 

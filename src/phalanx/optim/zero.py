@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 
 from phalanx.backend.dynamo import undecorated, untraced
 from phalanx.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
-from phalanx.backend.shared import shares_memory
+from phalanx.backend.shared import rehearses, shares_memory
 from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, refuse
+from phalanx.optim.kept_state import KeptState
 from phalanx.optim.parameter_shard import ParameterShard
 from phalanx.optim.plan import Slice, plan_cut, plan_whole
 from phalanx.optim.shared_parameters import SharedParameters
@@ -84,7 +85,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         **defaults: Any,
     ) -> Any:
         """An instance of this class where ranks share memory; of PyTorch's where they don't."""
-        if shares_memory(decide_group(process_group)):
+        group = decide_group(process_group)
+        if shares_memory(group) or rehearses(group):
             return super().__new__(cls)
         from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
 
@@ -114,6 +116,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._shared: list[SharedParameters] = []
         self._shards: list[list[ParameterShard]] = []  # of each group, this rank's
         self._local: Optimizer | None = None
+        self._kept: KeptState | None = None
+        self._moving: tuple[int, dict[int, Any] | None] | None = None  # updates and state, on the way to another group
         self._consolidated = False
         super().__init__(params, defaults)  # adds the groups
 
@@ -135,7 +139,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        shared = SharedParameters(group["params"], self.process_group)
+        self._share(group, source=0)
+
+    def _share(self, group: dict[str, Any], source: int) -> None:
+        """Move a group's parameters, with the values of rank `source`, and build what updates this rank's slices."""
+        shared = SharedParameters(group["params"], self.process_group, source)
         plan = (plan_cut if self._cut else plan_whole)(shared.extents, self.world_size)
         shards = [
             ParameterShard(shared.parameters[part.index], shared.flats[part.index], part) for part in plan[self.rank]
@@ -210,6 +218,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._pass_options()
         with self._gradients(), self._undo.step() if self._undo is not None else contextlib.nullcontext():
             self.optim.step()
+            if self._kept is not None and self._undo is not None:
+                self._kept.save(self._undo.under_way, self.shard_state_dict()["state"])
         self._show_options()
         return loss
 
@@ -297,6 +307,81 @@ class ZeroRedundancyOptimizer(Optimizer):
         """What this rank's optimizer has set, its defaults above all, to the users."""
         for mine, local in zip(self.param_groups, self.optim.param_groups, strict=False):
             mine.update(_options(local))
+
+    # -- when ranks are lost -------------------------------------------------------------------------------------
+
+    def keep_state(self) -> None:
+        """From now on what each rank knows of the state outlives it, in memory that the others map. Collective.
+
+        Cost: one more copy of this rank's state in each step, and, while ranks move to another group, of all state.
+        """
+        self._moving = None if self._undo is None else self._moving
+        if self._undo is None:
+            return
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        elements = sum(p.numel() for p in parameters)
+        share = elements if not self._cut else elements // self.world_size + 64 * len(parameters)
+        kept = KeptState(self.process_group, share, len(parameters))
+        kept.save(self._undo.number, self.shard_state_dict()["state"])
+        dist.barrier(group=self.process_group)
+        self._kept, self._moving = kept, None
+
+    @property
+    def num_updates(self) -> int:
+        """How many steps the parameters have seen; of one that failed all ranks know whether it counts."""
+        if self._moving is not None:
+            return self._moving[0]
+        return 0 if self._undo is None else self._undo.number
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether the latest step that was begun counts, well ended or not; else the parameters are as before it."""
+        return self._moving is not None or self._undo is None or self._undo.number == self._undo.under_way
+
+    def kept_state(self) -> dict[int, Any] | None:
+        """The whole state of the parameters' step, by number, of all ranks of the group, also of those that are lost.
+
+        None if it was not kept.
+        """
+        if self._moving is not None:
+            return self._moving[1]
+        if self._undo is None:  # alone
+            shards: list[Any] | None = [self.shard_state_dict()["state"]]
+        else:
+            shards = None if self._kept is None else self._kept.read(self._undo.number)
+        if shards is None:
+            return None
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        layout = {number: (tuple(p.shape), tuple(p.stride())) for number, p in enumerate(parameters)}
+        merged: dict[int, Any] = merge_state_dicts(
+            [{"layout": layout, "state": state, "param_groups": []} for state in shards]
+        )["state"]
+        return merged
+
+    def regroup(self, process_group: dist.ProcessGroup, source: int, num_updates: int) -> None:
+        """Go on in another group, with the parameters of its rank `source`, and no state yet. Collective over it.
+
+        `num_updates`: that rank's.
+        """
+        if self._moving is None:  # else the last attempt was interrupted
+            self._moving = self.num_updates, self.kept_state()
+        self.process_group = process_group
+        self.rank, self.world_size = process_group.rank(), process_group.size()
+        self._undo = Undo(process_group) if self.world_size > 1 else None
+        self._shared, self._shards, self._local, self._kept = [], [], None, None
+        for group in self.param_groups:
+            self._share(group, source)
+        if self._undo is not None:
+            self._undo.start_from(num_updates)
+
+    def load_kept_state(self, whole: dict[int, Any]) -> None:
+        """Take this rank's part of what `kept_state` gave."""
+        numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        self.optim.state.clear()
+        for shard in (shard for group in self._shards for shard in group):
+            if state := whole.get(numbers[shard.parameter]):
+                self.optim.state[shard.tensor] = cut_state(state, shard.parameter, shard.part.start, shard.part.stop)
+        self._pass_options()
 
     # -- state ---------------------------------------------------------------------------------------------------
 

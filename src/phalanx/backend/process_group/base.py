@@ -275,6 +275,10 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._recent.append(work)
         return executor.put(action, work)
 
+    def find_failure(self) -> BaseException | None:
+        """The error of an operation that ran in the background, which torch's C++ may have told under another name."""
+        return next((error for work in reversed(self._recent) if (error := work.exception()) is not None), None)
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _executors(self) -> list[Closable]:

@@ -1,0 +1,278 @@
+"""How near is a pipeline to the best possible: its speed, the cut that it chooses, the memory that it takes?"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional
+
+import phalanx
+from phalanx.pipeline.schedule import plan_schedule
+from phalanx.pipeline.simulate import ideal_efficiency
+from phalanx.testing import run_ranks
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
+
+from harness import (  # noqa: E402 - the lines above say where it is
+    add_output_arguments,
+    describe_machine,
+    format_time,
+    interleave,
+    print_table,
+    summarise,
+    write_results,
+)
+from models import COSTS, WORKLOADS, Workload, deep_and_wide, unequal  # noqa: E402
+
+TIMEOUT_S = 600.0
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
+
+
+def measure(steps: int, step: Callable[[], Any]) -> float:
+    """The median time of a step, after two that nobody counts; between barriers where there are several ranks."""
+    times = []
+    for turn in range(steps + 2):
+        if dist.is_initialized():
+            dist.barrier()
+        began = time.perf_counter()
+        step()
+        if dist.is_initialized():
+            dist.barrier()
+        if turn > 1:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _model(workload: Workload) -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    return workload.build(), workload.data(1)
+
+
+def one_process(rank: int, world_size: int, workload: Workload, m: int, steps: int) -> float:
+    """All micro-batches one after the other."""
+    model, _ = _model(workload)
+    chunks = workload.data(m).chunk(m)
+
+    def step() -> None:
+        for x in chunks:
+            (functional.mse_loss(model(x), x) / m).backward()
+
+    return measure(steps, step)
+
+
+def stages_apart(rank: int, world_size: int, workload: Workload, m: int, steps: int) -> float:
+    """Each rank runs its stage of all micro-batches, waiting for nobody: what the machine gives several at once."""
+    model, x = _model(workload)
+    share = len(model) // world_size
+    stage = model[rank * share : (rank + 1) * share]
+
+    def step() -> None:
+        for _ in range(m):
+            given = x.detach().requires_grad_()
+            functional.mse_loss(stage(given), x).backward()
+
+    return measure(steps, step)
+
+
+def ours(rank: int, world_size: int, workload: Workload, m: int, steps: int, schedule: str) -> float:
+    """phalanx.Pipeline."""
+    model, _ = _model(workload)
+    x = workload.data(m)
+    pipe = phalanx.Pipeline(
+        model, micro_batches=m, schedule=schedule, loss_fn=functional.mse_loss, balance=_names(model, world_size)
+    )
+    return measure(steps, lambda: pipe.step(x, target=x))
+
+
+def _names(model: nn.Sequential, stages: int) -> list[str]:
+    return [str(stage * len(model) // stages) for stage in range(1, stages)]
+
+
+def theirs(rank: int, world_size: int, workload: Workload, m: int, steps: int, schedule: Any) -> float:
+    """torch.distributed.pipelining on the same stages."""
+    model, _ = _model(workload)
+    x, share = workload.data(m), len(model) // world_size
+    stage = PipelineStage(model[rank * share : (rank + 1) * share], rank, world_size, torch.device("cpu"))
+    plan = schedule(stage, n_microbatches=m, loss_fn=functional.mse_loss)
+    given = (x,) if rank == 0 else ()
+    last = {"target": x, "losses": []} if rank == world_size - 1 else {}
+
+    def step() -> None:
+        if last:
+            last["losses"].clear()
+        plan.step(*given, **last)
+
+    return measure(steps, step)
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps a second, as a share of the ideal, of each workload, schedule and number of stages."""
+    results: dict[str, Any] = {}
+    for stages in args.stages:
+        for name in args.workloads:
+            case = (WORKLOADS[name], args.micro_batches, args.steps)
+
+            def call(
+                fn: Any, ranks: int, *more: Any, backend: str = "phalanx", case: Any = case
+            ) -> Callable[[], float]:
+                return lambda: max(
+                    run_ranks(fn, ranks, *case, *more, backend=backend, timeout=TIMEOUT_S, init=ranks > 1)
+                )
+
+            contestants = {
+                "one process": call(one_process, 1),
+                "stages apart": call(stages_apart, stages),
+                **{f"phalanx {s}": call(ours, stages, s) for s in SCHEDULES},
+                "phalanx 1f1b over Gloo": call(ours, stages, "1f1b", backend="gloo"),
+                "torch gpipe over Gloo": call(theirs, stages, ScheduleGPipe, backend="gloo"),
+                "torch 1f1b over Gloo": call(theirs, stages, Schedule1F1B, backend="gloo"),
+            }
+            samples = interleave(contestants, args.rounds)
+            efficiency = ideal_efficiency(stages, args.micro_batches)
+            rows = []
+            for contestant, times in samples.items():
+                of_one = [a / stages / efficiency / b for a, b in zip(samples["one process"], times, strict=True)]
+                of_apart = [a / efficiency / b for a, b in zip(samples["stages apart"], times, strict=True)]
+                than = [a / b for a, b in zip(samples["torch 1f1b over Gloo"], times, strict=True)]
+                rows.append([
+                    contestant, format_time(summarise(times).median),
+                    *(f"{summarise(share).median:.3f}" for share in (of_one, of_apart, than)),
+                ])  # fmt: skip
+            print_table(
+                ["", "step", "of the ideal", "of what the machine gives", "x torch 1f1b"],
+                rows,
+                title=f"{name}, {stages} stages, {args.micro_batches} micro-batches (ideal {efficiency:.3f})",
+            )
+            results[f"{name}, {stages} stages"] = samples
+    return results
+
+
+def _cuts(rank: int, world_size: int, rounds: int, steps: int) -> tuple[list[int], dict[int, list[float]]]:
+    x = torch.randn(8 * 128, 256)
+    pipes = {
+        cut: phalanx.Pipeline(unequal(), balance=[cut, len(COSTS) - cut], loss_fn=functional.mse_loss)
+        for cut in range(1, len(COSTS))
+    }
+    pipes[0] = phalanx.Pipeline(unequal(), balance="auto", example=x[:128], loss_fn=functional.mse_loss)
+    samples: dict[int, list[float]] = {cut: [] for cut in pipes}
+    for _ in range(rounds):
+        for cut, pipe in pipes.items():
+            samples[cut].append(measure(steps, partial(pipe.step, x, target=x)))
+    return pipes[0].plan.counts, samples
+
+
+def balance(args: argparse.Namespace) -> dict[str, Any]:
+    """The cut that balance="auto" finds, against the best of all, by running all of them."""
+    counts, samples = run_ranks(_cuts, 2, args.rounds, args.steps, timeout=TIMEOUT_S)[0]
+    medians = {cut: summarise(times).median for cut, times in samples.items()}
+    best = min((cut for cut in medians if cut), key=lambda cut: medians[cut])
+    rows = [[f"[{cut}, {len(COSTS) - cut}]", format_time(medians[cut]),
+             f"{medians[cut] / medians[best]:.3f}"] for cut in sorted(medians) if cut]  # fmt: skip
+    rows.append([f"auto: {counts}", format_time(medians[0]), f"{medians[0] / medians[best]:.3f}"])
+    print_table(
+        ["layers per stage", "step", "x the best"],
+        rows,
+        title=f'balance="auto" on 12 layers of costs {", ".join(map(str, COSTS))}',
+    )
+    return {"auto": counts, "samples": {str(cut): times for cut, times in samples.items()}}
+
+
+def _memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+def _peak(step: Callable[[], Any]) -> int:
+    """How much more memory than before a step takes at its peak; the second one, when gradients are there."""
+    step()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    step()
+    return _memory("VmHWM") - before
+
+
+def _pipeline_peak(rank: int, world_size: int, rows: int, m: int, schedule: str) -> int:
+    x = torch.randn(rows * m, 1024)
+    model = deep_and_wide()
+    pipe = phalanx.Pipeline(
+        model, micro_batches=m, schedule=schedule, balance=_names(model, world_size), loss_fn=functional.mse_loss
+    )
+    pipe.step(x, target=x)
+    return _peak(lambda: pipe.step(x, target=x))
+
+
+def _implied_peak(rank: int, world_size: int, rows: int, m: int, schedule: str) -> int:
+    """A stage alone, in a loop that holds as many micro-batches between forward and backward as the schedule says."""
+    model, held = deep_and_wide(), plan_schedule(schedule, world_size, m).in_flight(rank)
+    share = len(model) // world_size
+    stage = model[rank * share : (rank + 1) * share]
+    x = torch.randn(rows, 1024)
+
+    def step() -> None:
+        losses = [functional.mse_loss(stage(x.clone().requires_grad_()), x) for _ in range(held)]
+        while losses:
+            losses.pop(0).backward()
+
+    step()
+    return _peak(step)
+
+
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """The peak of each stage beside what its schedule implies, measured in the same way."""
+    rows, results = [], {}
+    for stages in args.stages:
+        for schedule in ("1f1b", "gpipe"):
+            case = (2048, args.micro_batches, schedule)
+            found = run_ranks(_pipeline_peak, stages, *case, timeout=TIMEOUT_S)
+            implied = run_ranks(_implied_peak, stages, *case, timeout=TIMEOUT_S)
+            held = [plan_schedule(schedule, stages, args.micro_batches).in_flight(s) for s in range(stages)]
+            for stage in range(stages):
+                rows.append([
+                    f"{schedule}, stage {stage} of {stages}", str(held[stage]), f"{implied[stage] / 2**20:.0f} MiB",
+                    f"{found[stage] / 2**20:.0f} MiB", f"{found[stage] / implied[stage]:.2f}",
+                ])  # fmt: skip
+            results[f"{schedule}, {stages} stages"] = {"pipeline": found, "implied": implied}
+    print_table(["", "held micro-batches", "implied", "peak", "ratio"], rows, title="peak memory of a step")
+    return results
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "speed": speed,
+    "balance": balance,
+    "memory": memory,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--stages", nargs="+", type=int, default=[2])
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="steps of which a round takes the median")
+    add_output_arguments(parser, HERE)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    machine = describe_machine()
+    results = {part: PARTS[part](args) for part in args.parts}
+    print(f"\nwritten to {write_results(args.output, results, machine=machine)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Structures that hold tensors, taken apart: the tensors by themselves, and the rest, which can be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Stands for tensor number `index` in a structure that travels without its tensors."""
+
+    index: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def split(value: Any, tensors: list[Tensor]) -> Any:
+    """The structure of `value`, with a `Leaf` for each tensor, which is appended to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        form = value.detach()
+        return Leaf(len(tensors) - 1, tuple(form.shape), tuple(form.stride()), form.dtype, str(form.device))
+    if isinstance(value, dict):
+        return type(value)((key, split(one, tensors)) for key, one in value.items()) if _plain(value) else value
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(split(one, tensors) for one in value)
+    return value
+
+
+def join(structure: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `split`."""
+    if isinstance(structure, Leaf):
+        return tensors[structure.index]
+    if isinstance(structure, dict):
+        return {key: join(one, tensors) for key, one in structure.items()}
+    if type(structure) in (list, tuple):
+        return type(structure)(join(one, tensors) for one in structure)
+    return structure
+
+
+def _plain(value: dict[Any, Any]) -> bool:
+    return type(value) is dict or type(value).__name__ == "OrderedDict"

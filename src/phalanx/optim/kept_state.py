@@ -1,0 +1,116 @@
+"""The optimizer state of each rank's slices, where it outlives the rank: two copies in memory that all map.
+
+update of step k    this rank's state changes, in memory of its own
+then                slot k%2: number -1; the state; number k
+sync B              who passes it knows that every rank has written slot k; who does not still finds slot k-1
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import pickle
+import struct
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.backend.shared import shared_empty, shares_memory
+from phalanx.backend.skeleton import join, split
+from phalanx.log import get_logger, warn_once
+
+_logger = get_logger(__name__)
+_HEAD = struct.Struct("qQ")  # the number of the step, and how long the pickled structure is
+_ALIGN = 64
+_TIMES = 8  # as many bytes of state as four bytes for each element: Adam has two, in the parameter's own type
+
+
+class KeptState:
+    """Room for the state of at most `num_elements` elements in `num_parameters` parameters a rank. Collective."""
+
+    def __init__(self, group: Any, num_elements: int, num_parameters: int) -> None:
+        self._slot_bytes = _round_up((1 << 20) + num_parameters * 4096 + _TIMES * 4 * num_elements, 4096)
+        nbytes = 2 * self._slot_bytes
+        self._by_rank: list[Tensor] = []
+        if shares_memory(group) and group.size() > 1:
+            self._memory: Tensor = shared_empty(nbytes, dtype=torch.uint8, group=group)
+            for rank in range(group.size()):  # it lies at one offset of every rank's heap
+                address = self._memory.data_ptr() + (rank - group.rank()) * group.symm_mem.heap_bytes
+                array = (ctypes.c_char * nbytes).from_address(address)
+                self._by_rank.append(torch.frombuffer(array, dtype=torch.uint8))
+        else:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._by_rank.append(self._memory)
+        self._bytes = memoryview(_array(self._memory))
+        self._known: list[list[int]] = [[], []]  # the tensors whose places each slot has
+        self._views: list[list[Tensor]] = [[], []]
+        for slot in range(2):
+            _HEAD.pack_into(self._bytes, slot * self._slot_bytes, -1, 0)
+        if group.size() > 1:
+            dist.barrier(group=group)  # a number that nobody wrote must not be read
+
+    def save(self, number: int, state: Any) -> None:
+        """Write what this rank's state is after step `number`."""
+        slot = number % 2
+        start = slot * self._slot_bytes
+        tensors: list[Tensor] = []
+        structure = split(state, tensors)
+        self._bytes[start : start + 8] = (-1).to_bytes(8, "little", signed=True)
+        pickled = pickle.dumps(structure)
+        offsets = [
+            *itertools.accumulate(
+                (_round_up(t.nbytes, _ALIGN) for t in tensors), initial=_round_up(16 + len(pickled), 64)
+            )
+        ]
+        if offsets[-1] > self._slot_bytes:
+            warn_once(_logger, "the optimizer has more state than is kept for ranks that are lost")
+            return
+        self._bytes[start + 16 : start + 16 + len(pickled)] = pickled
+        places = self._places(self._memory[start:], tensors, offsets)
+        if tensors:
+            torch._foreach_copy_(places, tensors)
+        _HEAD.pack_into(self._bytes, start, -1, len(pickled))
+        self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+
+    @staticmethod
+    def _places(memory: Tensor, tensors: list[Tensor], offsets: list[int]) -> list[Tensor]:
+        return [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(offsets, tensors, strict=False)]
+
+    def read(self, number: int) -> list[Any] | None:
+        """A copy of what every rank left of step `number`; None if one left nothing of it."""
+        states = []
+        for memory in self._by_rank:
+            slot = memory[number % 2 * self._slot_bytes :][: self._slot_bytes]
+            found, length = _HEAD.unpack_from(_array(slot))
+            if found != number:
+                return None
+            leaves: list[Any] = []
+            structure = pickle.loads(_array(slot[16 : 16 + length]).tobytes())
+            _collect(structure, leaves)
+            forms = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+            offsets = [
+                *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in forms), initial=_round_up(16 + length, 64))
+            ]
+            states.append(join(structure, [t.clone() for t in self._places(slot, forms, offsets)]))
+        return states
+
+
+def _collect(structure: Any, leaves: list[Any]) -> None:
+    if isinstance(structure, dict):
+        for one in structure.values():
+            _collect(one, leaves)
+    elif type(structure) in (list, tuple):
+        for one in structure:
+            _collect(one, leaves)
+    elif hasattr(structure, "index") and hasattr(structure, "stride"):
+        leaves.append(structure)
+
+
+def _round_up(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.numpy()
