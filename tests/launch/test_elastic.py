@@ -11,6 +11,7 @@ from phalanx.launch.agent.elastic import (
     SILENT_S,
     Abandon,
     BeginGeneration,
+    Continue,
     Elastic,
     ElasticAction,
     Evict,
@@ -289,6 +290,18 @@ def test_a_rank_that_is_killed_before_all_have_come_costs_nobody_anything() -> N
     say(elastic, 0, "finished")
     assert lose(elastic, 2) is None
     assert not elastic.lost_early
+
+
+def test_the_only_rank_that_holds_the_state_is_let_go_on_before_it_is_killed() -> None:
+    elastic = job(2)
+    lose(elastic, 0)
+    elastic.on_started(0, 200)
+    actions = elastic.evict(1, "it is stopped", 1.0)
+    assert Continue(1) in actions
+    assert "it alone holds the state of the training" in words(actions)
+    assert elastic.next_due is None
+    assert elastic.evict(0, "it is stopped", 1.0) == [Evict(0, "it is stopped")]
+    assert elastic.evict(1, "it is stopped", 9.0) == [Evict(1, "it is stopped")]
 
 
 def test_a_process_that_does_not_die_when_it_is_killed_is_done_without() -> None:

@@ -22,6 +22,7 @@ from phalanx.launch.agent.agent_socket import AgentSocket, Request
 from phalanx.launch.agent.elastic import (
     Abandon,
     BeginGeneration,
+    Continue,
     Elastic,
     ElasticAction,
     Evict,
@@ -631,6 +632,8 @@ class Attempt:
                 self.tell_generation(action.seat)
             elif isinstance(action, Evict):
                 self.send_signal(signal.SIGKILL, (action.seat,), group=True)
+            elif isinstance(action, Continue):
+                self.send_signal(signal.SIGCONT, (action.seat,), group=True)
             elif isinstance(action, Abandon):
                 if action.seat in self._pids:
                     self._on_exit(action.seat, self._pids[action.seat], -signal.SIGKILL, now)

@@ -78,6 +78,13 @@ class Evict:
 
 
 @dataclass(frozen=True)
+class Continue:
+    """Let the process in this seat go on, if it was stopped."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
 class Abandon:
     """Go on as if the process in this seat had ended: it was killed, and the kernel does not let it die."""
 
@@ -124,7 +131,17 @@ class DropHost:
 
 # The last two are of a job on several hosts (`phalanx.launch.hosts.elastic_hosts`).
 ElasticAction = (
-    BeginGeneration | SendToRank | TellGeneration | Evict | Abandon | GiveUp | Retire | Say | PrepareHost | DropHost
+    BeginGeneration
+    | SendToRank
+    | TellGeneration
+    | Evict
+    | Continue
+    | Abandon
+    | GiveUp
+    | Retire
+    | Say
+    | PrepareHost
+    | DropHost
 )
 
 
@@ -169,6 +186,7 @@ class Elastic:
         self._refuses_forks = False  # the system has
         self._forking: set[int] = set()  # seats whose process is on its way
         self._evicted: dict[int, str] = {}  # pid -> why we killed it
+        self._continued: set[int] = set()  # processes that were not killed for that
         self._undying: dict[int, float] = {}  # seat -> when we do without the end of the process that we killed
         self._due: dict[int, tuple[float, str]] = {}  # seat -> when it is evicted, and why
         self._best_step = -1
@@ -301,10 +319,15 @@ class Elastic:
         return actions
 
     def evict(self, seat: int, why: str, now: float) -> list[ElasticAction]:
-        """Kill the process in a seat; the rest follows from its end."""
+        """Kill the process in a seat, unless it alone holds the state; the rest follows from its end."""
         member = self.members.get(seat)
         if member is None:
             return []
+        others = [other for other in self.members.values() if other is not member and other.holds_state]
+        if member.holds_state and member.report is None and not others and member.pid not in self._continued:
+            self._continued.add(member.pid)
+            said = "it alone holds the state of the training: it is sent SIGCONT, and not killed yet"
+            return [Say(f"phalanx run: rank {self.rank_of(seat)} (pid {member.pid}): {said}"), Continue(seat)]
         if member.report is None:
             self._evicted[member.pid] = f"killed: {why}"
         self._undying[seat] = now + DYING_S
