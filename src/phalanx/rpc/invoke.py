@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.autograd.profiler import record_function
 from torch.futures import Future
 
+from phalanx.errors import PeerLostError
 from phalanx.rpc import current, wire
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT
 from phalanx.rpc.references import RRefId
 from phalanx.rpc.rref import RRef
-from phalanx.rpc.worker_info import Member, WorkerInfo
+from phalanx.rpc.worker_info import Member, UnknownWorkerError, WorkerInfo
 
 To = str | int | WorkerInfo
 _thread = threading.local()
@@ -84,12 +87,25 @@ def remote(
         done.add_done_callback(lambda _: _drop(agent, rref_id))
         return rref
     fork = references.new_id()
-    done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=(rref_id, fork))
-    return RRef._make(agent, member, rref_id, fork, None, done)
+    if not _profiler_enabled():
+        done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=(rref_id, fork))
+        return RRef._make(agent, member, rref_id, fork, None, done)
+    with record_function(_event_name("rpc_remote", func, name, agent.me, member)) as event:
+        done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=(rref_id, fork))
+        rref = RRef._make(agent, member, rref_id, fork, None, done)
+        rref._set_profiling_future(event._call_end_callbacks_on_future(done))
+        return rref
 
 
 def _drop(agent: Agent, rref_id: RRefId) -> None:
     agent.references.drop_fork(rref_id, rref_id)
+
+
+def _event_name(what: str, func: Callable[..., Any], name: str, me: Member, to: Member) -> str:
+    """As PyTorch calls the call in its profiles."""
+    find: Any = torch.jit._builtins._find_builtin
+    name = find(func) or name
+    return f"{what}#{name}({me.info.name} -> {to.info.name})"
 
 
 def _call(
@@ -103,7 +119,13 @@ def _call(
     agent = current.agent()
     name = _check(func)
     member = find_worker(agent, to)
-    return agent.invoke(member, what, name, (func, tuple(args) if args else (), kwargs or {}), timeout)
+    work = (func, tuple(args) if args else (), kwargs or {})
+    if not _profiler_enabled():
+        return agent.invoke(member, what, name, work, timeout)
+    with record_function(_event_name(what, func, name, agent.me, member)) as event:
+        # Who waits for this future finds the event in the profile: it has ended.
+        ended: Future[Any] = event._call_end_callbacks_on_future(agent.invoke(member, what, name, work, timeout))
+        return ended
 
 
 def _check(func: Callable[..., Any]) -> str:
@@ -116,14 +138,21 @@ def find_worker(agent: Agent, to: To) -> Member:
     """The worker that a user means.
 
     Raises:
-        ValueError: there is none; TypeError: this is no way to name one.
+        ValueError: there is none, or this is no way to name one.
+        PeerLostError: there was one.
     """
     if not isinstance(to, str | int | WorkerInfo):
         raise ValueError(f"Cannot get WorkerInfo from name {to}: a worker is named by its name, rank or WorkerInfo")
     member = agent.membership.find(to)
     if member is None:
+        lost = agent.membership.find_lost(to)
+        if lost is not None:
+            why = agent.peer(lost).lost
+            raise PeerLostError(
+                f"{lost} is lost: {why} No worker of that name has joined since.", ranks=(lost.info.id,)
+            )
         known = ", ".join(f"{one.info.name!r} (rank {one.info.id})" for one in agent.membership.members()[:16])
-        raise ValueError(f"Unknown destination worker {to}: there are {known}.")
+        raise UnknownWorkerError(f"Unknown destination worker {to}: there are {known}.")
     return member
 
 

@@ -28,6 +28,7 @@ class Membership:
         self._by_uid: dict[int, Member] = {}
         self._by_name: dict[str, Member] = {}
         self._gone: set[int] = set()
+        self._lost: dict[str, Member] = {}
 
     @property
     def is_static(self) -> bool:
@@ -139,8 +140,11 @@ class Membership:
         """It is lost, or has left: where workers join and leave, one of the same name may come."""
         with self._lock:
             self._gone.add(member.uid)
-            if not self.is_static and self._by_name.get(member.info.name) is member:
-                del self._by_name[member.info.name]
+            if not self.is_static:
+                if self._by_name.get(member.info.name) is member:
+                    del self._by_name[member.info.name]
+                self._by_uid.pop(member.uid, None)
+                self._lost[member.info.name] = member
 
     def leave(self, me: Member) -> None:
         """Be a member no more."""
@@ -158,6 +162,11 @@ class Membership:
     def by_uid(self, uid: int) -> Member | None:
         """The worker of this uid, if it is known."""
         return self._by_uid.get(uid)
+
+    def find_lost(self, to: str | int | WorkerInfo) -> Member | None:
+        """The last worker of this name or number that was lost."""
+        name = to.name if isinstance(to, WorkerInfo) else to
+        return next((one for one in self._lost.values() if name in (one.info.name, one.info.id)), None)
 
     def find(self, to: str | int | WorkerInfo) -> Member | None:
         """The worker of this name or number; where they join, the store is asked for one that is not known yet."""

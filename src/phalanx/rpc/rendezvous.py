@@ -38,11 +38,13 @@ def find_place(rank: int, world_size: int | None) -> tuple[int, int | None]:
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: timedelta) -> Any:
-    """The job's store; each start of rpc in this process has keys of its own."""
+    """The job's store; in a job of fixed size, each start of rpc in this process has keys of its own."""
     handler = _addresses(init_method, rank, world_size, timeout)
     store, _, _ = next(handler)
     _kept.append(handler)
     store.set_timeout(timeout)
+    if world_size is None:  # who comes again, in this process or another, comes to the same workers
+        return PrefixStore("phalanx-rpc", store)
     number = _starts[init_method] = _starts.get(init_method, -1) + 1
     return PrefixStore(f"phalanx-rpc-{number}", store)
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch.futures import Future
 
-from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.errors import ClosedError, DeadlineError, PeerLostError, PhalanxError
 from phalanx.rpc import current, wire
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT
@@ -106,6 +106,8 @@ class RRef(Generic[T]):
         if self._owned is not None:
             value: T = _wait(self._owned.future, self._timeout(timeout), f"RRef.to_here on its owner, {self._owner}")
             return value
+        if self._profiling is not None:
+            self._profiling.wait()
         return _wait(self._fetch(timeout))  # type: ignore[no-any-return]
 
     def _fetch(self, timeout: float = UNSET_RPC_TIMEOUT) -> Future[Any]:
@@ -140,6 +142,19 @@ class RRef(Generic[T]):
         """As `rpc_sync`; each method returns an RRef."""
         return type(self)._stand_in(self, "remote", timeout)
 
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The class of the object; as a Future unless `blocking`."""
+        self._check_open()
+        future: Future[Any]
+        if self._owned is not None:
+            future = Future()
+            future.set_result(_type_of(self))
+        else:
+            self._raise_if_failed()
+            work: Any = (_type_of, (self,), {})
+            future = self._agent.invoke(self._owner, "RRef._get_type", str(self._id), work, timeout)
+        return future.wait() if blocking else future
+
     def _get_future(self) -> Future[Any]:
         """Done when the owner knows of this reference."""
         if self._owned is not None:
@@ -161,13 +176,19 @@ class RRef(Generic[T]):
 
     def _check_open(self) -> None:
         if self._agent.closed:
-            raise PhalanxError(f"RRef of {self._owner}: this worker was shut down, and references are of no use since.")
+            raise ClosedError(
+                f"RRef of {self._owner}: this worker was shut down, and let go of all its references. (Cannot call "
+                "to_here() on it after deletion.)"
+            )
 
     def _raise_if_failed(self) -> None:
         """If the owner could not be told to make the object, say so."""
         confirmed = self._confirmed
         if confirmed is not None and confirmed.done():
-            confirmed.value()
+            try:
+                confirmed.value()
+            except DeadlineError as error:
+                raise DeadlineError(f"RRef creation: {error}", missing=error.missing) from None
         lost = self._agent.peer(self._owner).lost
         if lost:
             raise PeerLostError(
@@ -192,6 +213,10 @@ def _show(agent: Agent, number: RRefId | None) -> str:
         return "none"
     maker = agent.membership.by_uid(number[0])
     return f"GloballyUniqueId(created_on={maker.info.id if maker else number[0]}, local_id={number[1]})"
+
+
+def _type_of(rref: RRef[Any]) -> type:
+    return type(rref.local_value())
 
 
 def _succeeded(future: Future[Any]) -> bool:

@@ -115,12 +115,15 @@ class UnixConnection:
         """Write what is in the queue, as far as the socket takes it."""
         while (self._queue or self.releases) and self._writing.acquire(blocking=False):
             try:
+                if self.closed:
+                    self._queue.clear()
+                    self.releases.clear()
+                    return
                 if self.releases:
                     self._queue.append(self._release_frame())
-                if not self._rest:
-                    self._write()
-                elif not self.closed:
+                if self._rest:  # `resume` goes on
                     return
+                self._write()
             finally:
                 self._writing.release()
 

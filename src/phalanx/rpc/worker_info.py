@@ -18,6 +18,10 @@ class WorkerNameError(ValueError, RuntimeError):
     """No worker can have such a name. (PyTorch raises a RuntimeError.)"""
 
 
+class UnknownWorkerError(ValueError, RuntimeError):
+    """There is no such worker. (PyTorch raises a RuntimeError.)"""
+
+
 @dataclass(frozen=True)
 class WorkerInfo:
     """A worker's name and its number."""

@@ -142,7 +142,7 @@ class Agent:
         if connection is None:
             return call.future
         buffers = payload.buffers
-        peer.add(call, payload.nbytes if buffers else 0)
+        peer.add(call, payload.nbytes if buffers else 0, waits=kind == wire.REQUEST or kind == wire.REMOTE)
         if call.deadline < self.serving.due:
             self.serving.wake_clock(call.deadline)
         if kind != wire.CONTROL:

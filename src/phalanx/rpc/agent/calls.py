@@ -59,8 +59,8 @@ class Peer:
         """Whether it will not answer any more."""
         return bool(self.lost)
 
-    def add(self, call: Call, nbytes: int) -> None:
-        """Count a call as under way; waits while there are too many.
+    def add(self, call: Call, nbytes: int, *, waits: bool) -> None:
+        """Count a call as under way; `waits` while there are too many, as all calls of the user's do.
 
         Raises:
             DeadlineError: there was no room for it in time; it was not sent.
@@ -68,7 +68,7 @@ class Peer:
         call.number = next(_numbers)
         if call.timeout_s:
             call.deadline = time.monotonic() + call.timeout_s
-        if nbytes >= _BIG_BYTES or len(self.calls) >= self._most_calls:
+        if waits and (nbytes >= _BIG_BYTES or len(self.calls) >= self._most_calls):
             self._wait_for_room(call, nbytes)
         self.calls[call.number] = call
 

@@ -60,6 +60,7 @@ class Request:
         "_function",
         "_note",
         "_owned",
+        "_unconfirmed",
         "_work",
     )
 
@@ -74,6 +75,7 @@ class Request:
         self._error: BaseException | None = None
         self._work: Any = None
         self._function: Any = None
+        self._unconfirmed: list[Future[Any]] = []
         if frame.extras:
             self._forks, rref, self._note = pickle.loads(frame.extras)
             if frame.kind == wire.REMOTE:
@@ -84,13 +86,14 @@ class Request:
         """Read it; whether the function is expected to be short."""
         frame = self._frame
         try:
-            forks = self._agent.take_forks(self._forks) if self._forks else ()
+            forks = self._agent.take_forks(self._forks) if self._forks else []
+            self._unconfirmed = [rref._get_future() for rref in forks if not rref.is_owner()]
             self._work, arrived = deserialize(frame.data, frame.buffers, forks, without_grad=self._note is not None)
             frame.buffers = ()
             self._function = key = _key(self._work[0], self._work[1])
             if self._note is not None:
                 self._work = (*self._work, arrived)
-            return _durations.get(key, 1.0) < SHORT_S
+            return _durations.get(key, 1.0) < SHORT_S and all(one.done() for one in self._unconfirmed)
         except BaseException as error:
             if isinstance(error, AttributeError):
                 error = _explain_missing(error)
@@ -125,6 +128,9 @@ class Request:
             self._finish(result, later=more_follow)
 
     def _call(self) -> Any:
+        for one in self._unconfirmed:  # the function may count on it that the owners know of its references
+            with contextlib.suppress(Exception):  # who uses the reference hears it
+                one.wait()
         function, args, kwargs = self._work[:3]
         hook = call_hook()
         around: Any = contextlib.nullcontext()

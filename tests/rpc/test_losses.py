@@ -1,0 +1,178 @@
+"""Workers that die, that join and leave, and that are started again under the same name."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+from tests.rpc import soak
+from tests.rpc.workers import Counter, event, nothing, pid, run_workers, same, set_event, wait_event, worker
+
+from phalanx import rpc
+from phalanx.errors import DeadlineError, PeerLostError
+from phalanx.rpc import current
+from phalanx.testing import RankFailed
+
+_kept = []
+
+
+def _keep(rref):
+    _kept.append(rref)
+
+
+def _fork_and_wait():
+    """A child that holds all descriptors of this worker, and lives on."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)  # until the worker is gone
+        time.sleep(1)  # and still a while
+        os._exit(0)
+    os.close(read)
+    return write
+
+
+def _lose(rank, folder):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=_options(folder))
+    if rank == 1:
+        signal.pause()  # until it is killed
+    if rank == 0:
+        _check_loss()
+    with pytest.raises(PeerLostError, match="worker of rank 1 is lost"):
+        rpc.shutdown()
+
+
+def _options(folder):
+    return rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
+
+
+def _check_loss():
+    agent = current.agent()
+    mine = rpc.RRef(Counter(1))
+    rpc.rpc_sync("w1", _keep, (mine,))
+    assert agent.references.count()["num_forks"] == 1
+    theirs = rpc.remote("w1", Counter, (2,))
+    assert theirs.rpc_sync().add(1) == 3
+    rpc.rpc_sync("w2", _keep, (theirs,))
+    rpc.rpc_sync("w1", _fork_and_wait)
+    its_pid = rpc.rpc_sync("w1", pid)
+    calls = [rpc.rpc_async("w1", wait_event, ("never",), timeout=0) for _ in range(20)]
+    os.kill(its_pid, signal.SIGKILL)
+    for call in calls:
+        with pytest.raises(PeerLostError, match=r"^rpc_async\(wait_event\) to worker 'w1' \(rank 1, pid \d+ on .*\): "):
+            call.wait()
+    with pytest.raises(PeerLostError, match=r"rpc_sync\(nothing\) to worker 'w1'.*the worker is lost"):
+        rpc.rpc_sync("w1", nothing)
+    for use in (theirs.to_here, theirs.rpc_sync().add, lambda: rpc.rpc_sync("w2", _use_kept)):
+        with pytest.raises(PeerLostError, match=r"RRef of worker 'w1'.*the owner is lost.*The object is gone with it"):
+            use()
+    assert agent.references.count()["num_forks"] == 0, "what it held was let go"
+    assert mine.local_value().value == 1
+    assert rpc.rpc_sync("w2", same, (5,)) == 5
+
+
+def _use_kept():
+    return _kept[0].to_here()
+
+
+def test_the_loss_of_a_worker_fails_its_calls_and_frees_what_it_held():
+    run_workers(_lose, 3, lost=[1])
+
+
+def _join(rank, folder):
+    if rank == 0:
+        rpc.init_rpc("w0", rank=0, rpc_backend_options=_options(folder))
+        assert rpc.get_worker_info() == rpc.WorkerInfo("w0", 0)
+        for time_ in range(3):
+            _await_worker("w1")
+            assert rpc.rpc_sync(1, same, (time_,)) == time_
+            rref = rpc.remote("w1", Counter, (time_,))
+            assert rref.rpc_sync().add(1) == time_ + 1
+            rpc.rpc_sync("w1", set_event, ("leave",))
+            _await_gone("w1")
+            with pytest.raises(PeerLostError, match="worker 'w1'"):
+                rref.to_here()
+        _await_worker("w1")
+        rpc.rpc_sync("w1", set_event, ("leave",))
+        rpc.shutdown()
+        return
+    for _ in range(4):
+        rpc.init_rpc("w1", rank=1, rpc_backend_options=_options(folder))
+        _await_worker("w0")
+        wait_event("leave")
+        event("leave").clear()
+        rpc.shutdown()
+
+
+def _await_worker(name):
+    _until(lambda: rpc.rpc_sync(name, same, (1,)) == 1)
+
+
+def _await_gone(name):
+    def is_gone():
+        try:
+            rpc.rpc_sync(name, nothing)
+        except PeerLostError:
+            return True
+        return False
+
+    _until(is_gone)
+
+
+def _until(holds):
+    end = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(PeerLostError, ValueError):
+            if holds():
+                return
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_workers_join_and_leave_and_come_again_under_the_same_name():
+    run_workers(_join, 2)
+
+
+def _same_name(rank, folder, world_size):
+    rpc.init_rpc("w", rank=rank, world_size=world_size, rpc_backend_options=_options(folder))
+
+
+def test_two_workers_of_one_name_are_told():
+    with pytest.raises(RankFailed, match=r"RPC worker name is not unique: rank 0 is 'w', rank 1 is 'w'"):
+        run_workers(_same_name, 2, 2)
+
+
+def _crowd(rank, folder):
+    with worker(rank, 2, folder, max_calls_in_flight=10, max_bytes_in_flight=1 << 20):
+        if rank == 0:
+            calls = [rpc.rpc_async("w1", wait_event, ("crowd",)) for _ in range(10)]
+            with pytest.raises(DeadlineError, match=r"10 calls .* are under way.*this one was not sent"):
+                rpc.rpc_async("w1", nothing, timeout=0.05)
+            more = threading.Thread(target=lambda: calls.append(rpc.rpc_async("w1", same, (1,))), name="phalanx-more")
+            more.start()
+            current.agent().control(current.agent().membership.find("w1"), "set", None)
+            for call in list(calls):
+                call.wait()
+            more.join()
+            assert calls[-1].wait() == 1
+        else:
+            current.agent().controls["set"] = lambda member, argument: set_event("crowd")
+
+
+def test_a_caller_waits_while_too_many_of_its_calls_are_under_way():
+    run_workers(_crowd, 2)
+
+
+def _soak(rank, folder):
+    return soak.soak(2.0, 1000, kill_every_s=0.4)
+
+
+def test_no_call_is_lost_or_runs_twice_while_workers_are_killed_and_come_again():
+    (report,) = run_workers(_soak, 1)
+    assert report.kills > 0
+    assert report.answered > 0
+    assert (report.lost, report.run_twice, report.answered_without_run) == (0, 0, 0)
+    assert report.reasons.keys() <= {"PeerLostError"}
