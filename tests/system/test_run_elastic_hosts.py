@@ -8,15 +8,21 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from tests.system import elastic_training
 from tests.system.phalanx_command import Finished, Running, start
 from tests.system.test_run_elastic import SCRIPT, Job
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+import phalanx
 from phalanx.coordination.key import Key
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts
@@ -29,7 +35,14 @@ _PORT = "29479"
 class Cluster:
     """Hosts, on each of which a command of one elastic job may run."""
 
-    def __init__(self, machines: list[Host], folder: Path, nnodes: str, env: dict[str, str], options: tuple[str, ...]):
+    def __init__(
+        self,
+        machines: list[Host],
+        folder: Path,
+        nnodes: str,
+        env: dict[str, str],
+        options: tuple[str, ...] = ("--no-preload",),
+    ) -> None:
         self.machines = machines
         self.jobs: dict[int, Job] = {}
         self._stack = contextlib.ExitStack()
@@ -38,7 +51,7 @@ class Cluster:
         where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
         named = tuple(word for name in env for word in ("--env", name))
         self._line = (
-            "run", "--no-preload", "--nnodes", nnodes, *where, *named, *options,
+            "run", "--nnodes", nnodes, *where, *named, *options,
         )  # fmt: skip
 
     def start(self, number: int, ranks: int, script: str = SCRIPT) -> Job:
@@ -101,7 +114,7 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Hosts with so many ranks each, all of which have joined; and `spare` more without a command."""
     with hosts(len(sizes) + spare) as machines:
-        made = Cluster(machines, folder, nnodes, env or {}, options)
+        made = Cluster(machines, folder, nnodes, env or {}, ("--no-preload", *options))
         try:
             for number, size in enumerate(sizes):
                 made.start(number, size)
@@ -204,3 +217,81 @@ def test_ctrl_c_while_hosts_are_awaited_ends_the_job(tmp_path: Path) -> None:
         os.kill(made.first.running.process.pid, signal.SIGINT)
         (first,) = made.ended(0)
     assert first.code == 130, first.out
+
+
+def train_undisturbed() -> str:
+    """The weights of four ranks on two hosts, on one: gradients are added up first on each host, then between them."""
+    data, momentum = elastic_training.Numbers(), elastic_training.MOMENTUM
+    models = [elastic_training.build() for _ in range(4)]
+    samplers = [phalanx.DistributedSampler(data, 4, rank, shuffle=True, seed=3) for rank in range(4)]
+    speeds: list[Tensor | None] = [None for _ in models[0].parameters()]
+    for epoch in range(elastic_training.EPOCHS):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        loaders = [DataLoader(data, batch_size=elastic_training.BATCH, sampler=sampler) for sampler in samplers]
+        for batches in zip(*loaders, strict=True):
+            gradients = []
+            for model, (_, x, y) in zip(models, batches, strict=True):
+                loss = nn.functional.mse_loss(model(x), y)
+                gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+            with torch.no_grad():
+                for at, (a, b, c, d) in enumerate(zip(*gradients, strict=True)):
+                    mean = ((a + b) + (c + d)) / 4
+                    before = speeds[at]
+                    speeds[at] = now = mean if before is None else before * momentum + mean
+                    for model in models:
+                        list(model.parameters())[at].add_(now, alpha=-elastic_training.LR)
+    return b"".join(p.detach().numpy().tobytes() for p in models[0].parameters()).hex()
+
+
+def test_training_loses_a_rank_and_a_link_and_ends_with_the_bits_of_an_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    """Rank 2 leads its host. Then the link is cut for longer than an operation may take: nobody has died, all must form
+    the group again when it is back, and nothing is lost."""
+    with hosts(2) as machines:
+        made = Cluster(machines, tmp_path, "2", {"OMP_NUM_THREADS": "1"}, ())
+        try:
+            for number in range(2):
+                made.start(number, 2, elastic_training.__file__)
+            found = made.first.wait(r"rank (\d) is at step 3, pid (\d+)", 4)
+            os.kill({int(match[1]): int(match[2]) for match in found}[2], signal.SIGKILL)
+            made.first.order("go-3")
+            made.first.wait(r"rank \d is at step 6, pid \d+", 4)
+            machines[1].cut_off()
+            made.first.order("go-6")
+            wait_for_files(made.first, [tmp_path / f"left-1-{rank}" for rank in (0, 1)])
+            machines[1].plug_in()
+            first, second = made.ended(0, 1)
+        finally:
+            made.close()
+    assert (first.code, second.code) == (0, 0), first.out
+    weights = {(tmp_path / f"weights-{rank}").read_text() for rank in range(4)}
+    assert weights == {train_undisturbed()}, first.out
+    descriptors = {path.name: int(path.read_text()) for path in tmp_path.glob("open-*")}
+    assert max(descriptors.values()) - min(descriptors.values()) < 8, descriptors  # a connection is 12
+    assert samples_of_epochs(tmp_path) == [list(range(elastic_training.SAMPLES))] * elastic_training.EPOCHS
+
+
+def wait_for_files(job: Job, paths: list[Path]) -> None:
+    """Until all are there; the test's own timeout ends the wait."""
+    while not all(path.exists() for path in paths):
+        assert job.running.process.poll() is None, job.running.process.communicate()[0]
+        select.select([], [], [], 0.02)
+
+
+def samples_of_epochs(folder: Path) -> list[list[int]]:
+    """What the steps that counted used: of a step that was done again the last time counts."""
+    lines = [
+        [int(word) for word in line.split()]
+        for path in folder.glob("samples-*")
+        for line in path.read_text().splitlines()
+    ]
+    latest: dict[int, int] = {}
+    for generation, step, *_ in lines:
+        latest[step] = max(latest.get(step, 0), generation)
+    used: list[list[int]] = [[] for _ in range(elastic_training.EPOCHS)]
+    for generation, step, epoch, *samples in lines:
+        if latest[step] == generation:
+            used[epoch] += samples
+    return [sorted(samples) for samples in used]

@@ -178,20 +178,16 @@ def enter_generation(environment: Mapping[str, str]) -> StoreAddress:
 
     Without variables it is the generation that this process was started for.
     """
-    global _rehearsal_over, _agent_file
+    global _rehearsal_over
     os.environ.update(environment)
     _rehearsal_over = True
-    if _agent_file >= 0:
-        os.close(_agent_file)
-        _agent_file = -1
     path = find_agents_store(os.environ)
     if not path:
         raise PhalanxError(f"the launcher described no place to meet in generation {generation()}. Please report this.")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    while _kept_stores:
-        _kept_stores.pop()
     store = _open_coordinator(path) if path.startswith(COORDINATOR) else FileStore(_find_file(path), size)
-    return PrefixStore(f"generation-{generation()}", store), rank, size
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # over several hosts one store serves all attempts
+    return PrefixStore(f"generation-{attempt}-{generation()}", store), rank, size
 
 
 # Each init_process_group of a process meets under keys of its own: the store outlives the group.
