@@ -78,7 +78,17 @@ def unequal() -> nn.Sequential:
     return nn.Sequential(*(Repeated(256, 2 * cost) for cost in COSTS))
 
 
+class Scaled(nn.Module):
+    """A layer whose activations are large and whose work is small."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale)
+
+
 def deep_and_wide() -> nn.Sequential:
     """Little work and large activations: 8 MiB each for a micro-batch of 2048 rows."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(4)))
+    return nn.Sequential(*(Scaled(1024) for _ in range(8)))

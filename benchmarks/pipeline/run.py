@@ -190,20 +190,20 @@ def balance(args: argparse.Namespace) -> dict[str, Any]:
     return {"auto": counts, "samples": {str(cut): times for cut, times in samples.items()}}
 
 
-def _memory(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
-
-
 def _peak(step: Callable[[], Any]) -> int:
-    """How much more memory than before a step takes at its peak; the second one, when gradients are there."""
+    """How many bytes of tensors a step has at most beside those that were there before, by the allocator's own events.
+
+    What a rank reads in another's memory it does not allocate, and so is counted there.
+    """
     step()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _memory("VmRSS")
-    step()
-    return _memory("VmHWM") - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
 
 
 def _pipeline_peak(rank: int, world_size: int, rows: int, m: int, schedule: str) -> int:

@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
+from phalanx.errors import PeerLostError
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
 from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage, flat_tensors
 from phalanx.pipeline.values import Forms
-from phalanx.pipeline.wire import Edge, StageFailedError, Step, Wire
+from phalanx.pipeline.wire import Edge, StageFailedError, StageLostError, Step, Wire
 
 
 @dataclass(frozen=True)
@@ -235,13 +236,13 @@ class Executor:
     def _fail(self, error: BaseException) -> BaseException:
         """The error to raise here, after all who wait for this rank have been told."""
         where = describe_failure(self, self._rank)
-        if isinstance(error, StageFailedError):
+        if isinstance(error, (StageFailedError, StageLostError)):
             text = str(error)
-            raised: BaseException = StageFailedError(f"{where}\n{text}")
+            raised: BaseException = type(error)(f"{where}\n{text}")
         else:
             text = f"{where}: {type(error).__name__}: {error}"
             raised = with_note(error, "\n".join([where, *draw_failure(self.schedule, self.at)]))
-        self._wire.tell_failure(self._edges(), text)
+        self._wire.tell_failure(self._edges(), text, lost=isinstance(error, PeerLostError))
         return raised
 
     def _edges(self) -> list[Edge]:

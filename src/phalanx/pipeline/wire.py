@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from phalanx.backend.shared import shares_memory
-from phalanx.errors import PhalanxError
+from phalanx.errors import PeerLostError, PhalanxError
 
 if TYPE_CHECKING:
     from phalanx.backend.lending import Lending
@@ -32,7 +32,7 @@ _WORDS = 64
 _FIXED = 5
 _MOST = (_WORDS - _FIXED) // 2
 _TAG = 1_000_000  # above what programs use on the same group
-_VALUES, _FAILED = 0, 1
+_VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
 _LENT_BYTES = 16 * 1024  # tensors below travel in messages
 _FAREWELL_S = 5.0
@@ -57,6 +57,10 @@ class Step:
 
 class StageFailedError(PhalanxError):
     """Another stage failed, and told."""
+
+
+class StageLostError(PeerLostError):
+    """Another stage has lost a peer, and told."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ class Wire:
         """The next values on an edge; tensors whose gradient is wanted back require it.
 
         Raises:
-            StageFailedError: the stage there failed; the message is its own.
+            StageFailedError, StageLostError: the stage there failed, or lost a peer; the message is its own.
         """
         header, step, src, tag = self._header(edge)
         if header[4]:
@@ -226,9 +230,9 @@ class Wire:
     def _header(self, edge: Edge) -> tuple[list[int], Step, int, int]:
         src, tag = self._rank_of[edge.source], self._tag(edge)
         header: list[int] = self._receive(torch.empty(_WORDS, dtype=torch.int64), src, tag).tolist()
-        if header[0] == _FAILED:
-            text = self._receive(torch.empty(header[4], dtype=torch.uint8), src, tag)
-            raise StageFailedError(text.numpy().tobytes().decode())
+        if header[0] in (_FAILED, _LOST):
+            text = self._receive(torch.empty(header[4], dtype=torch.uint8), src, tag).numpy().tobytes().decode()
+            raise StageLostError(text) if header[0] == _LOST else StageFailedError(text)
         return header, Step(header[1], header[2], header[3]), src, tag
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> Tensor:
@@ -254,10 +258,13 @@ class Wire:
 
     # -- failing -------------------------------------------------------------------------------------------------
 
-    def tell_failure(self, edges: Sequence[Edge], text: str) -> None:
-        """Put the news on edges, for whoever waits there, or comes there next. What fails here is not told."""
+    def tell_failure(self, edges: Sequence[Edge], text: str, *, lost: bool) -> None:
+        """Put the news on edges, for whoever waits there, or comes there next. What fails here is not told.
+
+        `lost`: it is a rank that is gone; who hears of it shall raise what they would if they had seen it themselves.
+        """
         data = text.encode()
-        header = torch.tensor([_FAILED, 0, 0, 0, len(data)] + [0] * (_WORDS - _FIXED))
+        header = torch.tensor([_LOST if lost else _FAILED, 0, 0, 0, len(data)] + [0] * (_WORDS - _FIXED))
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         works = []
         try:
