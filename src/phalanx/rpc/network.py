@@ -142,12 +142,12 @@ class Network:
                     os.eventfd_read(self._bell)
             if self._admission.socket in ready:
                 self._admission.answer(time.monotonic())
-            self._read_router()
-            for dealer in list(self._dealers.values()):
+            for dealer in list(self._dealers.values()):  # answers first: who says goodbye has answered before
                 if dealer.socket in ready:
                     self._read_dealer(dealer)
                 if dealer.monitor in ready:
                     self._read_monitor(dealer, poller)
+            self._read_router()
         self._send_posted(poller)
         for dealer in list(self._dealers.values()):
             self._drop(dealer, poller)

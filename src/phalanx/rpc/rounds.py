@@ -129,7 +129,11 @@ class Rounds:
         while True:
             self.wait_idle(deadline)
             number += 1
-            counts = self.gather(f"end-{number}", agent.num_calls, deadline)
+            try:
+                counts = self.gather(f"end-{number}", agent.num_calls, deadline)
+            except PeerLostError:
+                agent.closing = True  # the others have heard the same
+                raise
             if counts == before:
                 agent.closing = True
                 return

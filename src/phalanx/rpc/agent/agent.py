@@ -437,7 +437,7 @@ class Agent:
     # -- the end of others ---------------------------------------------------------------------------------------------
 
     def _hear_goodbye(self, member: Member, why: Any) -> None:
-        self.lose(member, str(why))
+        self._lose_after_reading(member, str(why))
 
     def lose(self, member: Member, why: str) -> None:
         """A worker is gone: its calls fail, and what it held is let go."""
