@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -112,31 +113,34 @@ def test_a_disk_that_becomes_full_at_any_place_leaves_what_was_there(tmp_path):
     assert all("No space left on device" in text for text in told), told
 
 
-def test_a_folder_that_a_rank_may_not_write_to_is_told_on_every_rank(tmp_path):
+def test_a_folder_that_a_rank_may_not_write_to_or_enter_is_told_on_every_rank():
+    """Asking whether a folder is there raised PermissionError on the one rank, and the others heard of a lost peer."""
     if os.geteuid() != 0:
         pytest.skip("only the superuser can be somebody else")
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
 
-    def save(rank, world_size):
+    def save(rank, world_size, place):
         told = []
-        for stranger in (0, 1):
-            folder = tmp_path / str(stranger)
+        for stranger, mode in ((0, 0o755), (1, 0o755), (1, 0o700)):
+            folder = place / f"{stranger}-{mode}"
             manager = CheckpointManager(folder, sharded=True)
             manager.save(1, {"w": torch.ones(4)})
-            if rank == stranger:
-                os.seteuid(65534)
+            os.chmod(folder, mode)
             for call in (manager.save, manager.async_save):
-                with pytest.raises(CheckpointError) as caught:
-                    call(2, {"w": torch.ones(4)})
+                os.seteuid(65534 if rank == stranger else 0)
+                try:
+                    with pytest.raises(CheckpointError) as caught:
+                        call(2, {"w": torch.ones(4)})
+                finally:
+                    os.seteuid(0)
                 told.append(str(caught.value))
-            os.seteuid(0)
             assert manager.load().step == 1
             assert hidden(folder) == []
             dist.barrier()
         return told
 
-    first, second = run_ranks(save, 2)
+    with tempfile.TemporaryDirectory() as place:  # not pytest's own, above which others may not look
+        os.chmod(place, 0o755)
+        first, second = run_ranks(save, 2, Path(place))
     assert first == second
     assert all("on rank 0: Permission denied. The checkpoints that were there" in text for text in first[:2])
     assert "Save to a folder that this user may write to." in first[0]

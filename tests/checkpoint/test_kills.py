@@ -147,3 +147,31 @@ def test_a_manager_goes_on_in_the_group_that_survivors_form(tmp_path):
 
     found = run_ranks(save, 3, lost=[1])
     assert found[0] == found[2] == {name: 1000.0 * number for number, name in enumerate("abcdef")}
+
+
+def test_a_reader_beside_a_job_that_saves_and_removes_reads_whole_ones_only(tmp_path):
+    """With keep=1 the latest is removed as soon as there is another: the reader was told of a damaged file."""
+    folder, enough = tmp_path / "run", tmp_path / "enough"
+
+    def act(rank, world_size):
+        manager = CheckpointManager(folder, keep=1, sharded=True)
+        if rank == 0:
+            step = 0
+            while not enough.exists():
+                step += 1
+                manager.save(step, state_of(step, 20_000))
+            return step
+        read, count = 0, 0
+        try:
+            while count < 30:
+                if (restored := manager.load()) is not None:
+                    assert_whole(restored)
+                    assert restored.step >= read
+                    read, count = restored.step, count + 1
+        finally:
+            enough.touch()
+        return read
+
+    # Two jobs: no group.
+    saved, read = run_ranks(act, 2, backend=None, init=False)
+    assert read <= saved

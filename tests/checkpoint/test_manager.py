@@ -4,6 +4,8 @@ import functools
 import os
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -291,3 +293,16 @@ def test_plain_torch_opens_a_whole_one(tmp_path):
     nn.Linear(2, 2).load_state_dict(state["model"])
     assert state["epoch"] == 3
     assert load_checkpoint(tmp_path / "latest" / "state.pt").keys() == state.keys()
+
+
+def test_a_script_that_ends_at_once_finishes_its_last_save(tmp_path):
+    """The thread that writes would have died with the interpreter."""
+    script = (
+        "import sys, torch\n"
+        "from phalanx.checkpoint import CheckpointManager\n"
+        "manager = CheckpointManager(sys.argv[1])\n"
+        "manager.async_save(1, {'w': torch.ones(3_000_000)})\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=100)
+    assert names(tmp_path) == ["00000001-step-1", "latest"]
+    assert CheckpointManager(tmp_path).load().state["w"].sum() == 3_000_000

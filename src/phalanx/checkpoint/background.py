@@ -151,7 +151,7 @@ class Saving:
     def _await_parts(self) -> None:
         deadline, pause = Deadline.after(self._timeout_s), _LOOK_S
         missing = list(self._work.parts)
-        while missing := [path for path in missing if not path.exists()]:
+        while missing := [path for path in missing if not os.path.exists(path)]:
             if self._given_up.is_set():
                 raise AbandonedError("given up before all ranks had written their parts")
             if deadline.passed:

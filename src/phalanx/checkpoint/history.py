@@ -62,7 +62,7 @@ class Draft:
             file.write(manifest.encode())
             file.flush()
             os.fsync(file.fileno())
-        os.fsync(self._fd)
+        sync_directory(self.path)
         number = history.next_number()
         while True:
             path = history.folder / f"{number:08d}-step-{manifest.step}"
@@ -125,7 +125,7 @@ class History:
         Raises:
             OSError: the disk or its permissions would not have it.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        _make(self.folder)
         self.remove_abandoned()
         while True:
             path = self._hidden(f"step-{step}")
@@ -135,7 +135,7 @@ class History:
             except FileNotFoundError:
                 continue  # taken for an abandoned one
             _lock(fd)
-            if os.fstat(fd).st_nlink > 0 and path.exists():
+            if os.fstat(fd).st_nlink > 0 and os.path.exists(path):
                 return Draft(path, fd)
             os.close(fd)
 
@@ -183,6 +183,16 @@ class History:
 
     def _hidden(self, name: str) -> Path:
         return self.folder / f".{name}.{secrets.token_hex(4)}.partial"
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and those above it, durably: a checkpoint in a folder that a power cut takes is gone."""
+    if os.path.isdir(folder):
+        return
+    if not os.path.exists(folder.parent):
+        _make(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_directory(folder.parent)
 
 
 def _lock(fd: int) -> None:

@@ -63,7 +63,7 @@ def load_checkpoint(
     require_device(map_location, "load_checkpoint")
     if into is not None:
         _require_stateful(into)
-    state = _read_folder(path, map_location) if path.is_dir() else _read_file(path, map_location, verify)
+    state = _read_folder(path, map_location) if os.path.isdir(path) else _read_file(path, map_location, verify)
     if into is not None:
         _load_into(path, state, into)
     return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -74,7 +75,7 @@ class Manifest:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether `folder` is one checkpoint with a manifest, whole or damaged."""
-    return (folder / MANIFEST).is_file()
+    return os.path.isfile(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -30,6 +30,8 @@ class Peers:
             group = dist.group.WORLD
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
+        if self.rank < 0:
+            raise ValueError(f"{what}: this rank is not in the process group that was given; only its members call it")
         self.world_size = dist.get_world_size(group) if group is not None else 1
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,10 @@ class DamagedError(CheckpointError):
     """A file of a checkpoint is not what was written."""
 
 
+class VanishedError(CheckpointError):
+    """A checkpoint was removed while it was read: its writer has newer ones."""
+
+
 def restore(
     peers: Peers,
     folder: Path,
@@ -63,6 +68,8 @@ def restore(
         try:
             manifest, state = read_state(peers, path, stateful)
         except DamagedError as error:
+            if peers.broadcast(not os.path.exists(path)):
+                raise VanishedError(f"{peers.what}: {path} was removed while it was read.") from None
             left = names[number + 1 :]
             if not fallback or not left:
                 hint = f" fallback=True takes the one before, {left[0]}." if left else " There is none before it."
@@ -163,7 +170,7 @@ def _read_whole(peers: Peers, path: Path, manifest: Manifest) -> dict[str, Any]:
 def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[str, Any]) -> dict[str, Any]:
     from phalanx.checkpoint.sharded_read import Pieces, decode_metadata, read_tensors
 
-    seers = [rank for rank, sees in enumerate(peers.all_gather(path.is_dir())) if sees]
+    seers = [rank for rank, sees in enumerate(peers.all_gather(os.path.isdir(path))) if sees]
     problem: str | None = None
     head: tuple[bytes, bytes] | None = None
     files = sorted(manifest.files)

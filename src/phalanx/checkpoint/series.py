@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import weakref
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from phalanx.checkpoint.history import Draft, Entry, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.parts import buffer_names, states_of
 from phalanx.checkpoint.peers import Peers
-from phalanx.checkpoint.restore import Restored, restore
+from phalanx.checkpoint.restore import Restored, VanishedError, restore
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
 from phalanx.checkpoint.structure import encode_structure, merge_structures
 from phalanx.checkpoint.tree import Tree, is_dtensor
@@ -33,6 +34,7 @@ from phalanx.log import get_logger
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
     from phalanx.checkpoint import sharded as sharded_files
 
+_ATTEMPTS = 100  # to read the latest, while a training job elsewhere saves newer ones and removes it
 _AT_EXIT_S = 60.0  # for other ranks' parts of the last save, when this process ends without `wait`
 
 
@@ -399,8 +401,16 @@ class CheckpointManager:
         peers = self._peers("CheckpointManager.load")
         if self._saving is not None:
             self._settle(peers)
-        entries = self._find(peers, step)
-        return restore(peers, self.folder, entries, parts, map_location=map_location, strict=strict, fallback=fallback)
+        for attempt in range(_ATTEMPTS):
+            names = self._find(peers, step)
+            try:
+                return restore(
+                    peers, self.folder, names, parts, map_location=map_location, strict=strict, fallback=fallback
+                )
+            except VanishedError:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
 
     def _find(self, peers: Peers, step: int | None) -> list[str]:
         """The names of the checkpoints to try, in order, on every rank; rank 0's folder counts."""
@@ -429,14 +439,17 @@ class CheckpointManager:
 
 
 def _may_write(folder: Path) -> bool:
-    return folder.is_dir() and os.access(
-        folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
-    )
+    effective = os.access in os.supports_effective_ids
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
 
 
 def _explain_unseen(peers: Peers, folder: Path) -> str:
     host = os.uname().nodename
-    if folder.is_dir():
+    try:
+        is_there = bool(os.stat(folder))
+    except OSError as error:
+        is_there = error.errno in (errno.EACCES, errno.EPERM)
+    if is_there:
         return (
             f"{peers.what}: rank {peers.rank} on {host} may not write into {folder.parent}. Nothing was written. Save "
             "to a folder into which the user of every rank may write."
