@@ -131,7 +131,7 @@ def test_a_model_on_the_meta_device_gets_memory_for_its_stage_alone():
             refusal = str(error)
         with torch.device("meta"):
             model = Transformer(11, 8, 3, 0.0, tied=False)
-        group = dist.new_group()
+        group = dist.new_group()  # any group will do
         pipe = phalanx.Pipeline(
             model,
             micro_batches=4,
@@ -146,7 +146,7 @@ def test_a_model_on_the_meta_device_gets_memory_for_its_stage_alone():
 
     (refusal, loss, first, plan), (other, same, second, _) = run_ranks(build, 2)
     assert "nobody has given values to position" in refusal
-    assert "stage 0 (rank 0) failed" in other or "rank 0" in other
+    assert other == refusal  # its own stage has all values, but it would wait for the other
     torch.testing.assert_close(loss, same)
     assert loss.isfinite()
     assert set(first).isdisjoint(second)

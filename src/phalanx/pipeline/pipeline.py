@@ -179,7 +179,9 @@ class Pipeline(nn.Module):
         self._first_names = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         rank_of = [planned.rank_of(stage) for stage in range(self._num_stages)]
         ties = find_ties(module, parts, rank_of)
-        self._without_values = materialize(own, torch.device(device or "cpu"), init_fn)
+        left: list[Any] = [None] * self._size
+        dist.all_gather_object(left, materialize(own, torch.device(device or "cpu"), init_fn), group=self._group)
+        self._without_values = [name for names in left for name in names]  # of all ranks: all shall refuse a step
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
 
         self._random = RandomState(self._device)

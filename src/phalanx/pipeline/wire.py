@@ -89,8 +89,8 @@ class Wire:
         self._group = group
         self._rank_of = rank_of
         self._device = device
-        self._sent: dict[Edge, bytes] = {}
-        self._forms: dict[Edge, _Form] = {}
+        self._sent: dict[Edge, tuple[Any, list[Any]]] = {}
+        self._forms: dict[Edge, tuple[_Form, Any]] = {}
         self._works: list[tuple[dist.Work, Tensor]] = []
         self._lending: Lending | None = None
         self.sizes: Counter[int] = Counter()
@@ -110,9 +110,10 @@ class Wire:
                 tensors.append(leaf)
             else:
                 described.append(leaf)
-        form = _Form(treespec_dumps(tree), tuple(described)).encode()
-        news = b"" if self._sent.get(edge) == form else form
-        self._sent[edge] = form
+        news = b""
+        if self._sent.get(edge) != (tree, described):
+            self._sent[edge] = (tree, described)
+            news = _Form(treespec_dumps(tree), tuple(described)).encode()
         rows = [0 if t.dim() == 0 else t.shape[0] for t in tensors]
         self._post(edge, step, news, rows, tensors)
 
@@ -191,8 +192,8 @@ class Wire:
             form: _Form = pickle.loads(
                 self._receive(torch.empty(header[4], dtype=torch.uint8), src, tag).numpy().tobytes()
             )
-            self._forms[edge] = form
-        form = self._forms[edge]
+            self._forms[edge] = form, treespec_loads(form.tree)
+        form, tree = self._forms[edge]
         words = iter(header[_FIXED:])
         leaves = []
         for leaf in form.leaves:
@@ -203,7 +204,7 @@ class Wire:
                 leaves.append(tensor.requires_grad_() if leaf.needs_grad else tensor)
             else:
                 leaves.append(leaf)
-        values: list[Any] = tree_unflatten(leaves, treespec_loads(form.tree))
+        values: list[Any] = tree_unflatten(leaves, tree)
         return values, step
 
     def receive_gradients(self, edge: Edge, like: Sequence[Tensor]) -> list[Tensor | None]:
