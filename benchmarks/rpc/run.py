@@ -1,0 +1,133 @@
+"""How long is a call, how many are there in a second, and how fast do tensors go, beside torch.distributed.rpc?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.testing import run_ranks
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from harness import (  # noqa: E402 - the line above says where it is
+    add_output_arguments,
+    describe_machine,
+    format_ratio,
+    format_time,
+    plan_rounds,
+    print_table,
+    summarise,
+    write_results,
+)
+
+MODULES = {"torch.distributed.rpc": "torch.distributed.rpc", "phalanx.rpc": "phalanx.rpc"}
+IN_FLIGHT = 100
+WARMUP = 200
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def nothing() -> None:
+    """A call that does nothing."""
+
+
+def take(tensor: torch.Tensor) -> None:
+    """A call that takes a tensor."""
+
+
+def give_back(tensor: torch.Tensor) -> torch.Tensor:
+    """A call that takes a tensor and returns it."""
+    return tensor
+
+
+def latency(rpc: Any, call: Callable[..., Any], args: tuple[Any, ...], count: int) -> float:
+    """The median of `count` calls, one after the other, in seconds."""
+    seconds = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        rpc.rpc_sync("callee", call, args)
+        seconds.append(time.perf_counter() - begin)
+    return summarise(seconds).median
+
+
+def interval(rpc: Any, count: int) -> float:
+    """Seconds between two answers, with `IN_FLIGHT` calls under way."""
+    waiting: deque[Any] = deque()
+    begin = time.perf_counter()
+    for _ in range(count):
+        if len(waiting) == IN_FLIGHT:
+            waiting.popleft().wait()
+        waiting.append(rpc.rpc_async("callee", nothing))
+    for future in waiting:
+        future.wait()
+    return (time.perf_counter() - begin) / count
+
+
+def measure(rpc: Any, quick: int) -> dict[str, float]:
+    """Each case once, in seconds."""
+    small, large = torch.ones(KIB // 4), torch.ones(64 * MIB // 4)
+    for _ in range(WARMUP):
+        rpc.rpc_sync("callee", nothing)
+    for _ in range(3):
+        rpc.rpc_sync("callee", give_back, (large,))
+    interval(rpc, WARMUP)
+    return {
+        "no-op rpc_sync": latency(rpc, nothing, (), 2000 // quick),
+        "no-op rpc_async, 100 in flight, each": interval(rpc, 20000 // quick),
+        "1 KiB tensor as argument": latency(rpc, take, (small,), 2000 // quick),
+        "64 MiB tensor as argument": latency(rpc, take, (large,), 20),
+        "64 MiB tensor there and back": latency(rpc, give_back, (large,), 20),
+    }
+
+
+def worker(rank: int, world_size: int, module: str, folder: str, quick: int) -> dict[str, float] | None:
+    """One of the two; the first one calls."""
+    rpc = importlib.import_module(module)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+    name = ["caller", "callee"][rank]
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    try:
+        return measure(rpc, quick) if rank == 0 else None
+    finally:
+        rpc.shutdown()
+
+
+def main() -> None:
+    """Both in turns, medians over the rounds, and the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", type=int, default=1, help="make so many times fewer calls")
+    add_output_arguments(parser, HERE)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in MODULES}
+    for order in plan_rounds(list(MODULES), arguments.rounds):
+        for name in order:
+            with tempfile.TemporaryDirectory() as folder:
+                results = run_ranks(
+                    worker, 2, MODULES[name], folder, arguments.quick, init=False, start="fork", timeout=600
+                )
+            for case, seconds in results[0].items():
+                samples[name].setdefault(case, []).append(seconds)
+    torchs, ours = samples["torch.distributed.rpc"], samples["phalanx.rpc"]
+    rows = []
+    record: dict[str, Any] = {}
+    for case in torchs:
+        theirs, mine = summarise(torchs[case]).median, summarise(ours[case]).median
+        rows.append((case, format_time(theirs), format_time(mine), format_ratio(mine / theirs)))
+        record[case] = {"torch.distributed.rpc": torchs[case], "phalanx.rpc": ours[case], "ratio": mine / theirs}
+    print_table(("case", "torch.distributed.rpc", "phalanx.rpc", "of its time"), rows)
+    write_results(arguments.output, record, machine=describe_machine())
+
+
+if __name__ == "__main__":
+    main()
