@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--host-losses", type=int, default=2, help="ranks, hosts and links lost at random in one job")
     parser.addoption("--host-losses-seed", type=int, default=0, help="by which they are drawn")
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
+    parser.addoption("--elastic-kills", type=int, default=6, help="ranks of elastic jobs killed at random places")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -74,6 +75,12 @@ def num_strangers(request: pytest.FixtureRequest) -> int:
 def trees(request: pytest.FixtureRequest) -> int:
     """How many random states are saved."""
     return int(request.config.getoption("trees"))
+
+
+@pytest.fixture
+def num_elastic_kills(request: pytest.FixtureRequest) -> int:
+    """How many ranks of elastic jobs are killed at random places."""
+    return int(request.config.getoption("elastic_kills"))
 
 
 @pytest.fixture

@@ -63,6 +63,8 @@ class Job:
     padding: bool = True
     late_collective: bool = False
     draws: bool = True
+    checkpoint: str = ""
+    resume: str = ""
 
     # -- faults --------------------------------------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ class Job:
     # -- what it leaves ------------------------------------------------------------------------------------------
 
     def log(self, step: int, epoch: int, samples: list[int]) -> None:
-        generation = int(os.environ.get("PHALANX_GENERATION", "0"))
+        generation = int(os.environ.get("PHALANX_GENERATION", "0")) + (1000 if self.resume else 0)
         line = f"{generation} {step} {epoch} {dist.get_rank()} {','.join(map(str, samples))}\n"
         with open(f"{self.folder}/samples-{os.getpid()}", "a") as file:
             file.write(line)
@@ -153,7 +155,10 @@ def train_job(job: Job) -> dict[str, Any]:
         inner.register_step_post_hook(lambda *_: job.strike("updated", state.step))
         points.listen(lambda point: job.strike(point, state.step))
 
-        @elastic.run(state)
+        if job.resume:
+            state.load_state_dict(phalanx.load_checkpoint(job.resume))
+
+        @elastic.run(state, checkpoint=job.checkpoint or None)
         def train(state: Any) -> None:
             for epoch in state.epochs(job.epochs):
                 loss_sum = torch.zeros(())
@@ -197,3 +202,36 @@ def train_job(job: Job) -> dict[str, Any]:
             "scale": state.scaler.get_scale() if job.amp else 1.0,
             "fds": len(os.listdir("/proc/self/fd")),
         }
+
+
+def train_apart(job: Job, kind: str) -> dict[str, Any]:
+    """Replicas that train by themselves, and meet every four steps."""
+    with phalanx.init(timeout=60.0):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if kind == "LocalSGD":
+            rounds: Any = phalanx.LocalSGD(model, inner, sync_every=4)
+        else:
+            outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            rounds = phalanx.DiLoCo(model, inner, outer, sync_every=4)
+        data = Numbers(job.samples)
+        sampler = phalanx.DistributedSampler(data)
+        loader: Any = DataLoader(data, batch_size=job.batch, sampler=sampler)
+        state = elastic.State(model=model, optimizer=inner, sampler=sampler, rounds=rounds)
+        points.listen(lambda point: job.strike(point, state.step))
+
+        @elastic.run(state)
+        def train(state: Any) -> None:
+            for epoch in state.epochs(job.epochs):
+                for ids, x, y in loader:
+                    job.log(state.step, epoch, ids.tolist())
+                    job.strike("batch", state.step)
+                    inner.zero_grad()
+                    (model(x).squeeze(1) - y).pow(2).mean().backward()
+                    inner.step()
+                    state.commit()
+            rounds.finish()
+
+        train(state)
+        return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "step": state.step}

@@ -64,12 +64,15 @@ class SmallAgent:
         timeout_s: float = 120.0,
         most_losses: int = 20,
         may_raise: bool = False,
+        end_on_loss: bool = False,
         on_turn: Callable[[SmallAgent], None] | None = None,
     ) -> None:
         self._body, self._args, self._folder, self._replace = body, args, folder, replace
         self._deadline = time.monotonic() + timeout_s
         self._most_losses = most_losses
         self._may_raise = may_raise
+        self._end_on_loss = end_on_loss
+        self.ends: list[str] = []
         self._on_turn = on_turn
         self.generation = 0
         self.losses: list[dict[str, Any]] = []
@@ -207,23 +210,35 @@ class SmallAgent:
 
     def _lose(self, bad: list[int]) -> None:
         self._most_losses -= len(bad)
+        if self._end_on_loss:
+            for number in bad:
+                self.ends.append(self._outcome_text(number))
+                self._remove(number)
+            for seat in self.seats.values():
+                if seat.connection is not None:
+                    with contextlib.suppress(OSError):
+                        seat.connection.send(json.dumps({"kind": "end", "code": 75, "why": "too few ranks"}).encode())
+            return
         raised = [n for n in bad if outcome.read(self._path(n)) is not None]
         if self._most_losses < 0 or (raised and not self._may_raise):
             raise RuntimeError("\n".join(self._outcome_text(n) for n in raised or bad))
         self.generation += 1
         self._new_store()
         for number in bad:
-            seat = self.seats.pop(number)
-            seat.process.join()
-            seat.process.close()
-            if seat.connection is not None:
-                seat.connection.close()
+            self._remove(number)
         size = len(self.seats) + (len(bad) if self._replace else 0)
         if self._replace:
             for number in bad:
                 self._start(number, number, size)
         for number in self.seats:
             self._tell(number)
+
+    def _remove(self, number: int) -> None:
+        seat = self.seats.pop(number)
+        seat.process.join()
+        seat.process.close()
+        if seat.connection is not None:
+            seat.connection.close()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

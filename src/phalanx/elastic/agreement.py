@@ -38,12 +38,18 @@ class Agreement:
     is_ahead: bool = False
 
 
-def decide(standings: Sequence[Standing]) -> Agreement | None:
+def decide(standings: Sequence[Standing], *, apart: bool = False) -> Agreement | None:
     """What the ranks go on from, by rank; None if nobody holds a whole state.
+
+    `apart`: they train apart (LocalSGD, DiLoCo), so each goes on from its own step, and only who is new receives.
 
     The last step that a rank has completed, if that rank still holds its state. Ranks differ by one step at most: who
     updates has everybody's gradients.
     """
+    if apart:
+        old = [rank for rank, one in enumerate(standings) if one.number >= 0 and (one.is_whole or one.has_stepped)]
+        new = tuple(rank for rank in range(len(standings)) if rank not in old)
+        return Agreement(standings[old[0]].number, old[0], new) if old else None
     whole = [rank for rank, one in enumerate(standings) if one.is_whole and one.number >= 0]
     if whole:
         number = max(standings[rank].number for rank in whole)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +17,9 @@ from torch import Tensor
 from phalanx.backend import rendezvous
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.shared import rehearses
+from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.coordination.bootstrap import checked_while_meeting
+from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.agreement import Agreement, Standing, decide
 from phalanx.elastic.channel import AgentChannel
 from phalanx.elastic.hand_over import ShardedPart, hand_over
@@ -41,6 +46,7 @@ def run(
     *,
     min_ranks: int = 1,
     wait_s: float = 60.0,
+    checkpoint: str | os.PathLike[str] | None = None,
     membership: Membership | None = None,
 ) -> Callable[[Train[_Result]], Callable[..., _Result]]:
     """Let a function that trains `state` go on when ranks are lost, or come.
@@ -63,11 +69,13 @@ def run(
     Arguments:
         min_ranks: with fewer the job waits, with what it knows in memory.
         wait_s: for how long; then it ends.
+        checkpoint: the file into which `state.state_dict()` is saved before it ends so.
         membership: who decides who is in the job; by default the agent of `phalanx run`.
 
     Raises:
         Whatever the function raises that is not the loss of a peer.
         PhalanxError: nobody is left who holds the state.
+        SystemExit: fewer than `min_ranks` for longer than `wait_s`; the exit code is 75.
     """
 
     def decorate(train: Train[_Result]) -> Callable[..., _Result]:
@@ -75,7 +83,7 @@ def run(
         def start(*given: Any) -> _Result:
             if given not in ((), (state,)):
                 raise TypeError(f"{train.__name__}: it trains the state that phalanx.elastic.run was given, no other")
-            return ElasticJob(state, membership, min_ranks, wait_s).run(train)
+            return ElasticJob(state, membership, min_ranks, wait_s, checkpoint).run(train)
 
         return start
 
@@ -85,8 +93,16 @@ def run(
 class ElasticJob:
     """One rank's part in a job that loses ranks: the loop around the user's function."""
 
-    def __init__(self, state: State, membership: Membership | None, min_ranks: int, wait_s: float) -> None:
+    def __init__(
+        self,
+        state: State,
+        membership: Membership | None,
+        min_ranks: int,
+        wait_s: float,
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> None:
         self._state = state
+        self._checkpoint = checkpoint
         self._min_ranks, self._wait_s = min_ranks, wait_s
         self._membership = membership
         self._generation = rendezvous.generation()
@@ -95,6 +111,9 @@ class ElasticJob:
         self._records: RankRecords | None = None
         self._records_generation = -1
         self._prepared_seq = (-1, -1)
+        self._page = open_page(rendezvous.agent_address())
+        self._page.set_generation(self._generation)
+        self._used = 0  # samples of this pass, at the latest commit
         self._is_complete = True  # False while a state is only half received
 
     def run(self, train: Train[_Result]) -> _Result:
@@ -124,9 +143,40 @@ class ElasticJob:
                     loss = self._describe(error)
                     _forget(error)
                 self._recover(loss)
+        except JobEndedError as error:
+            self._end(error)
         finally:
             self._state._runner = None
             self._membership.close()
+
+    def _end(self, error: JobEndedError) -> NoReturn:
+        """What is in memory is saved, and the process ends.
+
+        Each survivor of a host saves, one after another; who is behind what is there already does not.
+        """
+        state = self._state
+        state._learn_update()
+        if self._is_complete and state._stepped == 2:
+            state._count_as_done(state._number + 1)
+        _leave_all_groups()
+        saved = ""
+        if self._checkpoint is not None and self._is_complete and state._number >= 0 and state._is_whole:
+            state._roll_back_values()
+            record = None if self._records is None else self._records.read(self._records.rank, state._number)
+            if self._records is not None and record is not None:
+                self._records.restore(record)
+            path = Path(self._checkpoint)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                there = load_checkpoint(path) if path.exists() else {}
+                if there.get("values", {}).get("step", -1) < state.step:
+                    save_checkpoint(path, state.state_dict())
+            finally:
+                os.close(folder)
+            saved = f" Step {state.step} is saved in {path}."
+        _logger.error("phalanx.elastic: %s.%s", str(error).rstrip("."), saved)
+        raise SystemExit(error.exit_code)
 
     def _find_agent(self) -> Membership | None:
         agent = rendezvous.agent_address()
@@ -154,12 +204,18 @@ class ElasticJob:
         if not self._records.is_prepared(number):
             self._records.prepare(number)
             self._prepared_seq = self._seq()
+        if self._state._rounds and self._state._stepped:
+            return  # they train apart: nobody waits for anybody
         if self._group.size() > 1 and self._seq() == self._prepared_seq:
             dist.barrier(group=self._group)  # no rank has waited for the others since: they may lack theirs
 
     def after_commit(self) -> None:
         """Here, and nowhere else, the ranks stop for others to come in."""
         assert self._membership is not None
+        mark = self._state._mark
+        used = 0 if mark is None else mark.used
+        self._page.commit(self._state.step, used - self._used if used > self._used else used)
+        self._used = used
         if self._membership.newer_than(self._generation):
             raise _NewGeneration("phalanx.elastic: the job takes in other ranks")
 
@@ -224,6 +280,7 @@ class ElasticJob:
         timeout = timedelta(seconds=old._timeout_s)
         _leave_all_groups()
         self._generation = generation.number
+        self._page.set_generation(generation.number)
         store, rank, world_size = rendezvous.enter_generation(generation.environment)
         reached(MEET)
 
@@ -236,7 +293,7 @@ class ElasticJob:
         self._group = dist.group.WORLD
         reached(AGREE)
         standings = self._ask_standings()
-        agreement = decide(standings)
+        agreement = decide(standings, apart=bool(self._state._rounds))
         if agreement is None:
             raise JobEndedError(
                 f"phalanx.elastic, generation {generation.number}: no rank that is left holds the whole state.\n"
@@ -266,6 +323,8 @@ class ElasticJob:
         reached(REBIND)
         for module in self._state._modules:
             rebind_module(module, old, self._group)
+        for rounds in self._state._rounds:
+            rounds.regroup(self._group)
         for optimizer in self._state._sharded:
             number = [optimizer.num_updates]
             dist.broadcast_object_list(number, group=self._group, group_src=agreement.source)
@@ -273,26 +332,26 @@ class ElasticJob:
 
     def _hand_over(self, agreement: Agreement, standings: list[Standing], kept: list[Any] | None) -> None:
         state, rank = self._state, self._group.rank()
-        mine = self._find_record(agreement, standings)
         receives = rank in agreement.receivers
+        if state._rounds and not receives and state._stepped:
+            state._count_as_done(state._number + 1)
+        mine = self._find_record(state._number if state._rounds else agreement.number, standings)
         if agreement.is_ahead and not receives:
-            state._number = agreement.number
-            state.step += 1
-            if state._position is not None:
-                state._mark = state._position.mark()
-            state._save()
+            state._count_as_done(agreement.number)
         if agreement.receivers:
             reached(HAND_OVER)
             if receives:
                 self._is_complete = False
             hand_over(state._parts(), agreement.source, agreement.receivers, self._group)
         self._hand_over_sharded(agreement, kept)
+        for rounds in state._rounds:
+            rounds.catch_up(is_new=receives)
         reached(RESTORE)
         state._settle(rank, self._group.size())
         fresh = RankRecords(self._group, state._trained, self._random)
         if mine is not None:
             fresh.restore(mine)
-        fresh.prepare(agreement.number)
+        fresh.prepare(state._number)
         dist.barrier(
             group=self._group
         )  # whoever is lost from here on has left its record; until then the old ones count
@@ -313,8 +372,8 @@ class ElasticJob:
                 part.take(part.show())
             optimizer.keep_state()
 
-    def _find_record(self, agreement: Agreement, standings: list[Standing]) -> Tensor | None:
-        """What this rank, or the one that it replaces, left of the agreed step. Collective."""
+    def _find_record(self, step: int, standings: list[Standing]) -> Tensor | None:
+        """What this rank, or the one that it replaces, left of the step to go on from. Collective."""
         size = self._group.size()
         newest = max(one.records_of for one in standings)
         keeper = next((r for r, one in enumerate(standings) if one.records_of == newest), None)
@@ -323,10 +382,10 @@ class ElasticJob:
         me = standings[self._group.rank()]
         mine = None
         if self._records is not None and me.records_of == newest:
-            mine = self._records.read(self._records.rank, agreement.number)
+            mine = self._records.read(self._records.rank, step)
         # Who has none: the slot of the rank of its number, from somebody who maps it.
         for orphan in (r for r in range(size) if standings[r].records_of != newest):
-            told = [None if self._records is None else self._records.read(orphan, agreement.number)]
+            told = [None if self._records is None else self._records.read(orphan, step)]
             dist.broadcast_object_list(told, group=self._group, group_src=keeper)
             if orphan == self._group.rank():
                 mine = told[0]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
@@ -16,12 +17,14 @@ from torch.utils.data import Sampler
 from phalanx.backend import rendezvous
 from phalanx.backend.dynamo import untraced
 from phalanx.data import DistributedSampler
+from phalanx.ddp import DistributedDataParallel
 from phalanx.ddp.graph import tensors_in
 from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart, ValuePart
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
 from phalanx.optim import ZeroRedundancyOptimizer
+from phalanx.optim.rounds import Rounds
 
 _IMMUTABLE = (int, float, bool, str, bytes, type(None), complex, frozenset)
 
@@ -85,6 +88,7 @@ class State:
         self._modules = [thing for thing in kept.values() if isinstance(thing, nn.Module)]
         self._optimizers = [thing for thing in kept.values() if isinstance(thing, Optimizer)]
         self._sharded = [one for one in self._optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+        self._rounds = [thing for thing in kept.values() if isinstance(thing, Rounds)]
         self._schedulers = [thing for thing in kept.values() if isinstance(thing, LRScheduler)]
         self._scalers = [thing for thing in kept.values() if isinstance(thing, GradScaler)]
         samplers = [thing for thing in kept.values() if isinstance(thing, DistributedSampler)]
@@ -173,6 +177,49 @@ class State:
         """What changes with an update, and tells that there was one although no optimizer stepped."""
         return [s.last_epoch for s in self._schedulers] + [s.state_dict() for s in self._scalers]
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds: the state of each object under its name, the plain values, and the data's position.
+
+        Of the latest commit, if it is called right after one. Not collective. Keys of models are those of the module
+        inside a wrapper; the state of an optimizer in shards is whole.
+        """
+        objects: dict[str, Any] = {}
+        for name, thing in self._things.items():
+            if isinstance(thing, DistributedSampler):
+                continue
+            if isinstance(thing, nn.Module):
+                objects[name] = _bare(thing).state_dict()
+            elif isinstance(thing, ZeroRedundancyOptimizer):
+                objects[name] = _whole_state(thing)
+            else:
+                objects[name] = thing.state_dict()
+        position = None
+        if self._position is not None:
+            mark = self._mark or self._position.mark()
+            own = self._position.sampler.state_dict()
+            position = {**own, "epoch": mark.epoch, "consumed": mark.consumed}
+        return {"objects": objects, "values": dict(self._values), "position": position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint, on every rank, before `phalanx.elastic.run`; with any number of ranks.
+
+        Raises:
+            ValueError: it is the state of other objects.
+        """
+        mine = {name for name, thing in self._things.items() if not isinstance(thing, DistributedSampler)}
+        if differing := mine ^ state_dict["objects"].keys():
+            raise ValueError(f"State.load_state_dict: {min(differing)!r} is in one of checkpoint and state only")
+        for name, saved in state_dict["objects"].items():
+            thing = self._things[name]
+            (_bare(thing) if isinstance(thing, nn.Module) else thing).load_state_dict(saved)
+        for name, value in state_dict["values"].items():
+            setattr(self, name, value)
+        position = state_dict["position"]
+        if self._position is not None and position is not None:
+            self._position.sampler.load_state_dict(position)
+            self._mark = Mark(position["epoch"], None, position["consumed"])
+        self._save()
+
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def _before_step(self, *_: Any) -> None:
@@ -206,10 +253,21 @@ class State:
 
     def _learn_update(self) -> None:
         """After an error: a sharded update that was interrupted has been undone, or was completed by the others."""
+        if self._stepped == 1 and self._rounds:  # a round is held behind the update, and it is the round that failed
+            self._stepped = 2
         if self._stepped == 1 and len(self._sharded) == len(self._optimizers):
             updated = {one.has_updated for one in self._sharded}
             if len(updated) == 1:
                 self._stepped = 2 if updated.pop() else 0
+
+    def _count_as_done(self, number: int) -> None:
+        """The update is made, and only the commit is missing."""
+        self._number = number
+        self._stepped = 0
+        self._values["step"] += 1
+        if self._position is not None:
+            self._mark = self._position.mark()
+        self._save()
 
     @property
     def _is_whole(self) -> bool:
@@ -263,6 +321,18 @@ class State:
                 self._position.go_to(self._mark.epoch, self._mark.consumed)
                 self._mark = Mark(self._mark.epoch, None, self._mark.consumed)
         self._save()
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """The module inside a wrapper that averages gradients."""
+    wrapped = isinstance(module, (DistributedDataParallel, TorchDistributedDataParallel))
+    return cast(nn.Module, module.module) if wrapped else module
+
+
+def _whole_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    numbers = {p: number for number, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": optimizer.kept_state() or {}, "param_groups": groups}
 
 
 def _is_kept_by_state(thing: Any) -> bool:

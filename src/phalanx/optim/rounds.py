@@ -77,6 +77,20 @@ class Rounds(ABC):
         self.local_steps = 0
         return bool(num_finished == self.process_group.size())
 
+    def regroup(self, process_group: dist.ProcessGroup) -> None:
+        """Go on in another group, after ranks were lost or came. Collective over it; `catch_up` comes next."""
+        self.process_group = process_group
+        self._flat = Flat(self._parameters + self._buffers, group=process_group)
+
+    def catch_up(self, *, is_new: bool) -> None:
+        """A round out of turn, in which ranks that are new have no say: then all have the same model. Collective.
+
+        Whoever was lost has missed it, with the steps since the round before.
+        """
+        if is_new:
+            self.local_steps = 0
+        self._hold(finished=False)
+
     def finish(self) -> None:
         """Stop counting, and hold rounds until every rank has come here; all then have the same model. Collective."""
         self._hook.remove()
