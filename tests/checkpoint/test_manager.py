@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -91,7 +92,10 @@ def test_wrong_arguments_are_refused_at_the_door(tmp_path):
         manager.save(-1, {})
     with pytest.raises(TypeError, match="parts must be a dict"):
         manager.async_save(1, [1])
+    with pytest.raises(TypeError, match="parts are saved by name, and 1 is no string"):
+        manager.save(1, {1: 2})
     assert names(tmp_path) == []
+    assert manager.save(np.int64(3), {}).name == "00000001-step-3"
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

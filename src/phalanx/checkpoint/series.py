@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import operator
 import os
 import weakref
 from collections.abc import Mapping
@@ -174,10 +175,13 @@ class CheckpointManager:
         return Peers(self.process_group, what=what)
 
     def _begin(self, peers: Peers, step: int, parts: Mapping[str, Any], memory: SnapshotMemory | None) -> Saving:
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
-        if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
-            raise TypeError(f"{peers.what}: parts must be a dict of what to save by name, got {type(parts).__name__}")
+        if not isinstance(parts, Mapping):
+            raise TypeError(f"{peers.what}: parts must be a dict of what to save by name, got a {type(parts).__name__}")
+        if wrong := [name for name in parts if not isinstance(name, str)]:
+            raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is no string")
+        step = operator.index(step)  # also of NumPy's numbers
         self._settle(peers)
         state, kind, pinned = self._collect(peers, parts)
         draft, folder = self._open_draft(peers, step, kind)
