@@ -35,7 +35,19 @@ def all_reduce(seq, enter_ms, leave_ms, kind=ALL_REDUCE, root=-1):
     return Operation(seq, kind, root, enter_ms * MS, leave_ms * MS, label)
 
 
-def host(operations, *, node=0, num_nodes=1, ranks=None, states=(), progress=(), world_size=None, group="dp", ended=()):
+def host(
+    operations,
+    *,
+    node=0,
+    num_nodes=1,
+    ranks=None,
+    states=(),
+    progress=(),
+    world_size=None,
+    group="dp",
+    ended=(),
+    lost=(),
+):
     """Whose rank `i` is process 100 + i, and did `operations[i]` in one group."""
     numbers = list(range(len(operations)) if ranks is None else ranks)
     size = len(numbers) if world_size is None else world_size
@@ -54,6 +66,7 @@ def host(operations, *, node=0, num_nodes=1, ranks=None, states=(), progress=(),
         started_ns=0,
         at_ns=NOW,
         ended=tuple(ended),
+        lost=tuple(lost),
         ranks=tuple(
             RankLook(rank, 100 + rank, state, Memory(300 << 20, True), said)
             for rank, state, said in zip(numbers, letters, pages, strict=True)
@@ -237,11 +250,12 @@ def test_columns_make_way_where_the_terminal_is_narrow():
 
 
 def test_a_rank_that_has_ended_or_stopped_is_said():
-    look = host([[], []], states=["T", "D"], ended=[(2, 1)], world_size=3)
+    look = host([[], []], states=["T", "D"], ended=[(2, 1)], lost=[(1, 17, NOW - 65_000 * MS, "SIGKILL")], world_size=3)
     text = as_text(all_lines(view([look], None), None))
     assert "stopped (SIGSTOP or Ctrl-Z)" in text
     assert "a disk?" in text
     assert "ended: rank 2 (exit code 1)" in text
+    assert "lost so far: 1 rank, the last one rank 1 (pid 17), 1:05 ago: SIGKILL" in text
     empty = as_text(all_lines(view([host([])], None), None))
     assert empty == "Job 7: train.py, no rank is running: it is starting, or ending"
 

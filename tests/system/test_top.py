@@ -205,6 +205,55 @@ def test_who_waits_for_whom_and_who_is_stopped_is_said_without_a_change_in_the_s
         running.finish()
 
 
+_ELASTIC = """
+import os, sys, torch, torch.distributed as dist, phalanx
+from phalanx import elastic
+dist.init_process_group("phalanx")
+model = phalanx.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+state = elastic.State(model=model, optimizer=optimizer)
+@elastic.run(state)
+def train(state):
+    for epoch in state.epochs(1_000_000):
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            state.commit()
+train(state)
+"""
+
+
+def test_an_elastic_job_shows_its_steps_its_generation_and_whom_it_has_lost(tmp_path: Path) -> None:
+    script = write_script(tmp_path, _ELASTIC)
+    with start("run", "--nproc-per-node", "2", "--max-restarts", "2", script) as running:
+        job = ""
+        while not job:  # until its socket is there
+            job = str(running.process.pid) if top(str(running.process.pid)).returncode == 0 else ""
+        before = wait_for(job, lambda seen: seen["steps_of"] == "phalanx.elastic.State" and seen["step"] > 5)
+        assert (before["generation"], before["lost"]) == (0, [])
+        lost = before["ranks"][1]["pid"]
+        os.kill(lost, signal.SIGKILL)
+        after = wait_for(
+            job,
+            lambda seen: (
+                seen["generation"] == 1
+                and seen["lost"] != []
+                and len(seen["ranks"]) == 2
+                and lost not in [rank["pid"] for rank in seen["ranks"]]
+            ),
+        )
+        assert [(each["rank"], each["pid"]) for each in after["lost"]] == [(1, lost)]
+        assert "SIGKILL" in after["lost"][0]["why"]
+        assert after["ranks"][0]["pid"] == before["ranks"][0]["pid"]
+        wait_for(job, lambda seen: (seen["step"] or 0) > before["step"] + 5 and len(seen["ranks"]) == 2)
+        assert re.search(
+            rf"lost so far: 1 rank, the last one rank 1 \(pid {lost}\), 0:\d\d ago: SIGKILL", top(job).stdout
+        )
+        running.process.send_signal(signal.SIGTERM)
+        running.finish()
+
+
 def test_the_ranks_of_all_hosts_are_shown_on_the_first_and_no_job_is_said(tmp_path: Path) -> None:
     from tests.system.test_run_hosts import commands, numbered
 

@@ -698,6 +698,7 @@ class Attempt:
             self._plan.settings.max_restarts or 0,
             self.generation,
             self._started_ns,
+            tuple((lost.rank, lost.pid, int(lost.at * 1e9), lost.why) for lost in self.elastic.losses),
         )
         stacks = [self._stacks[rank] for rank in living] if with_stacks else []
         answer(request.sock, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))

@@ -44,6 +44,7 @@ class JobSnapshot:
     max_restarts: int = 0
     generation: int = 0
     started_ns: int = 0  # of this attempt; CLOCK_MONOTONIC
+    lost: tuple[tuple[int, int, int, str], ...] = ()  # ranks that an elastic job has lost: process, when (ns), why
 
     def to_bytes(self) -> bytes:
         """As JSON."""
@@ -65,7 +66,8 @@ class JobSnapshot:
             for group_info in fields.pop("groups")
         )
         ended = tuple((int(rank), int(code)) for rank, code in fields.pop("ended"))
-        return cls(ranks=ranks, groups=groups, pages=tuple(fields.pop("pages")), ended=ended, **fields)
+        lost = tuple((int(rank), int(pid), int(at), str(why)) for rank, pid, at, why in fields.pop("lost"))
+        return cls(ranks=ranks, groups=groups, pages=tuple(fields.pop("pages")), ended=ended, lost=lost, **fields)
 
 
 class Answer(NamedTuple):

@@ -79,6 +79,7 @@ class HostLook:
     started_ns: int
     at_ns: int
     ended: tuple[tuple[int, int], ...]
+    lost: tuple[tuple[int, int, int, str], ...]
     ranks: tuple[RankLook, ...]
     groups: tuple[GroupLook, ...]
 
@@ -126,6 +127,7 @@ def _read(answer: Answer, memory: MemoryReader) -> HostLook:
         started_ns=snapshot.started_ns,
         at_ns=time.monotonic_ns(),
         ended=snapshot.ended,
+        lost=snapshot.lost,
         ranks=tuple(
             RankLook(rank, pid, read_state(pid), memory.read(pid), read_page(pages[pid]) if pid in pages else None)
             for rank, pid in snapshot.ranks
@@ -184,7 +186,8 @@ def from_json(text: str, name: str, offset_ns: int) -> HostLook | str:
         for group in fields.pop("groups")
     )
     ended = tuple((int(rank), int(code)) for rank, code in fields.pop("ended"))
-    host = HostLook(**{**fields, "name": name}, ranks=ranks, groups=groups, ended=ended)
+    lost = tuple((int(rank), int(pid), int(at) + offset_ns, str(why)) for rank, pid, at, why in fields.pop("lost"))
+    host = HostLook(**{**fields, "name": name}, ranks=ranks, groups=groups, ended=ended, lost=lost)
     return replace(host, started_ns=host.started_ns + offset_ns, at_ns=host.at_ns + offset_ns)
 
 

@@ -14,6 +14,7 @@ from phalanx.launch.top.view import COUNTED, ROUNDS, JobView, RankView, left_s
 
 _FOLDER = re.compile(r"\([^()]*/")
 _LAST_WIDTH = 16  # of the last column, before others make way for it
+_WHY = 100  # characters of a reason
 _LONG_S = 1.0  # an operation that takes longer is told with its time
 
 _STATES = {
@@ -56,6 +57,15 @@ def summary(job: JobView) -> list[Text]:
         lines.append(Text("steps: not known (nothing uses phalanx.progress, phalanx.elastic.State or phalanx's DDP)"))
     if job.restart_count or job.max_restarts or job.generation:
         lines.append(Text(f"restarts {job.restart_count} of {job.max_restarts}, generation {job.generation}"))
+    if job.lost:
+        last = job.lost[-1]
+        why = last.why if len(last.why) <= _WHY else f"{last.why[:_WHY]}…"
+        lines.append(
+            Text(
+                f"lost so far: {len(job.lost)} rank{'s' * (len(job.lost) != 1)}, the last one rank {last.rank} (pid "
+                f"{last.pid}), {_clock(last.ago_s)} ago: {why}"
+            )
+        )
     if job.stuck is not None:
         lines.append(Text(_describe_stuck(job), style="bold red"))
     elif job.slowest is not None:

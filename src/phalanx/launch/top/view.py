@@ -74,6 +74,16 @@ class StuckView:
 
 
 @dataclass(frozen=True)
+class LostView:
+    """A rank that was lost, and without which, or with another in its place, the job has gone on."""
+
+    rank: int
+    pid: int
+    ago_s: float
+    why: str
+
+
+@dataclass(frozen=True)
 class JobView:
     """A job. `notes` are sentences on what could not be seen."""
 
@@ -86,6 +96,7 @@ class JobView:
     generation: int
     num_hosts: int
     ended: tuple[tuple[int, int], ...]
+    lost: tuple[LostView, ...]
     pace: Pace | None
     slowest: Slowest | None
     stuck: StuckView | None
@@ -116,6 +127,7 @@ def view(hosts: Sequence[HostLook], measured: Measured | None, notes: Sequence[s
         generation=max([host.generation for host in hosts] + [_generation_of(r) for h in hosts for r in h.ranks]),
         num_hosts=first.num_nodes,
         ended=tuple(sorted(ended.items())),
+        lost=tuple(LostView(rank, pid, (first.at_ns - at) / 1e9, why) for rank, pid, at, why in first.lost),
         pace=_pace_of_job([rank.pace for rank in ranks if rank.pace is not None]),
         slowest=_find_slowest(measured, who, names),
         stuck=_view_stuck(measured, who),
