@@ -7,11 +7,14 @@ cut is known, those that skip layers, too. Nothing is known of what a layer does
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 
@@ -104,14 +107,32 @@ def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the modules that it is told to, and into every plain nn.Sequential; all others are leaves."""
+    """Looks into the modules that it is told to, and into every plain nn.Sequential; all others are leaves.
+
+    Buffers are values, too: as constants they would stay what they are now.
+    """
+
+    proxy_buffer_attributes = True
 
     def __init__(self, entered: set[str]) -> None:
         super().__init__()
         self._entered = entered
+        self._switches = _switches()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """As torch.fx; a graph does not know under which switches its nodes were made."""
+        if _switches() != self._switches:
+            raise RuntimeError("it switches gradients or autocast, which is not seen in its values")
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not (module_qualified_name in self._entered or _is_plain_sequential(m))
+
+
+def _switches() -> tuple[Any, ...]:
+    """What `torch.no_grad` and its like have set."""
+    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
 def _trace(module: nn.Module, split_points: Sequence[str], given: Sequence[str]) -> fx.Graph:
@@ -126,17 +147,67 @@ def _trace(module: nn.Module, split_points: Sequence[str], given: Sequence[str])
         for name, parameter in inspect.signature(module.forward).parameters.items()
         if parameter.default is not inspect.Parameter.empty and name not in given
     }
-    graphs = []
+    graphs, texts, constants = [], [], []
     for training in (True, False):
-        with _mode(module, training):
+        before = set(vars(module))
+        with _mode(module, training), _refused_changes(module):
             graphs.append(_trace_once(module, entered, defaults))
-    train, evaluate = graphs
-    if str(train) != str(evaluate):
+        made = [name for name in vars(module) if name not in before]  # tensors that forward makes from nothing
+        texts.append(_without_names(graphs[-1], made))
+        constants.append([getattr(module, name) for name in made])
+    for name in made:
+        delattr(module, name)  # of the second graph, which is not used
+    train = graphs[0]
+    if any(not _same(one, other) for one, other in zip(*constants, strict=False)):
+        raise ValueError(
+            f"{type(module).__name__} cannot be cut: its forward makes a tensor that is another one each time (random "
+            "numbers?) and would be made once only; let a child module make it."
+        )
+    if texts[0] != texts[1]:
         raise ValueError(
             f"{type(module).__name__} cannot be cut: what its forward does depends on self.training, which is known "
             "only when it runs. Let modules depend on it (nn.Dropout for F.dropout), or name split points elsewhere."
         )
     return train
+
+
+@contextlib.contextmanager
+def _refused_changes(module: nn.Module) -> Iterator[None]:
+    """What forward sets on its module would be set while it is traced, and then no more.
+
+    Raises:
+        ValueError: it does; what it has set is undone.
+    """
+    places = [
+        (name, values)
+        for name, inner in module.named_modules()
+        for values in (vars(inner), inner._buffers, inner._parameters)
+    ]
+    before: list[dict[str, Any]] = [dict(values) for _, values in places]
+    yield
+    changed = []
+    for (name, values), was in zip(places, before, strict=True):
+        for key, value in was.items():
+            if values.get(key) is not value:
+                values[key] = value
+                changed.append(f"{name}.{key}" if name else key)
+    if changed:
+        raise ValueError(
+            f"{type(module).__name__} cannot be cut: its forward sets self.{changed[0]}, which would happen once only; "
+            "let a child module do that."
+        )
+
+
+def _without_names(graph: fx.Graph, constants: Sequence[str]) -> str:
+    """The graph as text, with constants under the same names in every trace."""
+    text = str(graph)
+    for number, name in enumerate(constants):
+        text = re.sub(rf"\b{re.escape(name)}\b", f"constant {number}", text)
+    return text
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (not isinstance(one, torch.Tensor) or torch.equal(one, other))
 
 
 def _trace_once(module: nn.Module, entered: set[str], defaults: dict[str, Any]) -> fx.Graph:
