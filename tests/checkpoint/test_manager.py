@@ -310,3 +310,32 @@ def test_a_script_that_ends_at_once_finishes_its_last_save(tmp_path):
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=100)
     assert names(tmp_path) == ["00000001-step-1", "latest"]
     assert CheckpointManager(tmp_path).load().state["w"].sum() == 3_000_000
+
+
+@KINDS
+def test_everything_is_synchronised_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch, sharded):
+    """What a power cut leaves is what was synchronised: files, their folder, then the folder that holds the name."""
+    fsync, rename, events = os.fsync, os.rename, []
+
+    def recorded_fsync(fd):
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{fd}"), ""))
+        fsync(fd)
+
+    def recorded_rename(source, destination):
+        events.append(("rename", str(source), str(destination)))
+        rename(source, destination)
+
+    manager = CheckpointManager(tmp_path / "run", sharded=sharded)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    path = manager.save(1, {"w": torch.ones(10), "step": 1})
+    monkeypatch.undo()
+    named = next(number for number, event in enumerate(events) if event[2] == str(path))
+    draft, durable = events[named][1], []
+    for kind, name, other in events[:named]:
+        durable.append(name if kind == "fsync" else other if name in durable else "")
+    files = {f"{draft}/{file.name}" for file in path.iterdir()}
+    assert files <= set(durable)
+    assert durable[-1] == draft, "the folder comes last"
+    assert str(tmp_path) in durable, "the run's own folder is new, too"
+    assert ("fsync", str(tmp_path / "run"), "") in events[named:]
