@@ -278,3 +278,7 @@ def test_memory_is_the_fair_share_and_asked_for_every_ten_seconds_at_most(monkey
     assert reader.read(os.getpid()).num_bytes > first.num_bytes + (32 << 20)
     del held
     assert reader.read(1 << 30) is None
+    ended = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)  # a zombie, until it is reaped
+    assert reader.read(ended) is None
+    os.waitpid(ended, 0)

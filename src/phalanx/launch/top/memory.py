@@ -61,6 +61,6 @@ def _read_pss(pid: int) -> int | None:
 def _read_rss(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") or None  # one that has ended has none
     except (OSError, ValueError, IndexError):
         return None
