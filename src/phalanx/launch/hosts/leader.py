@@ -511,7 +511,7 @@ def tell_start(
 
 def _name_of(facts: HostFacts) -> str:
     """By which a host that comes back is known."""
-    return f"{facts.name} {facts.address}"
+    return f"{facts.name} ({facts.address})"
 
 
 def _rank_of(body: dict[str, Any], node: Node) -> int:

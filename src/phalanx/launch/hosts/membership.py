@@ -138,8 +138,8 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined
     )
 
 
-def _while_listening(host: Host, over: threading.Event, work: Callable[[], T]) -> T:
-    """What `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard."""
+def _while_listening(host: Host, over: threading.Event, work: Callable[[], T], when: str = "before the job began") -> T:
+    """What `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard, which came `when`."""
     results: list[T] = []
     errors: list[BaseException] = []
     ours, theirs = socket.socketpair()
@@ -165,7 +165,7 @@ def _while_listening(host: Host, over: threading.Event, work: Callable[[], T]) -
                 if ending:
                     over.set()
                     raise LaunchError(
-                        f"phalanx run: stopped by {name_signal(ending[0])} before the job began",
+                        f"phalanx run: stopped by {name_signal(ending[0])} {when}",
                         exit_code=128 + ending[0],
                     )
             if ours.fileno() in ready:
@@ -274,7 +274,7 @@ class _Followed:
                     return True
             return False
 
-        if not _while_listening(self._host, over, join):
+        if not _while_listening(self._host, over, join, "while the first host was awaited"):
             return False
         self._host.zygote.remember(describe_membership(self._joined.client))
         self._host.display.say("phalanx run: the first host is heard again")
