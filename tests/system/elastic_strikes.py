@@ -1,4 +1,4 @@
-"""A training under `phalanx.elastic` that is struck from inside: ranks are killed and stopped, their zygote is killed.
+"""A training under `phalanx.elastic` that is struck from inside: ranks are killed, and so is their zygote.
 
 python elastic_strikes.py FOLDER [disturbed]
 """
@@ -17,7 +17,6 @@ from tests.elastic.jobs import Job, Strike, train_job
 STRIKES = (
     Strike(1, "backward", 5),
     Strike(2, "forward", 12),
-    Strike(0, "forward", 15, signal.SIGSTOP),
     Strike(1, "restore", -1),
 )
 
