@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: written by all or by one, over any backend, and read by any number."""
 
+import functools
 import os
 
 import pytest
@@ -15,10 +16,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import phalanx
 from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.errors import CheckpointError
-from phalanx.testing import run_ranks
+from phalanx.testing import run_ranks as run_ranks_for
 
 # torch's planner and its state_dict of optimizers still call parts of torch that it deprecates itself.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+# torch's optimizers bring in its compiler, in every rank anew: seconds, and many more on a busy machine.
+run_ranks = functools.partial(run_ranks_for, timeout=110)
 BACKENDS = pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 
 
