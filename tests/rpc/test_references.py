@@ -119,6 +119,11 @@ def _check_third_workers():
     assert [one.to_here() for one in back] == list(range(50))
     nested = rpc.remote("w1", _nest, ("w2",))
     assert nested.to_here().to_here() == "inner"
+    # A reference that comes home before the request to make its object: in the answer to a call, on another connection.
+    for n in range(30):
+        home = rpc.rpc_sync("w1", _make_at, ("w0", n))
+        assert home.is_owner()
+        assert home.to_here() == n
     # In a result that comes when nobody waits any more.
     with pytest.raises(TimeoutError):
         rpc.rpc_sync("w1", _return_late, ("late",), timeout=0.01)
@@ -127,6 +132,10 @@ def _check_third_workers():
 
 def _nest(to):
     return rpc.remote(to, same, ("inner",))
+
+
+def _make_at(to, value):
+    return rpc.remote(to, same, (value,))
 
 
 def _return_late(name):

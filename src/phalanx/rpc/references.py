@@ -67,6 +67,17 @@ class References:
         with self._lock:
             return self._owned.get(rref_id)
 
+    def find_or_expect(self, rref_id: RRefId) -> Owned | None:
+        """As `find`; an object of which we hear before the request to make it has arrived will be there.
+
+        Whoever made it may have answered a call of ours with the reference: that comes on another connection.
+        """
+        with self._lock:
+            owned = self._owned.get(rref_id)
+            if owned is None and rref_id[0] != self._uid and rref_id[0] not in self._lost:
+                owned = self._owned[rref_id] = Owned(rref_id)
+            return owned
+
     def add_fork(self, owned: Owned, fork: RRefId, holder: int) -> None:
         """`holder` has one more reference to it."""
         with self._lock:

@@ -276,7 +276,7 @@ def serve_references(agent: Agent) -> None:
 
     def make(owner_uid: int, owner_name: str, rref_id: RRefId, fork: RRefId | None, parent: int) -> RRef[Any]:
         if owner_uid == agent.me.uid:
-            owned = agent.references.find(rref_id)
+            owned = agent.references.find_or_expect(rref_id)
             if owned is None:
                 raise PhalanxError(
                     f"RRef: {agent.me} owns no object {rref_id} (any more): whoever handed on the reference was lost."

@@ -14,7 +14,6 @@ import math
 import pickle
 import select
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -53,6 +52,8 @@ _NO_EXTRAS = (None, None, None)
 _TICK_S = 1.0  # of the clock, while calls are under way
 _CONNECT_S = 30.0
 
+_OPEN = object()  # in the place of a connection: from here on we carry out calls
+
 Control = Callable[[Member, Any], Any]
 
 
@@ -82,7 +83,6 @@ class Agent:
         self.rounds: Any = None
         self.network: Network | None = None
         self._is_open = False
-        self._opened = threading.Event()
         self._early: deque[tuple[Any, Frame | None]] = deque()
         self._connections: set[UnixConnection] = set()
         self._dirty: deque[Any] = deque()
@@ -98,11 +98,8 @@ class Agent:
         self.serving.start()
 
     def open_for_calls(self) -> None:
-        """From here on carry out what others ask, and what they have asked too early: `current` knows us now."""
-        self._is_open = True
-        self._opened.set()
-        while self._early:
-            self.serving.incoming.append(self._early.popleft())
+        """From here on carry out what others ask, and first what they have asked too early: `current` knows us now."""
+        self.serving.incoming.append((_OPEN, None))
         self.serving.wake()
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -308,11 +305,15 @@ class Agent:
     def _handle(self, item: tuple[Any, Frame | None], lead: Lead) -> None:
         """Of the leader: a frame has come."""
         connection, frame = item
-        if not self._is_open and frame is not None and frame.kind not in (wire.REPLY, wire.ERROR):
-            self._early.append(item)
-            if self._opened.is_set():  # meanwhile
-                self.open_for_calls()
-            return
+        if not self._is_open:
+            if connection is _OPEN:
+                self._is_open = True
+                while self._early:  # in the order in which it came, and before all that follows
+                    self._handle(self._early.popleft(), lead)
+                return
+            if frame is not None and frame.kind not in (wire.REPLY, wire.ERROR):
+                self._early.append(item)
+                return
         if frame is None:
             self.lose(connection.peer, connection.why)
             return

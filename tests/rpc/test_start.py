@@ -1,0 +1,91 @@
+"""How workers find each other, and what wrong starts say."""
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.rpc.workers import nothing, run_workers, same
+from tests.system.phalanx_command import run, write_script
+
+from phalanx import rpc
+from phalanx.errors import ClosedError, DeadlineError
+
+_SCRIPT = """
+import os
+from phalanx import rpc
+
+def where():
+    return int(os.environ["RANK"])
+
+rpc.init_rpc(f"w{where()}")
+for to in range(3):
+    assert rpc.rpc_sync(f"w{to}", where) == to
+assert rpc.current.agent().network is None, "a job on one host opens no port"
+rpc.shutdown()
+rpc.init_rpc(f"again{where()}")
+print("met", rpc.rpc_sync("again0", where))
+rpc.shutdown()
+"""
+
+
+def test_workers_of_phalanx_run_find_each_other_without_an_address(tmp_path: Path) -> None:
+    finished = run("--nproc-per-node", "3", write_script(tmp_path, _SCRIPT))
+    assert finished.code == 0, finished.err
+    assert "met 0" in finished.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"name": ""}, ValueError, "Worker name must match"),
+        ({"name": "a b"}, RuntimeError, "Worker name must match"),
+        ({"name": 3}, TypeError, "a worker's name is a str"),
+        ({"name": "w", "rank": 2, "world_size": 2}, ValueError, "rank 2 of 2"),
+        ({"name": "w"}, ValueError, "give rank="),
+        ({"name": "w", "backend": "tensorpipe"}, TypeError, "must be a member of BackendType"),
+        ({"name": "w", "rpc_backend_options": 3}, TypeError, "must be an instance of RpcBackendOptions"),
+    ],
+)
+def test_a_wrong_start_is_told_at_the_door(arguments, error, text, monkeypatch):
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(error, match=text):
+        rpc.init_rpc(**arguments)
+
+
+def test_wrong_options_are_told():
+    for wrong in ({"num_worker_threads": 0}, {"rpc_timeout": -3}, {"max_calls_in_flight": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            rpc.RpcBackendOptions(**wrong)
+
+
+def _shut_down_alone(rank: int, folder: str) -> None:
+    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        with pytest.raises(DeadlineError, match=r"not all workers have come within 0.1 s"):
+            rpc.shutdown(timeout=0.1)
+        Path(folder, "told").touch()
+        with pytest.raises(ClosedError):
+            rpc.rpc_sync("w1", nothing)
+    else:
+        while not Path(folder, "told").exists():
+            os.sched_yield()
+        rpc.shutdown(graceful=False)
+
+
+def test_a_shutdown_that_others_do_not_join_ends_when_its_time_is_up():
+    run_workers(_shut_down_alone, 2)
+
+
+def _start_many_times(rank: int, folder: str) -> None:
+    for n in range(5):
+        options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        future = rpc.rpc_async(f"w{1 - rank}", same, (n,))
+        rpc.shutdown()
+        assert future.wait() == n, "a graceful end waits for what is under way"
+
+
+def test_workers_start_again_after_a_shutdown():
+    run_workers(_start_many_times, 2)
