@@ -63,9 +63,9 @@ def _transformer() -> nn.Sequential:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("perceptron", _perceptron, lambda m: torch.randn(m * 128, 1024)),
+        Workload("perceptron", _perceptron, lambda m: torch.randn(m * 64, 1024)),
         Workload("convolutional", _convolutional, lambda m: torch.randn(m * 4, 32, 32, 32)),
-        Workload("transformer", _transformer, lambda m: torch.randn(m * 4, 64, 256)),
+        Workload("transformer", _transformer, lambda m: torch.randn(m * 2, 64, 256)),
     )
 }
 

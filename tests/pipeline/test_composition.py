@@ -248,3 +248,63 @@ def test_one_rank_is_the_model_itself():
 
     (loss,) = run_ranks(train, 1)
     torch.testing.assert_close(loss, train_unsplit(11, 3, 1)[0][0])
+
+
+class OddValues(nn.Module):
+    """The state of an LSTM, whose samples are its second dimension; numbers; a frozen layer; one that nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("shift", torch.ones(4))
+        self.b.requires_grad_(False)
+
+    def forward(self, x, mask=None, *, scale=1.0):
+        h = self.a(x) + self.shift
+        if mask is not None:
+            h = h * mask
+        out, (state, _) = self.lstm(h.unsqueeze(1))
+        kinds = h.argmax(-1)
+        z = self.b(out.squeeze(1)) * scale
+        y = self.d(self.c(z) + state.transpose(0, 1).squeeze(1))
+        return {"y": y, "kinds": kinds, "z": (z, x.shape[1])}
+
+
+def test_values_of_all_kinds_go_from_stage_to_stage():
+    """With uneven micro-batches the state of an LSTM was taken for a shape that differs between them."""
+
+    def train(rank, world_size):
+        found = []
+        x = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
+        for schedule in ("1f1b", "zero_bubble"):
+            pipe = phalanx.Pipeline(
+                OddValues(), micro_batches=4, schedule=schedule, outputs="all", example=(x[:2], x[:2]),
+                loss_fn=lambda result, target: functional.mse_loss(result["y"], target),
+                balance=["lstm", "c"] if world_size == 3 else ["b"],
+            )  # fmt: skip
+            loss = pipe.step(x, mask=x.sigmoid(), target=torch.ones(10, 4))
+            gradients = {name: p.grad for name, p in pipe.named_parameters()}
+            pipe.eval()
+            found.append((loss, gradients, pipe(x, x.sigmoid()), list(pipe.state_dict())))
+        return found
+
+    model, x = OddValues(), torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
+    result = model(x, x.sigmoid())
+    loss = functional.mse_loss(result["y"], torch.ones(10, 4))
+    loss.backward()
+    for world_size in (2, 3):
+        for rank in run_ranks(train, world_size):
+            for ours, gradients, output, names in rank:
+                torch.testing.assert_close(ours, loss.detach())
+                torch.testing.assert_close(output["y"], result["y"].detach())
+                assert output["kinds"].equal(result["kinds"])
+                assert output["z"][1] == 4
+                assert names == list(model.state_dict())
+                for name, gradient in gradients.items():
+                    expected = dict(model.named_parameters())[name].grad
+                    assert (gradient is None) == (expected is None), name
+                    if gradient is not None:
+                        torch.testing.assert_close(gradient, expected)

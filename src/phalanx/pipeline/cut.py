@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
+
+from torch import nn
 
 from phalanx.partition.balance import balance
 from phalanx.partition.layers import LayerList
@@ -87,9 +90,17 @@ def check_balance(wanted: Any) -> None:
         )
 
 
-def measure(
-    layers: LayerList, wanted: Balance, example: Any, kwargs: Mapping[str, Any] | None = None
-) -> list[LayerCost] | None:
+def given_arguments(module: nn.Module, example: Any) -> list[str]:
+    """The names of forward's arguments that an example has."""
+    if example is None:
+        return []
+    if isinstance(example, Mapping):
+        return list(example)
+    names = list(inspect.signature(module.forward).parameters)
+    return names[: len(example) if isinstance(example, tuple) else 1]
+
+
+def measure(layers: LayerList, wanted: Balance, example: Any) -> list[LayerCost] | None:
     """What layers cost, where that is asked for and can be had: only with an example can anything be run.
 
     Raises:
@@ -104,7 +115,9 @@ def measure(
         return None
     if not isinstance(wanted, str):
         return None
-    return measure_layers(layers, example if isinstance(example, tuple) else (example,), kwargs)
+    if isinstance(example, Mapping):
+        return measure_layers(layers, (), example)
+    return measure_layers(layers, example if isinstance(example, tuple) else (example,))
 
 
 def decide_counts(

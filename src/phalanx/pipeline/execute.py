@@ -155,7 +155,7 @@ class Executor:
         if finish is not None:
             work.results[micro_batch] = made.detach() if isinstance(made, Tensor) else made
         for target, nodes in stage.part.sends.items():
-            self._forms.check(stage.part, micro_batch, nodes, sends[target][0])
+            self._forms.check(stage.part, micro_batch, step.rows, nodes, sends[target][0])
         for target in dict.fromkeys([stage.index + 1, *sends]):
             if target == self._num_stages:
                 continue

@@ -24,6 +24,7 @@ from phalanx.pipeline.cut import (
     check_balance,
     decide_counts,
     describe_cut,
+    given_arguments,
     measure,
     require_one_owner_of_buffers,
     split_points,
@@ -65,7 +66,8 @@ class Pipeline(nn.Module):
         loss_fn: called on the last stage with the model's result and the target of a micro-batch. Without one the
             model's result is the loss.
         loss_reduction: what `loss_fn` does with its samples: then that of the mini-batch is the same of all.
-        example: a micro-batch, or a tuple of arguments.
+        example: a micro-batch, or a tuple or dict of arguments. Arguments of `forward` that have a default can be given
+            to `step` if they are in it; else the default is traced.
         outputs: who gets the result of an evaluation: the rank of the last stage, or all.
         mesh: a mesh with an axis "pipeline" and, if there are several pipelines, one "data" (`phalanx.mesh`): then
             gradients are averaged over it.
@@ -107,7 +109,7 @@ class Pipeline(nn.Module):
         group, data_group = _groups(mesh, process_group)
         planned = plan_schedule(schedule, group.size(), micro_batches, stages)
         _check(micro_batches, group.size(), schedule, checkpoint, loss_reduction, outputs, balance)
-        layers = list_layers(module, split_points(balance))
+        layers = list_layers(module, split_points(balance), given=given_arguments(module, example))
         self._group, self._rank, self._size = group, group.rank(), group.size()
         self._num_stages, self._schedule, self._micro_batches = planned.num_stages, schedule, micro_batches
         self._checkpoint, self._loss_fn = checkpoint, loss_fn

@@ -19,14 +19,17 @@ class Forms:
     """The form of every value that a stage sends, as the first micro-batch of a step had it."""
 
     def __init__(self) -> None:
-        self._first: dict[fx.Node, tuple[int, list[Any]]] = {}
+        self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}
 
     def begin(self) -> None:
         """A new step, whose forms may be others."""
         self._first.clear()
 
-    def check(self, part: Part, micro_batch: int, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+    def check(self, part: Part, micro_batch: int, rows: int, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
         """Raise unless all values can be sent, and differ from those of the step's first micro-batch in rows alone.
+
+        A dimension other than the first may be that of the samples, too (the state of an nn.LSTM): it may differ as the
+        numbers of samples do.
 
         Raises:
             TypeError: something in them is neither a tensor nor a plain constant.
@@ -42,13 +45,22 @@ class Forms:
                         "stage. Return its tensors, or cut elsewhere."
                     )
             form = [_form(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-            before, known = self._first.setdefault(node, (micro_batch, form))
-            if form != known:
+            before, had, known = self._first.setdefault(node, (micro_batch, rows, form))
+            if form != known and not _differ_in_rows(form, rows, known, had):
                 raise ValueError(
                     f"layer {_maker(part, node)!r} returns {_words(form)} for micro-batch {micro_batch}, and "
                     f"{_words(known)} for micro-batch {before}: the micro-batches of a step may differ in the first "
                     "dimension only. Pad the samples of a mini-batch to one size."
                 )
+
+
+def _differ_in_rows(form: list[tuple[Any, ...]], rows: int, known: list[tuple[Any, ...]], had: int) -> bool:
+    if len(form) != len(known):
+        return False
+    return all(
+        mine[:2] == first[:2] and all(a == b or a * had == b * rows for a, b in zip(mine[2:], first[2:], strict=True))
+        for mine, first in zip(form, known, strict=True)
+    )
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
