@@ -15,6 +15,7 @@ import time
 
 from phalanx.coordination.elastic_link import outlive_zygote
 from phalanx.coordination.launchers import COORDINATOR
+from phalanx.diagnostics.progress_page import open_page
 
 
 class Rank:
@@ -46,6 +47,7 @@ class Rank:
             self.say("outlives")
         if os.environ.get("CHILD"):  # as a DataLoader has workers: they are in the rank's process group
             self.shout("child", subprocess.Popen(["sleep", "600"]).pid, "of", os.environ["RANK"])
+        open_page(os.environ["PHALANX_AGENT"])  # of which the agent holds a descriptor, as long as this process lives
         self.shout("joined", self.generation, "as", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.getpid())
 
     def shout(self, *words: object) -> None:

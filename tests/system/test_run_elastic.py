@@ -21,6 +21,7 @@ class Job:
         self.folder = folder
         self.lines: list[str] = []
         self.pids: dict[int, int] = {}
+        self.times_told = 0
 
     def wait(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
         """Until so many ranks have said it since the beginning: the same line of several is shown once, with all."""
@@ -45,6 +46,12 @@ class Job:
         assert self.running.process.stderr is not None
         while text not in self.running.process.stderr.readline():
             pass
+
+    def wait_generation_told(self, number: int) -> None:
+        """Until the command has said so often that all go on: it has heard all that they had to say."""
+        for _ in range(number - self.times_told):
+            self.wait_stderr("ranks go on, ")
+        self.times_told = number
 
     def kill(self, rank: int) -> int:
         """SIGKILL; returns which process it was."""
@@ -117,6 +124,20 @@ def test_an_exception_that_a_replacement_raises_again_is_told_and_ends_the_job(t
     assert "rank 1 has raised the same as before at the same step, and is not replaced" in finished.err
     assert "First failure: rank 1 of 3" in finished.err
     assert finished.err.rstrip().endswith("ValueError: the sample is bad")
+
+
+def test_the_command_holds_no_more_after_many_losses_than_before(tmp_path: Path) -> None:
+    """Of each lost process the descriptor of its progress page stayed open: a thousand losses were too many."""
+    with elastic_job(tmp_path, ranks=2, env={"STEPS": "1"}) as job:
+        held = []
+        for generation in range(1, 9):
+            job.kill(1)
+            job.wait_joined(generation, 1)
+            job.wait_generation(generation, 2)
+            job.wait_generation_told(generation)
+            held.append(len(os.listdir(f"/proc/{job.running.process.pid}/fd")))
+        assert job.finish().code == 0
+    assert min(held[5:]) <= max(held[:3])  # a pipe of the latest may not be closed yet
 
 
 def test_what_all_ranks_raise_fails_the_job_at_once(tmp_path: Path) -> None:

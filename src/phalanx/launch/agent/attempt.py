@@ -474,6 +474,7 @@ class Attempt:
         dump = os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
         dump = self._evicted.pop(pid, dump)
         self.on_exit(Exit(rank, pid, status, at, dump))
+        self.pages.drop(pid)
 
     def on_started(self, rank: int, pid: int) -> None:
         """The process of a rank exists."""

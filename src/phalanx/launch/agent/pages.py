@@ -40,6 +40,12 @@ class Pages:
         fd = self._fds.get(pid)
         return None if fd is None else read_page(fd)
 
+    def drop(self, pid: int) -> None:
+        """The process has ended: an elastic job may lose a thousand."""
+        fd = self._fds.pop(pid, None)
+        if fd is not None:
+            os.close(fd)
+
     def close(self) -> None:
         """Let go of all."""
         for fd in self._fds.values():
