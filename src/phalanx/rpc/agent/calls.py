@@ -103,8 +103,12 @@ class Peer:
         return call
 
     def take_all(self) -> list[Call]:
-        """All calls, which wait no more."""
-        return [call for number in list(self.calls) if (call := self.take(number)) is not None]
+        """All calls, which wait no more. A lost worker gives back the room of its table, which has grown with them."""
+        taken = [call for number in list(self.calls) if (call := self.take(number)) is not None]
+        if self.lost:
+            old, self.calls = self.calls, {}
+            taken += old.values()  # who adds one now finds the worker lost, and takes it back
+        return taken
 
     def expire(self, now: float) -> tuple[list[Call], float]:
         """The calls that have waited too long, and when the next one will have."""
