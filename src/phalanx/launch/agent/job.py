@@ -13,9 +13,10 @@ from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket
-from phalanx.launch.agent.attempt import Attempt, Host
+from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE, Lost
 from phalanx.launch.agent.end_summary import describe_losses, describe_overdue, describe_signal_end
+from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.coordination.key import Key
 from phalanx.errors import LaunchError
-from phalanx.launch.agent.attempt import Host
+from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.environment import describe_ranks
 from phalanx.launch.generation import Limits

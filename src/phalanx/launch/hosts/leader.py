@@ -13,8 +13,9 @@ from phalanx.coordination.agent_file import LostHost, create_agent_file, describ
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.agent_socket import Request
-from phalanx.launch.agent.attempt import Attempt, Host
+from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.elastic import BeginGeneration, DropHost, Elastic, ElasticAction, GiveUp, PrepareHost
+from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.supervision import Action
 from phalanx.launch.environment import Place
 from phalanx.launch.failure import Exit, Loss, Report

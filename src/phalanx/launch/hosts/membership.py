@@ -17,7 +17,7 @@ from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import find_key
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
-from phalanx.launch.agent.attempt import Host
+from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.environment import Place, describe_ranks
 from phalanx.launch.hosts.addresses import find_interface
