@@ -1,8 +1,12 @@
 import os
 import stat
+import tempfile
 from pathlib import Path
 
+import pytest
+
 from phalanx.launch.folder import JobFolder, remove
+from phalanx.symmetric_memory import private
 
 
 def entries(folder: Path) -> set[str]:
@@ -50,3 +54,19 @@ def test_the_folders_of_dead_jobs_are_removed_and_nothing_else(tmp_path: Path) -
     assert entries(tmp_path) == kept | {ours.path}
     ours.close()
     living.close()
+
+
+def test_the_sockets_of_a_rank_are_made_in_the_folder_that_the_agent_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket has a name while it is made: ranks that were killed in that moment left folders in TMPDIR."""
+    made: list[str] = []
+    make = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **words: made.append(words["dir"]) or make(**words))
+    monkeypatch.setattr(private, "_first_place", None)
+    private.use_place(str(tmp_path))
+    listener, fd = private.new_listener(1)
+    listener.close()
+    os.close(fd)
+    assert made == [str(tmp_path)]
+    assert list(tmp_path.iterdir()) == []

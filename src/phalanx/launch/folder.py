@@ -1,7 +1,8 @@
 """The job's temporary folder, for what Python's multiprocessing leaves behind in ranks that are killed.
 
 TMPDIR stays the user's: what a script writes there may be meant to last, and compilers keep their caches there. Only
-the sockets that multiprocessing makes for a process, and removes at its orderly end, come in here.
+the sockets that multiprocessing makes for a process, and removes at its orderly end, come in here, and our own, which
+have a name for the moment in which they are made: a rank that is killed in it leaves the name.
 
 Who removes it: the agent at the end; the zygote, when the agent was killed; the next job of this user, when both were.
 """
@@ -85,10 +86,13 @@ def find_job_folder() -> str | None:
 
 def use_in_rank(path: str) -> None:
     """This process is a rank of the job whose folder is `path`: Python's multiprocessing puts its sockets there, in
-    this process and in all that it starts.
+    this process and in all that it starts, and so do we.
     """
     global _of_this_rank
     _of_this_rank = path
+    from phalanx.symmetric_memory import private  # here: the agent, which starts in milliseconds, has no use for it
+
+    private.use_place(path)
     process = sys.modules.get("multiprocessing.process")
     if process is not None and path:
         # private, but `multiprocessing.util.get_temp_dir` has looked there since Python 3.3, and children inherit it

@@ -19,17 +19,27 @@ from phalanx.errors import PhalanxError
 # The same for all processes of a user, whatever their TMPDIR: they look for each other here.
 _PLACES = ("/tmp", "/dev/shm", "/var/tmp")
 
+_first_place: str | None = None
+
+
+def use_place(folder: str) -> None:
+    """Make the files of listeners in `folder` from now on, which somebody removes with all that is in it."""
+    global _first_place
+    _first_place = folder or None
+
 
 def new_listener(backlog: int) -> tuple[socket.socket, int]:
     """A listening socket, and a descriptor by which our own processes find it: connect to /proc/<pid>/fd/<descriptor>.
 
-    Its file is gone before this returns, so that nothing is left when we are killed. The caller closes both.
+    Its file is gone before this returns, so that nothing is left when we are killed later; when we are killed in it,
+    the file lies where `use_place` has said. The caller closes both.
 
     Raises:
         OSError: Unix sockets, or folders for temporary files, cannot be had.
     """
     problem: OSError | None = None
-    for place in (None, *_PLACES):  # a TMPDIR may be read-only, or of a kind that takes no sockets
+    own = (_first_place,) if _first_place else ()
+    for place in (*own, None, *_PLACES):  # a TMPDIR may be read-only, or of a kind that takes no sockets
         try:
             return _listen_in(tempfile.mkdtemp(prefix="phalanx-", dir=place), backlog)  # 0700
         except OSError as error:
