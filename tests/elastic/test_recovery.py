@@ -76,6 +76,15 @@ def test_what_workers_have_read_ahead_is_neither_lost_nor_seen_twice(
     check(Job("", strikes, workers=2, persistent=persistent), 2, tmp_path, undisturbed, losses=2)
 
 
+def test_a_replacement_at_the_beginning_of_an_epoch_draws_no_seed_that_lasting_workers_have(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    """Its loader, a new one, drew a seed for its workers, where the undisturbed one went on with those of the first
+    epoch: all its dropout from there on was another. Inside an epoch the state had been put back after that draw.
+    """
+    check(Job("", (Strike(1, "batch", 8),), workers=2, persistent=True), 2, tmp_path, undisturbed, losses=1)
+
+
 @pytest.mark.parametrize("point", ["lost", "leave", "meet", "agree", "rebind", "hand over", "restore"])
 def test_a_rank_that_is_lost_while_the_others_recover_makes_them_recover_again(
     point: str, tmp_path: Path, undisturbed: Any

@@ -35,7 +35,8 @@ class Mark:
 class DataPosition:
     """Counts the batches that the loop has got from the latest DataLoader over `sampler`, or its indices without one.
 
-    `on_iterator` is called when such a loader has begun a pass, with whether its iterator is a new one.
+    `on_iterator` is called when such a loader has begun a pass, with whether its iterator is a new one that an
+    undisturbed loader would have had from an earlier pass: its workers last (`persistent_workers`).
     """
 
     def __init__(self, sampler: DistributedSampler, on_iterator: Callable[[bool], None]) -> None:
@@ -57,7 +58,7 @@ class DataPosition:
                 "many samples a batch has used up. Give it the attribute `batch_size`."
             )
         self._batch_size = size
-        self._on_iterator(is_new)
+        self._on_iterator(is_new and bool(getattr(loader, "persistent_workers", False)))
 
     @property
     def batch_size(self) -> int:

@@ -358,7 +358,7 @@ class ElasticJob:
         self._records, self._records_generation = fresh, self._generation
         self._is_complete = True
         self._prepared_seq = (-1, -1)
-        if mine is not None and state._mark is not None and state._mark.is_inside:
+        if mine is not None and state._mark is not None:
             state._random_again = functools.partial(fresh.restore_random, mine)
 
     def _hand_over_sharded(self, agreement: Agreement, kept: list[Any] | None) -> None:

@@ -243,10 +243,12 @@ class State:
         if self._runner is not None:
             self._runner.before_backward()
 
-    def _on_iterator(self, is_new: bool) -> None:
-        """A loader that goes on inside an epoch has drawn a seed for its workers, as an undisturbed one has not."""
+    def _on_iterator(self, would_last: bool) -> None:
+        """A loader that goes on inside an epoch has drawn a seed for its workers, as an undisturbed one has not; nor
+        has one whose workers last, at the beginning of any epoch but the job's first.
+        """
         again, self._random_again = self._random_again, None
-        if again is not None:
+        if again is not None and (would_last or (self._mark is not None and self._mark.is_inside)):
             again()
 
     # -- what the runner asks ------------------------------------------------------------------------------------
