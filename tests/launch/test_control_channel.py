@@ -21,9 +21,10 @@ from phalanx.launch.calls import remote
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FollowerAttempt
 from phalanx.launch.hosts.gather import Gathering
-from phalanx.launch.hosts.leader import LeaderAttempt, PeerHosts
+from phalanx.launch.hosts.leader import LeaderAttempt
 from phalanx.launch.hosts.membership import _Followed
 from phalanx.launch.hosts.node_plan import HostFacts, plan_nodes
+from phalanx.launch.hosts.peer_hosts import PeerHosts
 
 _AGENT = {
     "kind": "agent", "host": "b", "pid": 1, "num_ranks": 2, "role": "default", "address": "10.0.0.2",

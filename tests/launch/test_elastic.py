@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import signal
 
-from phalanx.launch.agent.elastic import (
-    BELOW_MINIMUM_EXIT_CODE,
-    DYING_S,
-    ENDING_S,
-    SILENT_S,
+from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE, DYING_S, ENDING_S, SILENT_S, Elastic
+from phalanx.launch.agent.elastic_actions import (
     Abandon,
     BeginGeneration,
     Continue,
-    Elastic,
     ElasticAction,
     Evict,
     GiveUp,

@@ -17,9 +17,7 @@ from phalanx.diagnostics.progress_page import KIND as PROGRESS_PAGE
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import Request
-from phalanx.launch.agent.elastic import (
-    BeginGeneration,
-)
+from phalanx.launch.agent.elastic_actions import BeginGeneration
 from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.host_ranks import HostRanks, count_ranks
 from phalanx.launch.agent.signals import read_signals

@@ -18,8 +18,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phalanx.launch.agent.elastic_actions import (
+    Abandon,
+    BeginGeneration,
+    Continue,
+    ElasticAction,
+    Evict,
+    GiveUp,
+    Lost,
+    Retire,
+    Say,
+    SendToRank,
+    TellGeneration,
+)
 from phalanx.launch.failure import Exit, Failure, Report, summarise
-from phalanx.launch.generation import Generation, HostSeats, Limits, Seating, plan_generation
+from phalanx.launch.generation import Limits, Seating, plan_generation
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait
@@ -28,121 +41,6 @@ ALL_LEFT = "all ranks have left their group"
 SILENT_S = 10.0  # what a rank may keep the others waiting, which have given up on it
 _MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
 _MAX_ALIKE = 2  # times that the same exception is raised at the same step
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A rank that was lost: its rank in that generation, why, and when; `step` is the last known to be complete."""
-
-    seat: int
-    rank: int
-    pid: int
-    why: str
-    at: float
-    generation: int
-    step: int
-    host: str = ""
-    replaced: bool = False
-
-
-@dataclass(frozen=True)
-class BeginGeneration:
-    """Fork the processes that `generation` lacks, and tell the others."""
-
-    generation: Generation
-    holders: tuple[int, ...]  # the seats whose process holds the state
-    lost: tuple[Lost, ...]
-
-
-@dataclass(frozen=True)
-class SendToRank:
-    """Send a message to the rank with this seat."""
-
-    seat: int
-    message: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TellGeneration:
-    """Tell the rank with this seat of the generation that there is: it is behind."""
-
-    seat: int
-
-
-@dataclass(frozen=True)
-class Evict:
-    """Kill the process in this seat."""
-
-    seat: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Continue:
-    """Let the process in this seat go on, if it was stopped."""
-
-    seat: int
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """Go on as if the process in this seat had ended: it was killed, and the kernel does not let it die."""
-
-    seat: int
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """The job fails, of what has happened to these ranks."""
-
-    exits: tuple[Exit, ...]
-    reports: tuple[Report, ...]
-
-
-@dataclass(frozen=True)
-class Retire:
-    """These seats stay empty."""
-
-    seats: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Say:
-    """Tell the user."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class PrepareHost:
-    """Have a host start its ranks, as of a generation that may never be: they are told which it is when it begins."""
-
-    seats: HostSeats
-    begun: BeginGeneration
-
-
-@dataclass(frozen=True)
-class DropHost:
-    """A host is of no use; it is sent away."""
-
-    member: int
-    why: str
-
-
-# The last two are of a job on several hosts (`phalanx.launch.hosts.elastic_hosts`).
-ElasticAction = (
-    BeginGeneration
-    | SendToRank
-    | TellGeneration
-    | Evict
-    | Continue
-    | Abandon
-    | GiveUp
-    | Retire
-    | Say
-    | PrepareHost
-    | DropHost
-)
 
 
 @dataclass
@@ -507,28 +405,6 @@ class Elastic:
 
     def _plan_due(self) -> None:
         self.next_due = min([*(at for at, _ in self._due.values()), *self._undying.values()], default=None)
-
-
-def plan_message(
-    generation: Generation, seat: int, begin: BeginGeneration, environment: Mapping[str, str]
-) -> dict[str, Any]:
-    """What the rank with this seat is told of a generation; `environment` is that of a process started now."""
-    seats = generation.seats
-    holders = [seats.index(holder) for holder in begin.holders if holder in seats]
-    return {
-        "kind": "generation",
-        "generation": generation.number,
-        "rank": seats.index(seat),
-        "world_size": len(seats),
-        "store": environment.get("PHALANX_STORE", ""),
-        "survivors": holders,
-        "replacements": [rank for rank in range(len(seats)) if rank not in holders],
-        "lost": [{"rank": e.rank, "host": e.host, "pid": e.pid, "why": e.why} for e in begin.lost],
-        "local_rank": int(environment.get("LOCAL_RANK", "0")),
-        "local_world_size": int(environment.get("LOCAL_WORLD_SIZE", "1")),
-        "node_rank": int(environment.get("GROUP_RANK", "0")),
-        "environment": dict(environment),
-    }
 
 
 def _read_int(value: object, default: int) -> int:

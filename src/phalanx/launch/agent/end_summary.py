@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.diagnostics.rank_list import name_ranks
-from phalanx.launch.agent.elastic import Lost
+from phalanx.launch.agent.elastic_actions import Lost
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.processes import name_signal
 

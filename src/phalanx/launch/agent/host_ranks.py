@@ -14,11 +14,11 @@ from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.adopted import AdoptedExit
 from phalanx.launch.agent.agent_socket import Request
-from phalanx.launch.agent.elastic import (
+from phalanx.launch.agent.elastic import Elastic
+from phalanx.launch.agent.elastic_actions import (
     Abandon,
     BeginGeneration,
     Continue,
-    Elastic,
     ElasticAction,
     Evict,
     GiveUp,

@@ -14,7 +14,8 @@ from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import AgentSocket
 from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE, Lost
+from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE
+from phalanx.launch.agent.elastic_actions import Lost
 from phalanx.launch.agent.end_summary import describe_losses, describe_overdue, describe_signal_end
 from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.signals import read_signals

@@ -17,14 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.diagnostics.rank_list import name_ranks
-from phalanx.launch.agent.elastic import (
-    ALL_LEFT,
+from phalanx.launch.agent.elastic import ALL_LEFT, Elastic, Member
+from phalanx.launch.agent.elastic_actions import (
     BeginGeneration,
     DropHost,
-    Elastic,
     ElasticAction,
     Lost,
-    Member,
     PrepareHost,
     Say,
     SendToRank,

@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.elastic import BeginGeneration
+from phalanx.launch.agent.elastic_actions import BeginGeneration
 from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.supervision import LOSS_SETTLE_S, Action, Kill, Signal, Supervision
 from phalanx.launch.environment import Place

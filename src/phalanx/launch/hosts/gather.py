@@ -19,9 +19,10 @@ from phalanx.launch.generation import Limits
 from phalanx.launch.hosts.addresses import OwnAddress, find_interface
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.job_spec import choose_environment
-from phalanx.launch.hosts.leader import LeaderAttempt, PeerHosts, tell_start
+from phalanx.launch.hosts.leader import LeaderAttempt
 from phalanx.launch.hosts.membership import name_own_address
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, plan_nodes
+from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.reach import TRY_S, Target, describe, try_all
 from phalanx.launch.plan import JobPlan, find_free_port
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.launch.agent.elastic import BeginGeneration, Lost
+from phalanx.launch.agent.elastic_actions import BeginGeneration, Lost
 from phalanx.launch.environment import Place
 from phalanx.launch.generation import Generation, HostPart
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
@@ -14,81 +13,24 @@ from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.agent_socket import Request
 from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.elastic import BeginGeneration, DropHost, Elastic, ElasticAction, GiveUp, PrepareHost
+from phalanx.launch.agent.elastic import Elastic
+from phalanx.launch.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, GiveUp, PrepareHost
 from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.supervision import Action
-from phalanx.launch.environment import Place
 from phalanx.launch.failure import Exit, Loss, Report
-from phalanx.launch.generation import Candidate, HostSeats, Limits, Seating
-from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage, decode_lines
+from phalanx.launch.generation import Candidate, HostSeats, Seating
+from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessage, decode_lines
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_node
+from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
 from phalanx.launch.stacks.job_snapshot import Told, answer_others
 
 _STACKS_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
 _SWEEP_LIMIT_S = 15.0  # what a host may take to kill and tell, which is otherwise alive
-
-
-class PeerHosts:
-    """The other hosts of one attempt, by member."""
-
-    def __init__(
-        self, channel: ControlChannel, nodes: list[Node], own: Node, host_timeout_s: float, limits: Limits | None = None
-    ) -> None:
-        self.channel = channel
-        self.nodes = nodes
-        self.own = own
-        self.host_timeout_s = host_timeout_s
-        self.limits = limits or Limits(1, len(nodes))
-        self.others = {node.facts.member: node for node in nodes if node is not own}
-        self.lost: dict[int, str] = {}  # member -> why
-        self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
-        self.taken_in: dict[int, Change] = {}  # of these, those that an elastic job has taken in
-
-    @property
-    def present(self) -> list[Node]:
-        """The other hosts that are still there."""
-        return [node for member, node in self.others.items() if member not in self.lost]
-
-    def name_host(self, ranks: Iterable[int]) -> str:
-        """What people call the host of these ranks; empty where they are on several."""
-        node = find_node(self.nodes, ranks)
-        return node.label if node is not None else ""
-
-    def lose(self, member: int, why: str) -> Node | None:
-        """A host has gone; None if it was none of this attempt, or is known to have."""
-        node = self.others.get(member)
-        if node is None or member in self.lost:
-            return None
-        self.lost[member] = why
-        return node
-
-    def take_in(self, seats: HostSeats, place: Place) -> Node | None:
-        """A host that has come gets these seats; None if it has gone. `place` has their numbers."""
-        change = self.late.pop(seats.member, None)
-        facts = None if change is None else HostFacts.from_json(change.member, change.facts)
-        if change is None or facts is None:
-            return None
-        self.taken_in[seats.member] = change
-        # a host that comes back is called what it was; and one that has another's name gets a number
-        known = [node for node in self.nodes if _name_of(node.facts) == _name_of(facts)]
-        names = {node.label for node in self.nodes}
-        short = facts.name.partition(".")[0]
-        others = (f"{short}#{i}" for i in range(len(names) + 1))
-        if known:
-            label = known[-1].label
-        else:
-            taken = any(name.partition("#")[0] == short for name in names)
-            label = next(name for name in others if name not in names) if taken else short
-        node = Node(facts, place, label)
-        self.nodes = [each for each in self.nodes if not set(each.place.ranks) & set(place.ranks)]
-        self.nodes.append(node)
-        self.others[seats.member] = node
-        return node
 
 
 @dataclass
@@ -134,7 +76,7 @@ class LeaderAttempt(Attempt):
                 node.place.first_rank,
                 node.place.num_ranks,
                 frozenset(node.place.ranks),
-                name=_name_of(node.facts),
+                name=node.facts.known_as,
                 role=node.facts.role,
             )
             for node in self._peers.nodes
@@ -369,7 +311,7 @@ class LeaderAttempt(Attempt):
         """A host has come while ranks run."""
         facts = HostFacts.from_json(change.member, change.facts)
         assert facts is not None
-        candidate = Candidate(change.member, facts.num_ranks, _name_of(facts), facts.role)
+        candidate = Candidate(change.member, facts.num_ranks, facts.known_as, facts.role)
         if self.state.phase == "running":
             self.do_elastic(self.elastic_hosts.on_host_came(candidate, time.monotonic()))
         if change.member in self._peers.late:
@@ -487,32 +429,6 @@ class LeaderAttempt(Attempt):
         for node in self._peers.nodes:
             self._host.display.begin(node.place.ranks)
         super().run()
-
-
-def tell_start(
-    peers: PeerHosts,
-    node: Node,
-    restart_count: int,
-    run_id: str,
-    master: tuple[str, int],
-    begun: BeginGeneration | None = None,
-) -> None:
-    """Have another host start its ranks: those of a first generation, or of `begun`."""
-    peers.channel.put(
-        node.facts.member,
-        "start",
-        attempt=restart_count,
-        place=asdict(node.place),
-        run_id=run_id,
-        master=list(master),
-        first_host=peers.own.where,
-        begun=None if begun is None else generation_to_json(begun),
-    )
-
-
-def _name_of(facts: HostFacts) -> str:
-    """By which a host that comes back is known."""
-    return f"{facts.name} ({facts.address})"
 
 
 def _rank_of(body: dict[str, Any], node: Node) -> int:

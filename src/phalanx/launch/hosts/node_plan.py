@@ -25,6 +25,11 @@ class HostFacts:
     node_rank: int | None = None
     run_id: str = ""
 
+    @property
+    def known_as(self) -> str:
+        """By which a host that comes back is known."""
+        return f"{self.name} ({self.address})"
+
     @classmethod
     def from_json(cls, member: int, facts: Mapping[str, Any]) -> HostFacts | None:
         """The inverse of `to_json`; None for a member that is no agent."""

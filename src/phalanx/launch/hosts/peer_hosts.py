@@ -1,0 +1,92 @@
+"""Which other hosts an attempt has: who is there, who was lost, who has come, and how one is told to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from phalanx.launch.agent.elastic_actions import BeginGeneration
+from phalanx.launch.environment import Place
+from phalanx.launch.generation import HostSeats, Limits
+from phalanx.launch.hosts.control_channel import Change, ControlChannel
+from phalanx.launch.hosts.generation_message import generation_to_json
+from phalanx.launch.hosts.node_plan import HostFacts, Node, find_node
+
+
+class PeerHosts:
+    """The other hosts of one attempt, by member."""
+
+    def __init__(
+        self, channel: ControlChannel, nodes: list[Node], own: Node, host_timeout_s: float, limits: Limits | None = None
+    ) -> None:
+        self.channel = channel
+        self.nodes = nodes
+        self.own = own
+        self.host_timeout_s = host_timeout_s
+        self.limits = limits or Limits(1, len(nodes))
+        self.others = {node.facts.member: node for node in nodes if node is not own}
+        self.lost: dict[int, str] = {}  # member -> why
+        self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
+        self.taken_in: dict[int, Change] = {}  # of these, those that an elastic job has taken in
+
+    @property
+    def present(self) -> list[Node]:
+        """The other hosts that are still there."""
+        return [node for member, node in self.others.items() if member not in self.lost]
+
+    def name_host(self, ranks: Iterable[int]) -> str:
+        """What people call the host of these ranks; empty where they are on several."""
+        node = find_node(self.nodes, ranks)
+        return node.label if node is not None else ""
+
+    def lose(self, member: int, why: str) -> Node | None:
+        """A host has gone; None if it was none of this attempt, or is known to have."""
+        node = self.others.get(member)
+        if node is None or member in self.lost:
+            return None
+        self.lost[member] = why
+        return node
+
+    def take_in(self, seats: HostSeats, place: Place) -> Node | None:
+        """A host that has come gets these seats; None if it has gone. `place` has their numbers."""
+        change = self.late.pop(seats.member, None)
+        facts = None if change is None else HostFacts.from_json(change.member, change.facts)
+        if change is None or facts is None:
+            return None
+        self.taken_in[seats.member] = change
+        # a host that comes back is called what it was; and one that has another's name gets a number
+        known = [node for node in self.nodes if node.facts.known_as == facts.known_as]
+        names = {node.label for node in self.nodes}
+        short = facts.name.partition(".")[0]
+        others = (f"{short}#{i}" for i in range(len(names) + 1))
+        if known:
+            label = known[-1].label
+        else:
+            taken = any(name.partition("#")[0] == short for name in names)
+            label = next(name for name in others if name not in names) if taken else short
+        node = Node(facts, place, label)
+        self.nodes = [each for each in self.nodes if not set(each.place.ranks) & set(place.ranks)]
+        self.nodes.append(node)
+        self.others[seats.member] = node
+        return node
+
+
+def tell_start(
+    peers: PeerHosts,
+    node: Node,
+    restart_count: int,
+    run_id: str,
+    master: tuple[str, int],
+    begun: BeginGeneration | None = None,
+) -> None:
+    """Have another host start its ranks: those of a first generation, or of `begun`."""
+    peers.channel.put(
+        node.facts.member,
+        "start",
+        attempt=restart_count,
+        place=asdict(node.place),
+        run_id=run_id,
+        master=list(master),
+        first_host=peers.own.where,
+        begun=None if begun is None else generation_to_json(begun),
+    )
