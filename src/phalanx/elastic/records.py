@@ -63,6 +63,10 @@ class Buffers:
         if [(t.shape, t.dtype) for t in tensors] == self._forms and tensors:
             torch._foreach_copy_(list(views), [t.detach() for t in tensors])
 
+    def versions(self) -> list[int]:
+        """They differ where a buffer was changed in between."""
+        return [tensor._version for tensor in self._tensors()]
+
     def load(self, views: Sequence[Tensor]) -> None:
         """Copy them back."""
         for tensor, view in zip(self._tensors(), views, strict=True):
@@ -94,6 +98,7 @@ class RankRecords:
         self._views = [self._buffers.views(slot[_PAGE + _RANDOM_BYTES :]) for slot in self._slots]
         self._numbers = [-1, -1]
         self._captured: Any = None
+        self._versions: list[int] = []
         for slot in range(2):
             _HEAD.pack_into(self._bytes, slot * self._slot_bytes, -1, 0, 0, 0, 0, 0)
         if group.size() > 1:
@@ -117,13 +122,18 @@ class RankRecords:
         if at > start + _PAGE + _RANDOM_BYTES:
             raise ValueError("the random states of this process do not fit")
         self._buffers.save(self._views[slot])
+        self._versions = self._buffers.versions()
         _HEAD.pack_into(self._bytes, start, -1, *map(len, states), self._buffers.nbytes)
         self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
         self._numbers[slot] = number
 
     def is_prepared(self, number: int) -> bool:
-        """Whether this rank's slot is of that step, and nothing was drawn since."""
-        return self._numbers[number % 2] == number and self._random.capture() == self._captured
+        """Whether this rank's slot is of that step, and since then nothing was drawn, and no buffer changed."""
+        return (
+            self._numbers[number % 2] == number
+            and self._buffers.versions() == self._versions
+            and self._random.capture() == self._captured
+        )
 
     def read(self, rank: int, number: int) -> Tensor | None:
         """A copy of what `rank` left of step `number`; None if it left nothing of it."""

@@ -196,17 +196,21 @@ class ElasticJob:
         """What this rank alone knows of the step is written where it outlives the rank."""
         assert self._records is not None
         self._records.prepare(self._state._number + 1)
-        self._prepared_seq = self._seq()
+        self._prepared_seq = self.count_collectives()
+
+    def count_collectives(self) -> tuple[int, int]:
+        """Of the default group; rounds of gradients are not among its collectives, and count as well."""
+        return self._group._get_sequence_number_for_group(), self._group.num_gradient_rounds
 
     def before_commit(self, number: int) -> None:
         """See to it that the record of this commit is there, on all ranks."""
         assert self._records is not None
         if not self._records.is_prepared(number):
             self._records.prepare(number)
-            self._prepared_seq = self._seq()
+            self._prepared_seq = self.count_collectives()
         if self._state._rounds and self._state._stepped:
             return  # they train apart: nobody waits for anybody
-        if self._group.size() > 1 and self._seq() == self._prepared_seq:
+        if self._group.size() > 1 and self.count_collectives() == self._prepared_seq:
             dist.barrier(group=self._group)  # no rank has waited for the others since: they may lack theirs
 
     def after_commit(self) -> None:
@@ -218,9 +222,6 @@ class ElasticJob:
         self._used = used
         if self._membership.newer_than(self._generation):
             raise _NewGeneration("phalanx.elastic: the job takes in other ranks")
-
-    def _seq(self) -> tuple[int, int]:
-        return self._group._get_sequence_number_for_group(), self._group.num_gradient_rounds
 
     def _finish(self) -> None:
         """Nobody ends before all have: one who is lost now would not find its state again."""

@@ -23,9 +23,12 @@ from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart, ValuePart
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
+from phalanx.elastic.undo import Followers, Undo
+from phalanx.log import get_logger
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
 
+_logger = get_logger(__name__)
 _IMMUTABLE = (int, float, bool, str, bytes, type(None), complex, frozenset)
 
 
@@ -38,6 +41,10 @@ class Runner(Protocol):
 
     def after_commit(self) -> None:
         """It is made."""
+        ...
+
+    def count_collectives(self) -> tuple[int, int]:
+        """A number that differs where the ranks have waited for each other."""
         ...
 
     def before_backward(self) -> None:
@@ -103,6 +110,13 @@ class State:
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
+        self._followers = Followers(self._schedulers, self._scalers, self._optimizers)
+        self._undo: Undo | None = None if self._sharded or self._rounds else Undo(self._parts_of_update())
+        self._has_late = True  # a step may be interrupted behind its update; whether it may, the first one tells
+        self._was_late = False
+        self._is_committing = False
+        self._at_update: tuple[int, int] | None = None
+        self._modes: list[bool] = []  # of all modules: whether they train; as at the first commit of an epoch
         self._save()
 
     # -- attributes ----------------------------------------------------------------------------------------------
@@ -140,7 +154,11 @@ class State:
     def commit(self) -> None:
         """A step is done on this rank: what comes from here on may be lost, what was before may not.
 
-        After the optimizer's step, and where no gradient is waiting for more to be added to it.
+        After the optimizer's step, and where no gradient is waiting for more to be added to it. What a loop does
+        between this and the next batch is not done again after a loss; what it does before belongs to the step.
+
+        Cost: where ranks wait for each other between an update and its commit (a second optimizer's backward, a loss
+        that is reduced), a copy of the models and of the optimizers' states in each step, to take it back with.
         """
         self._commit(is_step=True)
 
@@ -149,16 +167,22 @@ class State:
         number = self._number + 1
         runner = self._runner
         if runner is not None:
+            self._is_committing = True
             runner.before_commit(number)
+            if self._stepped:
+                self._learn_lateness(runner)
         self._number = number
-        self._stepped = 0
+        self._end_update()
         if is_step:
+            if not self._modes:
+                self._modes = [layer.training for layer in self._layers()]
             self._values["step"] += 1
             self._page.commit(self._values["step"], 0 if self._position is None else self._position.batch_size)
             if self._position is not None:
                 self._mark = self._position.mark()
         else:
             self._values["epoch"] += 1
+            self._modes = []
             if self._position is not None:
                 self._mark = Mark(self._values["epoch"], None, 0)
         self._save()
@@ -171,11 +195,27 @@ class State:
         for name in self._mutable:
             values[name] = pickle.dumps(values[name])
         self._saved = values
-        self._followers = self._read_followers()
+        self._followers.keep()
 
-    def _read_followers(self) -> list[Any]:
-        """What changes with an update, and tells that there was one although no optimizer stepped."""
-        return [s.last_epoch for s in self._schedulers] + [s.state_dict() for s in self._scalers]
+    def _learn_lateness(self, runner: Runner) -> None:
+        """Whether a step can be interrupted between its update and its commit: then it must be possible to undo it.
+
+        Also where the commit itself must wait for the others, as what a rank drew behind the update is not kept yet.
+        """
+        if self._at_update is not None and runner.count_collectives() != self._at_update:
+            self._has_late = self._was_late = True
+        elif not self._was_late:
+            self._has_late = False
+
+    def _end_update(self) -> None:
+        self._stepped = 0
+        self._at_update = None
+        self._is_committing = False
+        if self._undo is not None and self._undo.is_kept:
+            self._undo.end_step(drop=not self._has_late)
+
+    def _layers(self) -> Iterator[nn.Module]:
+        return (layer for module in self._modules for layer in module.modules())
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: the state of each object under its name, the plain values, and the data's position.
@@ -223,6 +263,10 @@ class State:
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def _before_step(self, *_: Any) -> None:
+        if self._at_update is None and self._runner is not None and self._undo is not None:
+            if self._has_late:
+                self._undo.keep()
+            self._at_update = self._runner.count_collectives()
         self._stepped = 1
 
     def _after_step(self, *_: Any) -> None:
@@ -261,11 +305,24 @@ class State:
             updated = {one.has_updated for one in self._sharded}
             if len(updated) == 1:
                 self._stepped = 2 if updated.pop() else 0
+        if self._stepped and self._undo is not None and self._undo.is_kept:
+            self._undo.give_back()
+            self._stepped = 0
+        if not self._stepped:
+            self._followers.give_back()
 
     def _count_as_done(self, number: int) -> None:
         """The update is made, and only the commit is missing."""
+        if self._undo is not None and self._stepped == 2 and not self._is_committing:
+            self._has_late = self._was_late = True
+            _logger.warning(
+                "phalanx.elastic: the loss came between update and commit of step %d, where no collective was seen "
+                "before. The step counts; what the loop does there after the collective that failed was not done for "
+                "it. From now on such a step is taken back.",
+                self._values["step"],
+            )
         self._number = number
-        self._stepped = 0
+        self._end_update()
         self._values["step"] += 1
         if self._position is not None:
             self._mark = self._position.mark()
@@ -274,7 +331,7 @@ class State:
     @property
     def _is_whole(self) -> bool:
         """Whether all that no record holds is as it was at the latest commit."""
-        return self._stepped == 0 and self._read_followers() == self._followers
+        return self._stepped == 0
 
     def _roll_back_values(self) -> None:
         for name, value in self._saved.items():
@@ -295,23 +352,40 @@ class State:
                 parts.append(StatefulPart(thing))
         return [*parts, ValuePart(self._get_progress, self._put_progress)]
 
+    def _parts_of_update(self) -> list[Part]:
+        """What changes between an update and its commit, in a loop that keeps an average of the model, too."""
+        return [part for part in self._parts() if isinstance(part, (ModulePart, OptimizerPart))]
+
     def _get_progress(self) -> Any:
         mark = self._mark
         where = None if mark is None else (mark.epoch, mark.consumed)
-        return {"number": self._number, "values": self._saved, "mutable": sorted(self._mutable), "where": where}
+        return {
+            "number": self._number,
+            "values": self._saved,
+            "mutable": sorted(self._mutable),
+            "where": where,
+            "modes": self._modes,
+            "late": (self._has_late, self._was_late),
+        }
 
     def _put_progress(self, progress: Any) -> None:
         self._number = progress["number"]
         self._mutable.clear()
         self._mutable.update(progress["mutable"])
         self._saved = progress["values"]
+        self._modes = progress["modes"]
+        self._has_late, self._was_late = progress["late"]
         where = progress["where"]
         self._mark = None if where is None else Mark(where[0], None, where[1])
 
     def _settle(self, rank: int, world_size: int) -> None:
         """After the state has arrived, or was there: everything is as at the latest commit."""
-        self._stepped = 0
+        self._end_update()
         self._roll_back_values()
+        for layer, trains in zip(self._layers(), self._modes, strict=False):  # the loss may have come in a validation
+            layer.training = trains
+        for optimizer in self._optimizers if self._values["step"] else ():
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's question to who has just come
         for scaler in self._scalers:
             scaler._per_optimizer_states.clear()
         for module in self._modules:

@@ -1,0 +1,109 @@
+"""What an update is about to change, kept, so that a step can be taken back that a loss interrupts after its update.
+
+    backward │ optimizer.step │ all_reduce(loss) │ scheduler.step │ commit        one collective is behind the update
+    backward │ optimizer.step │ backward │ optimizer.step         │ commit        two optimizers, as of a GAN
+
+Who is interrupted there has parameters that are no longer those of the latest commit, and not yet those of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from phalanx.backend.skeleton import join, split
+from phalanx.elastic.hand_over import Part
+
+
+class Undo:
+    """A copy of what `parts` hold. Cost: their memory once more, and a copy of it in each step that takes one."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._structure: Any = None  # None where nothing is kept
+        self._copies: list[Tensor] = []
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the step can be taken back."""
+        return self._structure is not None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Everything as it is now."""
+        tensors: list[Tensor] = []
+        structure = split([part.show() for part in self._parts], tensors)
+        forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        if forms == [(t.shape, t.stride(), t.dtype, t.device) for t in self._copies]:
+            torch._foreach_copy_(self._copies, [t.detach() for t in tensors])
+        else:
+            self._copies = [t.detach().clone() for t in tensors]
+        self._structure = structure
+
+    def end_step(self, *, drop: bool) -> None:
+        """What was kept is of no use any more; `drop`: nor is the memory for it."""
+        self._structure = None
+        if drop:
+            self._copies = []
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Everything is as it was."""
+        values = join(self._structure, self._copies)
+        for part, value in zip(self._parts, values, strict=True):
+            part.take(value)
+        self.end_step(drop=True)  # the tensors are the optimizer's now
+
+
+class Followers:
+    """Schedulers, gradient scalers, and the options that they change: what may be ahead although nothing was updated.
+
+    So it is where a scheduler steps at the end of an epoch, and a rank is lost in the validation after it.
+    """
+
+    def __init__(self, schedulers: Sequence[LRScheduler], scalers: Sequence[Any], optimizers: Sequence[Optimizer]):
+        self._schedulers, self._scalers, self._optimizers = schedulers, scalers, optimizers
+        self._seen: Any = None
+        self._kept: Any = None
+
+    def _look(self) -> list[Any]:
+        rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [
+            [s.last_epoch for s in self._schedulers],
+            [s.state_dict() for s in self._scalers],
+            [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates],
+        ]
+
+    def keep(self) -> None:
+        """As they are now; cheap where nothing has changed."""
+        seen = self._look()
+        if seen == self._seen:
+            return
+        self._kept = (
+            [s.state_dict() for s in self._schedulers],
+            seen[1],
+            [
+                {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+            ],
+        )
+        self._seen = seen
+
+    def give_back(self) -> None:
+        """As they were."""
+        if self._look() == self._seen:
+            return
+        schedulers, scalers, options = self._kept
+        for thing, state in zip([*self._schedulers, *self._scalers], [*schedulers, *scalers], strict=True):
+            thing.load_state_dict(state)
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        for group, kept in zip(groups, options, strict=True):
+            group.update(kept)
+        self._seen = None
+        self.keep()
