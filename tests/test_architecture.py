@@ -34,6 +34,7 @@ OUTSIDE = {"__init__", "__main__", "_autoload"}
 # An import that goes sideways or up on purpose, with the reason.
 ALLOWED: dict[tuple[str, str], str] = {
     ("core_numbers", "_core"): "the core, which imports nothing, is where the numbers are written down",
+    ("optim", "rpc"): "DistributedOptimizer calls the workers on which parameters live",
     ("ddp", "nn"): "DistributedDataParallel(sync_batchnorm=...) converts BatchNorm layers",
 }
 

@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import gc
 import types
+import warnings
 from types import ModuleType
 from typing import Any
 
 import torch.distributed.rpc as torchs
 import torch.distributed.rpc.internal as internal
 
+import phalanx.optim
 import phalanx.rpc
 from phalanx.deadline import Deadline
 from phalanx.rpc import current, invoke, options, start
 from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.autograd import graph, serve
+from phalanx.rpc.autograd.contexts import Context
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch deprecates parts of itself that it imports
+    import torch.distributed.optim as torchs_optim
 
 _NAME = "torch.distributed.rpc"
 NAMES = [_NAME, *(f"{_NAME}.{one}" for one in ("api", "constants", "functions", "internal", "options"))]
 NAMES.append(f"{_NAME}.backend_registry")
+AUTOGRAD, OPTIM = "torch.distributed.autograd", "torch.distributed.optim"
+NAMES += [AUTOGRAD, OPTIM]
 
 
 def build() -> dict[str, ModuleType]:
@@ -82,7 +92,46 @@ def build() -> dict[str, ModuleType]:
     whole[f"{_NAME}.functions"] = functions
     found.options = options
     found.__path__ = []
-    return {_NAME: found, **whole}
+    return {_NAME: found, **whole, AUTOGRAD: _autograd(), OPTIM: _optim()}
+
+
+def _autograd() -> Any:
+    """`torch.distributed.autograd`, with what the suite asks of its inside."""
+    found: Any = types.ModuleType(AUTOGRAD)
+    for name in phalanx.rpc.autograd.__all__:
+        setattr(found, name, getattr(phalanx.rpc.autograd, name))
+    found._current_context = _current_context
+    found._retrieve_context = lambda context_id: serve.worker().contexts.find(context_id)
+    found._new_context = lambda: serve.worker().contexts.open()
+    found._release_context = lambda context_id: serve.worker().release(context_id)
+    found._get_max_id = lambda: serve.worker().contexts.max_id
+    found._is_valid_context = lambda context_id: serve.worker().contexts.find(context_id)
+    found._get_debug_info = _autograd_debug_info
+    graph._RECV.name = lambda node: "torch::distributed::autograd::RecvRpcBackward"
+    return found
+
+
+def _optim() -> Any:
+    found: Any = types.ModuleType(OPTIM)
+    found.__dict__.update({name: one for name, one in vars(torchs_optim).items() if not name.startswith("__")})
+    found.__path__ = torchs_optim.__path__
+    found.DistributedOptimizer = phalanx.optim.DistributedOptimizer
+    return found
+
+
+def _current_context() -> Context:
+    found = serve.worker().contexts.current
+    if found is None:
+        raise RuntimeError("the current thread has no context")
+    return found
+
+
+def _autograd_debug_info() -> dict[str, str]:
+    contexts = serve.worker().contexts.all()
+    return {
+        "num_current_backward_passes": str(sum(len(one.passes) for one in contexts)),
+        "num_autograd_contexts": str(len(contexts)),
+    }
 
 
 def _module(name: str) -> Any:

@@ -38,10 +38,15 @@ _COPIED = (
     f"{_SUITE}.rpc_agent_test_fixture",
     f"{_SUITE}.tensorpipe_rpc_agent_test_fixture",
     f"{_SUITE}.rpc_test",
+    f"{_SUITE}.dist_autograd_test",
+    f"{_SUITE}.dist_optimizer_test",
 )
 CLASSES = {
     "RpcTest": f"{_SUITE}.rpc_test",
     "TensorPipeAgentRpcTest": f"{_SUITE}.rpc_test",
+    "DistAutogradTest": f"{_SUITE}.dist_autograd_test",
+    "TensorPipeAgentDistAutogradTest": f"{_SUITE}.dist_autograd_test",
+    "DistOptimizerTest": f"{_SUITE}.dist_optimizer_test",
 }
 WORLD_SIZE = 4
 

@@ -6,6 +6,10 @@ from tests.conformance.rpc_suite import RpcSuite
 
 # One of each kind.
 QUICK = [
+    "DistAutogradTest.test_backward_autograd_engine_error",
+    "DistAutogradTest.test_backward_rref_nested",
+    "DistAutogradTest.test_graph_for_py_nested_call_itself",
+    "DistOptimizerTest.test_dist_optim",
     "RpcTest.test_add_done_callback",
     "RpcTest.test_async_class_rref_proxy_async",
     "RpcTest.test_async_function_multi_fanout",
@@ -18,6 +22,7 @@ QUICK = [
     "RpcTest.test_nonzero",
     "RpcTest.test_py_class_instance_method",
     "RpcTest.test_remote_same_worker",
+    "TensorPipeAgentDistAutogradTest.test_backward_rref_sparse",
 ]
 
 

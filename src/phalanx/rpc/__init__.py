@@ -4,9 +4,11 @@ init_rpc, shutdown, get_worker_info            start.py
 rpc_sync, rpc_async, remote                    invoke.py
 RRef                                           rref.py, references.py
 functions.async_execution                      functions.py
+autograd.context, backward, get_gradients      autograd/
 the agent: threads, calls, connections         agent/
 """
 
+from phalanx.rpc import autograd as autograd
 from phalanx.rpc import functions as functions
 from phalanx.rpc import rref_proxy as rref_proxy
 from phalanx.rpc.invoke import remote as remote
@@ -29,6 +31,7 @@ __all__ = [
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
+    "autograd",
     "functions",
     "get_worker_info",
     "init_rpc",

@@ -1,8 +1,9 @@
 """Objects as bytes, and the tensors in them as they lie: pickle protocol 5 with the tensors' memory out of band.
 
 A dense tensor on the CPU is not copied into the pickle: its memory is a buffer of its own, which the transport sends
-from where it lies. All others (sparse, quantized, subclasses) are pickled as PyTorch pickles them; their parts are
-dense tensors again. What other files know how to hand over (references) they register here.
+from where it lies; so are the parts of a sparse one. All others (compressed, quantized, subclasses) are pickled as
+PyTorch pickles them; their parts are dense tensors again. What other files know how to hand over (references) they
+register here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Payload:
     `to` names the worker that it goes to, and `forks` what was handed to it beside the object.
     """
 
-    __slots__ = ("buffers", "data", "forks", "is_answer", "kept", "tensors", "to", "undo")
+    __slots__ = ("buffers", "data", "forks", "is_answer", "kept", "sparse", "tensors", "to", "undo")
 
     def __init__(self, to: Any = None, is_answer: bool = False) -> None:
         self.to = to
@@ -43,6 +44,7 @@ class Payload:
         self.data: bytes = b""
         self.buffers: list[Any] = []  # memory: anything with the buffer protocol
         self.tensors: list[Tensor] = []
+        self.sparse: list[Tensor] = []
         self.forks: list[Any] = []
         self.kept: list[Any] = []  # must live until the answer has come
         self.undo: list[Callable[[], Any]] = []  # if it is not sent after all
@@ -67,13 +69,21 @@ class Arrived:
     `without_grad`: then whoever asked for that attaches them to a graph.
     """
 
-    __slots__ = ("forks", "requires_grad", "tensors", "without_grad")
+    __slots__ = ("forks", "requires_grad", "sparse", "sparse_requires_grad", "tensors", "without_grad")
 
     def __init__(self, forks: Sequence[Any] = (), without_grad: bool = False) -> None:
         self.tensors: list[Tensor] = []
         self.requires_grad: list[bool] = []
+        self.sparse: list[Tensor] = []
+        self.sparse_requires_grad: list[bool] = []
         self.forks = forks
         self.without_grad = without_grad
+
+    def that_require_grad(self) -> list[Tensor]:
+        """Those that required it where they came from, dense and then sparse ones."""
+        found = [one for one, requires in zip(self.tensors, self.requires_grad, strict=True) if requires]
+        found += [one for one, requires in zip(self.sparse, self.sparse_requires_grad, strict=True) if requires]
+        return found
 
 
 _current = _Current()
@@ -145,6 +155,11 @@ def _dispatch_table() -> dict[type, Any]:
 
 def _reduce_tensor(tensor: Tensor, payload: Payload) -> Any:
     code = _CODES.get(tensor.dtype)
+    if tensor.layout is torch.sparse_coo and tensor.device == _CPU:
+        payload.sparse.append(tensor)
+        plain = tensor.detach()
+        parts = plain._indices(), plain._values()
+        return _sparse, (*parts, tuple(tensor.shape), tensor.is_coalesced(), tensor.requires_grad)
     if code is None or tensor.layout is not torch.strided or tensor.device != _CPU:
         return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
     payload.tensors.append(tensor)
@@ -191,10 +206,23 @@ def _tensor(
         else:
             tensor = torch.empty_strided(shape, stride, dtype=tensor.dtype).copy_(tensor.view(shape))
     arrived = arriving()
-    if requires_grad and not arrived.without_grad:
-        tensor.requires_grad_()
+    if requires_grad:
+        if arrived.without_grad:
+            tensor = tensor.detach()  # a view could not be attached to a graph
+        else:
+            tensor.requires_grad_()
     arrived.tensors.append(tensor)
     arrived.requires_grad.append(requires_grad)
+    return tensor
+
+
+def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool) -> Tensor:
+    tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+    arrived = arriving()
+    if requires_grad and not arrived.without_grad:
+        tensor.requires_grad_()
+    arrived.sparse.append(tensor)
+    arrived.sparse_requires_grad.append(requires_grad)
     return tensor
 
 

@@ -16,6 +16,7 @@ from phalanx.errors import AuthenticationError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.rpc import current
 from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.autograd.serve import serve_autograd
 from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import BackendType, RpcBackendOptions
 from phalanx.rpc.rendezvous import find_place, is_on_network, job_key, may_be_public, network_address, open_store
@@ -90,6 +91,7 @@ def start_agent(
         _open_network(agent, store)
     serve_references(agent)
     agent.rounds = Rounds(agent)
+    serve_autograd(agent)
     for extend in on_start:
         extend(agent)
     agent.start(membership)

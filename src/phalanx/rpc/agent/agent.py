@@ -160,7 +160,8 @@ class Agent:
         if connection is None and not peer.lost and not self.closed:
             connection = self._connect(peer, Call("rpc", name, _CONNECT_S))
         if connection is not None:
-            connection.send(wire.CONTROL, 0, pickle.dumps((name, argument), 5))
+            payload = serialize((name, argument), to)
+            connection.send(wire.CONTROL, 0, payload.data, b"", payload.buffers)
 
     def peer(self, member: Member) -> Peer:
         """A worker as we call it."""
@@ -372,7 +373,7 @@ class Agent:
     def _take_control(self, connection: Any, frame: Frame) -> None:
         member = connection.peer or self.me
         try:
-            name, argument = pickle.loads(frame.data)
+            (name, argument), _ = deserialize(frame.data, frame.buffers)
             result = self.controls[name](member, argument)
         except BaseException as error:
             self.answer(connection, frame.call, error=error)

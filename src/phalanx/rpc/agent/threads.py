@@ -1,0 +1,61 @@
+"""Threads for work that may wait long: they do not count among those that serve calls, and are used again and again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Threads:
+    """As many as there is work at once."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle: list[_Seat] = []
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Carry it out, in a thread; it must not raise. Never waits."""
+        with self._lock:
+            if self._closed:
+                return
+            seat = self._idle.pop() if self._idle else None
+            if seat is None:
+                thread = threading.Thread(target=self._serve, args=(_Seat(work),), name=self._name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+                return
+        seat.work = work
+        seat.gate.release()
+
+    def _serve(self, seat: _Seat) -> None:
+        while seat.work is not None:
+            seat.work()
+            seat.work = None
+            with self._lock:
+                if self._closed:
+                    return
+                self._idle.append(seat)
+            seat.gate.acquire()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End those that do nothing; what is under way is waited for, so long."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for seat in idle:
+            seat.gate.release()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+
+class _Seat:
+    """Where a thread waits for work."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work: Callable[[], None] | None = work
+        self.gate = threading.Lock()
+        self.gate.acquire()

@@ -1,0 +1,105 @@
+"""Backward across remote calls, by the names of `torch.distributed.autograd`.
+
+    with rpc.autograd.context() as context_id:
+        y = rpc.rpc_sync("server", embed, (ids, w))
+        rpc.autograd.backward(context_id, [loss(y)])
+        gradients = rpc.autograd.get_gradients(context_id)  # of this worker's own tensors; no .grad is touched
+
+graph.py       where tensors leave and arrive, and what takes part
+hook.py        what is noted of each call
+contexts.py    what a worker keeps of a context
+passes.py      a backward pass on one worker: how it runs is drawn there
+serve.py       what workers tell each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.autograd.profiler import record_function
+
+from phalanx.rpc.autograd.graph import reach
+from phalanx.rpc.autograd.passes import BackwardError as BackwardError
+from phalanx.rpc.autograd.serve import worker
+
+__all__ = ["BackwardError", "backward", "context", "get_gradients"]
+
+
+@contextmanager
+def context() -> Iterator[int]:
+    """Note what the calls of this thread, and those that they make in turn, compute; its number is for `backward`.
+
+    At the end all workers let go of what they noted, gradients as well.
+
+    Raises:
+        RuntimeError: this thread is in a context already.
+    """
+    me = worker()
+    inside = me.contexts.current
+    if inside is not None:
+        raise RuntimeError(f"Already have an autograd context id for this thread: {inside.id}")
+    made = me.contexts.open()
+    try:
+        with me.contexts.enter(made):
+            yield made.id
+    finally:
+        me.release(made.id)
+
+
+def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+    """Run the backward pass from `roots` through all workers that took part, and gather gradients in the context.
+
+    Returns when it is over on all of them. Gradients are added to those that earlier passes left in the
+    context. Any worker that the context has come to can call it, and several at a time.
+
+    Numerics: as in one process; where a tensor has several uses, the order in which gradients are added may differ.
+
+    Raises:
+        RuntimeError: there is no such context here, or a root is none: not a scalar, or nothing to go back to.
+        BackwardError: some worker's part raised; its message says which one, and what.
+        PeerLostError: a worker that took part is lost. After these two the context's gradients are undefined.
+    """
+    if not isinstance(context_id, int) or not isinstance(roots, list | tuple):
+        raise TypeError(
+            "backward(): incompatible function arguments: it takes context_id (int), roots (a list of tensors) and "
+            f"retain_graph (bool), got {type(context_id).__name__} and {type(roots).__name__}"
+        )
+    me = worker()
+    found = me.contexts.find(context_id)
+    _check_roots(roots)
+    messages = reach([root.grad_fn for root in roots]).ancestors(context_id)
+    if not _profiler_enabled():
+        me.backward(found, roots, messages, retain_graph)
+        return
+    with record_function("torch::distributed::autograd::backward"):  # as PyTorch calls it in its profiles
+        me.backward(found, roots, messages, retain_graph)
+
+
+def _check_roots(roots: Sequence[Tensor]) -> None:
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for number, root in enumerate(roots):
+        if not isinstance(root, Tensor):
+            raise TypeError(f"backward(): incompatible function arguments: root {number} is a {type(root).__name__}")
+        if not root.requires_grad:
+            raise RuntimeError(f"backward(): requires_grad not set on root {number}")
+        if root.numel() != 1:
+            raise RuntimeError(
+                f"backward(): root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar"
+            )
+        if root.grad_fn is None:
+            raise RuntimeError(f"backward(): root {number} does not have a valid gradient function: it is a leaf")
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients that the context has gathered on this worker, by tensor.
+
+    Raises:
+        RuntimeError: there is no such context here.
+    """
+    found = worker().contexts.find(context_id)
+    with found.lock:
+        return dict(found.gradients)

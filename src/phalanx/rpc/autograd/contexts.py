@@ -1,0 +1,168 @@
+"""Contexts: what a worker keeps of a forward and its backward, until whoever opened the context leaves it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.errors import PhalanxError
+from phalanx.rpc.autograd.graph import MessageId, Send
+from phalanx.rpc.worker_info import Member
+
+_NUMBER_BITS = 48
+_MOST_RELEASED = 10_000
+
+
+class Context:
+    """One context, on one worker. `origin` is the uid of the worker that opened it."""
+
+    def __init__(self, context_id: int, origin: int) -> None:
+        self.id = context_id
+        self.origin = origin
+        self.lock = threading.Lock()
+        self.known: dict[int, Member] = {}  # whom we told of it
+        self.sends: dict[MessageId, Send] = {}
+        self.received: dict[MessageId, Any] = {}
+        self.passes: dict[tuple[int, int], Any] = {}
+        self.gradients: dict[Tensor, Tensor] = {}
+
+    def accumulate(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add gradients to what is there. What nobody else has is kept as it is, without a copy."""
+        found = list(found)
+        counts = Counter(_memory(gradient) for _, gradient in found)
+        with self.lock:
+            for variable, gradient in found:
+                before = self.gradients.get(variable)
+                if before is not None:
+                    # Not in place: who has asked for the gradients holds them.
+                    gradient = gradient + before if before.is_sparse else before + gradient
+                elif counts[_memory(gradient)] > 1 or not _is_plain(gradient, variable):
+                    gradient = gradient.clone()
+                self.gradients[variable] = gradient
+
+    # What PyTorch's contexts tell of themselves.
+
+    def _context_id(self) -> int:
+        return self.id
+
+    def _send_functions(self) -> dict[MessageId, Any]:
+        return {message: send.output.grad_fn for message, send in self.sends.items()}
+
+    def _recv_functions(self) -> dict[MessageId, Any]:
+        return dict(self.received)
+
+    def _known_worker_ids(self) -> set[int]:
+        return {member.info.id for member in self.known.values()}
+
+
+def _memory(tensor: Tensor) -> int:
+    return (tensor._values() if tensor.is_sparse else tensor).data_ptr()
+
+
+def _is_plain(gradient: Tensor, variable: Tensor) -> bool:
+    """Whether it lies in memory as its variable does, or in a row."""
+    if gradient.is_sparse:
+        return gradient._indices().is_contiguous() and gradient._values().is_contiguous()
+    return gradient.is_contiguous() or (not variable.is_sparse and gradient.stride() == variable.stride())
+
+
+class Contexts:
+    """All that this worker knows of. Which one a thread is in is known here, too."""
+
+    def __init__(self, rank: int, uid: int) -> None:
+        self._uid = uid
+        self._first = rank << _NUMBER_BITS
+        start = int.from_bytes(os.urandom(5), "little")  # a worker that comes again begins elsewhere
+        self._numbers = itertools.count(start)
+        self._lock = threading.Lock()
+        self._by_id: dict[int, Context] = {}
+        self._released: OrderedDict[int, None] = OrderedDict()
+        self._thread = threading.local()
+
+    @property
+    def max_id(self) -> int:
+        """The largest number that a context of this worker can have."""
+        return self._first + (1 << _NUMBER_BITS) - 1
+
+    @property
+    def current(self) -> Context | None:
+        """The one that this thread is in."""
+        return getattr(self._thread, "context", None)
+
+    def open(self) -> Context:
+        """A new one."""
+        context = Context(self._first + next(self._numbers), self._uid)
+        with self._lock:
+            self._by_id[context.id] = context
+        return context
+
+    def enter(self, context: Context | None) -> Inside:
+        """Be inside of it, in this thread."""
+        return Inside(self._thread, context)
+
+    def find(self, context_id: int) -> Context:
+        """The one of that number.
+
+        Raises:
+            PhalanxError: there is none.
+        """
+        context = self._by_id.get(context_id)
+        if context is None:
+            raise PhalanxError(
+                f"Could not find autograd context with id: {context_id}. Nothing of it has come to this worker, or it "
+                "has ended: use it inside of `with phalanx.rpc.autograd.context()`."
+            )
+        return context
+
+    def get(self, context_id: int) -> Context | None:
+        """The one of that number, if there is one."""
+        return self._by_id.get(context_id)
+
+    def meet(self, context_id: int, origin: int) -> Context | None:
+        """The one that a message belongs to; None if it has ended meanwhile."""
+        context = self._by_id.get(context_id)
+        if context is not None:
+            return context
+        with self._lock:
+            if context_id in self._released:
+                return None
+            return self._by_id.setdefault(context_id, Context(context_id, origin))
+
+    def release(self, context_id: int) -> Context | None:
+        """It has ended; what was kept, to be let go of, unless it has ended before."""
+        with self._lock:
+            self._released[context_id] = None
+            while len(self._released) > _MOST_RELEASED:
+                self._released.popitem(last=False)
+            return self._by_id.pop(context_id, None)
+
+    def all(self) -> list[Context]:
+        """Those that there are."""
+        return list(self._by_id.values())
+
+
+class Inside:
+    """While it is entered, this thread is in a context."""
+
+    __slots__ = ("_before", "_context", "_thread")
+
+    def __init__(self, thread: threading.local, context: Context | None) -> None:
+        self._thread = thread
+        self._context = context
+        self._before: Context | None = None
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._thread, "context", None)
+        self._thread.context = self._context
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.context = self._before

@@ -1,0 +1,64 @@
+"""What a context notes of each call that is made inside of it."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractContextManager
+from typing import Any
+
+from phalanx.rpc.autograd.contexts import Context, Contexts
+from phalanx.rpc.autograd.graph import make_recv, make_send
+from phalanx.rpc.serialization import Arrived, Payload
+from phalanx.rpc.worker_info import Member
+
+
+class AutogradHook:
+    """A note is (context, the uid of who opened it, the message's number or None, its ancestors)."""
+
+    def __init__(self, contexts: Contexts, me: Member) -> None:
+        self._contexts = contexts
+        self._uid = me.uid
+        self._numbers = itertools.count()
+
+    def on_request(self, to: Member, payload: Payload) -> Any:
+        """A call leaves: whoever it goes to has to do with this thread's context from now on."""
+        context = self._contexts.current
+        if context is None:
+            return None
+        if to.uid not in context.known and to.uid != self._uid:
+            context.known[to.uid] = to
+        return self._note(context, payload)
+
+    def receive_request(self, note: Any, arrived: Arrived, caller: Member) -> AbstractContextManager[Any]:
+        """A call has come: its function runs inside of the caller's context."""
+        context = self._contexts.meet(note[0], note[1])
+        _attach(context, note, arrived)
+        return self._contexts.enter(context)
+
+    def on_reply(self, to: Member, payload: Payload, note: Any) -> Any:
+        """Its result leaves."""
+        context = self._contexts.meet(note[0], note[1])
+        return None if context is None else self._note(context, payload)
+
+    def receive_reply(self, note: Any, arrived: Arrived, callee: Member) -> None:
+        """The result of a call has come."""
+        _attach(self._contexts.get(note[0]), note, arrived)
+
+    def _note(self, context: Context, payload: Payload) -> Any:
+        leaving = [one for one in (*payload.tensors, *payload.sparse) if one.requires_grad]
+        made = make_send(leaving, context.id, self._uid, next(self._numbers)) if leaving else None
+        if made is None:
+            return context.id, context.origin, None, ()
+        send, ancestors = made
+        context.sends[send.message] = send
+        return context.id, context.origin, send.message, tuple(ancestors)
+
+
+def _attach(context: Context | None, note: Any, arrived: Arrived) -> None:
+    context_id, _, message, ancestors = note
+    tensors = arrived.that_require_grad()
+    if message is not None and context is not None:
+        context.received[message] = make_recv(tensors, context_id, message, ancestors)
+    else:  # sent where nothing was recorded: they are leaves, as outside of a context
+        for one in tensors:
+            one.requires_grad_()

@@ -1,0 +1,209 @@
+"""A backward pass, on one worker.
+
+    worker 0 (calls backward)            worker 1                        worker 2
+    finds all messages that take part
+    BEGIN: "of yours, these" ──────────► ·                ─────────────► ·
+    runs the engine from the roots
+    RecvRpc ── gradients ──────────────► engine from SendRpc
+    gate: waits                          RecvRpc ── gradients ─────────► engine from SendRpc
+                                         its part is over                leaves: gradients gather
+    SendRpc ◄──────────────────────────── gradients ───────────────────── RecvRpc
+    goes on; over when the engine is and all others say that their parts are
+
+Each worker runs the engine once: every node of its graph sees all its gradients before it runs, and runs once. A
+worker's messages are waited for inside of the engine, deepest first, by gates that have the lowest priority. All
+workers wait in one and the same order, so of all gradients under way the next one in that order is always on its way:
+no worker waits for another that waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from phalanx.errors import PhalanxError
+from phalanx.rpc import remote_error
+from phalanx.rpc.autograd.contexts import Context
+from phalanx.rpc.autograd.graph import MessageId, Send, chain_gates, current, reach, run_engine
+from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.worker_info import Member
+
+PassId = tuple[int, int]  # the uid of the worker that called backward, and its number there
+
+
+class BackwardError(PhalanxError):
+    """A worker's part of a backward pass failed; its cause shows where."""
+
+
+class Pass:
+    """The part of one worker. Locks nothing while the engine runs."""
+
+    def __init__(
+        self,
+        context: Context,
+        pass_id: PassId,
+        me: Member,
+        send: Callable[[Pass, MessageId, Sequence[Tensor | None]], None],
+        start: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.context = context
+        self.context_id = context.id
+        self.id = pass_id
+        self._me = me
+        self.error: BaseException | None = None
+        self.num_others = 0  # whose parts are not over; of who called backward
+        self._send = send
+        self._start = start
+        self._changed = threading.Condition()
+        self._arrived: dict[MessageId, Sequence[Tensor | None]] = {}
+        self._plan: list[MessageId] | None = None
+        self._retain_graph = False
+        self._done: Future[Any] | None = None
+        self._is_started = False
+
+    # -- what comes from others; in the thread that reads --------------------------------------------------------------
+
+    def begin(self, plan: list[MessageId], retain_graph: bool) -> Future[Any]:
+        """Take part, with these messages of ours; the future is done when this part is over."""
+        done: Future[Any] = Future()
+        with self._changed:
+            self._plan, self._retain_graph, self._done = plan, retain_graph, done
+            failed = self.error is not None
+        if failed:
+            self._finish()
+        else:
+            self._start_if_ready()
+        return done
+
+    def put(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
+        """The gradients of a message of ours have come."""
+        with self._changed:
+            self._arrived[message] = gradients
+            self._changed.notify_all()
+        self._start_if_ready()
+
+    def fail(self, error: BaseException) -> None:
+        """Give up; the first reason is kept."""
+        with self._changed:
+            if self.error is None:
+                self.error = error
+            self._changed.notify_all()
+            over = self._done is not None and not self._is_started
+            self._is_started = self._is_started or over
+        if over:
+            self._finish()
+
+    def other_is_over(self, done: Future[Any]) -> None:
+        """The part of another worker has ended."""
+        try:
+            done.value()
+        except BaseException as error:
+            with self._changed:
+                self.num_others -= 1
+            self.fail(error)
+        else:
+            with self._changed:
+                self.num_others -= 1
+                self._changed.notify_all()
+
+    def _start_if_ready(self) -> None:
+        """Start when the first gradients are here: until then the engine has nothing to do."""
+        with self._changed:
+            if self._is_started or not self._plan or self._plan[0] not in self._arrived:
+                return
+            self._is_started = True
+        self._start(self._run_part)
+
+    # -- what the joints of the graph ask; in the engine ---------------------------------------------------------------
+
+    def wait(self, message: MessageId) -> None:
+        """Wait until the gradients of a message of ours have come."""
+        with self._changed:
+            while message not in self._arrived:
+                if self.error is not None:
+                    raise self.error
+                self._changed.wait()
+
+    def take(self, message: MessageId) -> Sequence[Tensor | None]:
+        """They. (The first message's are waited for before the engine runs.)"""
+        with self._changed:
+            return self._arrived.pop(message)
+
+    def send(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
+        """Gradients of a message of another worker."""
+        if self.error is not None:
+            raise self.error
+        self._send(self, message, gradients)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def run(self, roots: Sequence[Tensor], plan: list[MessageId], retain_graph: bool) -> None:
+        """The part of who calls backward."""
+        sends = self._find(plan)
+        outputs = list(roots)
+        gradients = [torch.ones_like(root) for root in roots]
+        if sends:
+            outputs.append(chain_gates(sends))
+            gradients.append(torch.empty(0))
+        reached = [reach([root.grad_fn for root in roots]), *(send.reached for send in sends)]
+        self._run_engine(outputs, gradients, reached, retain_graph)
+
+    def wait_others(self) -> None:
+        """Until all others are done, or something went wrong."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.num_others or self.error is not None)
+
+    def wait_all_others(self) -> None:
+        """Until all others are done."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.num_others)
+
+    def _run_part(self) -> None:
+        """The part of all others."""
+        try:
+            assert self._plan is not None
+            sends = self._find(self._plan)
+            output = sends[0].output if len(sends) == 1 else chain_gates(sends)
+            self._run_engine([output], [torch.empty(0)], [send.reached for send in sends], self._retain_graph)
+        except BaseException as error:
+            with self._changed:
+                self.error = self.error or error
+        self._finish()
+
+    def _find(self, plan: Sequence[MessageId]) -> list[Send]:
+        return [self.context.sends[message] for message in plan]
+
+    def _run_engine(self, outputs: Any, gradients: Any, reached: Any, retain_graph: bool) -> None:
+        before, current.run = current.run, self
+        try:
+            found = run_engine(outputs, gradients, reached, retain_graph)
+        finally:
+            current.run = before
+        self.context.accumulate(found)
+
+    def _finish(self) -> None:
+        self.context.passes.pop(self.id, None)
+        self._arrived = {}
+        done, self._done, error, self.error = self._done, None, self.error, None
+        assert done is not None
+        if error is None:
+            done.set_result(None)
+        else:
+            data = remote_error.pack(self.explain(error), str(self._me.info))
+            set_error(done, lambda: remote_error.unpack(data))
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise for it where backward was called."""
+        if isinstance(error, PhalanxError) or not isinstance(error, Exception):
+            return error
+        made = BackwardError(
+            f"Error on Node {self._me.info.id}: {error}\nbackward of context {self.context_id}: this "
+            f"{type(error).__name__} was raised on {self._me}."
+        )
+        made.__cause__ = error
+        return made

@@ -1,0 +1,165 @@
+"""A worker's part in contexts and backward passes: what the others tell it, and what it tells them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.errors import ClosedError, PeerLostError, PhalanxError
+from phalanx.rpc import current
+from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.agent.threads import Threads
+from phalanx.rpc.autograd.contexts import Context, Contexts
+from phalanx.rpc.autograd.graph import MessageId
+from phalanx.rpc.autograd.hook import AutogradHook
+from phalanx.rpc.autograd.passes import Pass, PassId
+from phalanx.rpc.call_hook import set_call_hook
+from phalanx.rpc.worker_info import Member
+
+
+class AutogradWorker:
+    """This worker, as far as gradients go."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.contexts = Contexts(agent.me.info.id, agent.me.uid)
+        self._threads = Threads("phalanx-rpc-backward")
+        self._numbers = itertools.count()
+        agent.controls["autograd.begin"] = self._begin
+        agent.controls["autograd.gradients"] = self._hear_gradients
+        agent.controls["autograd.abort"] = self._abort
+        agent.controls["autograd.release"] = self._hear_release
+        agent.on_lost.append(self._lose)
+        agent.on_close.append(self._close)
+        set_call_hook(AutogradHook(self.contexts, agent.me))
+
+    # -- contexts ------------------------------------------------------------------------------------------------------
+
+    def release(self, context_id: int) -> None:
+        """A context has ended; whoever was told of it is told of that."""
+        context = self.contexts.release(context_id)
+        if context is None:
+            return
+        error = PhalanxError(f"Could not find autograd context with id: {context_id}. It ended during its backward.")
+        for one in list(context.passes.values()):
+            one.fail(error)
+        for member in list(context.known.values()):
+            if not self.agent.closed:
+                self.agent.tell(member, "autograd.release", context_id)
+
+    def _hear_release(self, teller: Member, context_id: int) -> None:
+        self.release(context_id)
+
+    # -- one pass, of who begins it ------------------------------------------------------------------------------------
+
+    def backward(self, context: Context, roots: Sequence[Tensor], messages: set[MessageId], retain_graph: bool) -> None:
+        """Run it, with all messages that take part. What went wrong first is raised, after all have ended."""
+        run = self._pass(context, (self.agent.me.uid, next(self._numbers)))
+        plans: dict[int, list[MessageId]] = {}
+        for message in sorted(messages, reverse=True):
+            plans.setdefault(message[1], []).append(message)
+        mine = plans.pop(self.agent.me.uid, [])
+        others = [self._member(uid, context) for uid in plans]
+        run.num_others = len(others)
+        try:
+            for member in others:
+                told = context.id, context.origin, run.id, plans[member.uid], retain_graph
+                self.agent.control(member, "autograd.begin", told, 0.0).add_done_callback(run.other_is_over)
+            try:
+                run.run(roots, mine, retain_graph)
+            except BaseException as error:
+                run.fail(run.explain(error))
+            run.wait_others()
+            if run.error is not None:
+                for member in others:
+                    self.agent.tell(member, "autograd.abort", (context.id, run.id, str(run.error)))
+                run.wait_all_others()
+                raise run.error
+        finally:
+            context.passes.pop(run.id, None)
+            run.error = None
+
+    def _member(self, uid: int, context: Context) -> Member:
+        member = self.agent.membership.by_uid(uid)
+        if member is None:
+            peer = self.agent.peers.get(uid)
+            who = "a worker that took part" if peer is None else f"{peer.member}"
+            why = "" if peer is None else f": {peer.lost}"
+            ranks = () if peer is None else (peer.member.info.id,)
+            raise PeerLostError(
+                f"backward of context {context.id}: {who} is lost{why}\nIts part of the graph is lost with it: run the "
+                "forward again, without it.",
+                ranks=ranks,
+            )
+        return member
+
+    # -- one pass, of all others ---------------------------------------------------------------------------------------
+
+    def _pass(self, context: Context, pass_id: PassId) -> Pass:
+        made = Pass(context, pass_id, self.agent.me, self._send_gradients, self._threads.run)
+        found: Pass = context.passes.setdefault(pass_id, made)
+        return found
+
+    def _begin(self, caller: Member, told: tuple[int, int, PassId, list[MessageId], bool]) -> Any:
+        context_id, _, pass_id, plan, retain_graph = told
+        return self._pass(self.contexts.find(context_id), pass_id).begin(plan, retain_graph)
+
+    def _send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
+        uid = message[1]
+        if uid == self.agent.me.uid:
+            run.put(message, gradients)
+        else:
+            to = self._member(uid, run.context)
+            self.agent.tell(to, "autograd.gradients", (run.context_id, run.id, message, gradients))
+
+    def _hear_gradients(self, sender: Member, told: tuple[int, PassId, MessageId, Sequence[Tensor | None]]) -> None:
+        context = self.contexts.get(told[0])
+        if context is not None:
+            self._pass(context, told[1]).put(told[2], told[3])
+
+    def _abort(self, teller: Member, told: tuple[int, PassId, str]) -> None:
+        context = self.contexts.get(told[0])
+        run = None if context is None else context.passes.get(told[1])
+        if run is not None:
+            run.fail(PhalanxError(f"backward of context {told[0]} was given up by {teller}: {told[2]}"))
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def _lose(self, member: Member) -> None:
+        """A worker is lost: so are its contexts, and the passes that it began."""
+        for context in self.contexts.all():
+            for run in list(context.passes.values()):
+                if run.id[0] == member.uid:
+                    text = f"backward of context {context.id}: {member}, which began it, is lost."
+                    run.fail(PeerLostError(text, ranks=(member.info.id,)))
+            if context.origin == member.uid:
+                self.release(context.id)
+
+    def _close(self) -> None:
+        set_call_hook(None)
+        for context in self.contexts.all():
+            for run in list(context.passes.values()):
+                run.fail(ClosedError(f"backward of context {context.id}: {self.agent.me} was shut down."))
+            self.contexts.release(context.id)
+        self._threads.close()
+        _workers.pop(self.agent.me.uid, None)
+
+
+_workers: dict[int, AutogradWorker] = {}
+
+
+def serve_autograd(agent: Agent) -> None:
+    """Let this worker take part in distributed autograd."""
+    _workers[agent.me.uid] = AutogradWorker(agent)
+
+
+def worker() -> AutogradWorker:
+    """This process's.
+
+    Raises:
+        ClosedError: it is no worker.
+    """
+    return _workers[current.agent().me.uid]

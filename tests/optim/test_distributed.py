@@ -1,0 +1,106 @@
+"""An optimizer over remote parameters does what it does over the same ones in one process."""
+
+import warnings
+
+import pytest
+import torch
+from tests.rpc.workers import run_workers, worker
+from torch import optim
+
+from phalanx import rpc
+from phalanx.optim import DistributedOptimizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch deprecates parts of itself that it imports
+    from torch.distributed.optim.functional_adam import _FunctionalAdam
+
+KINDS = [
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (optim.AdamW, {"lr": 0.01}),
+    (optim.Adamax, {"lr": 0.01}),
+    (optim.NAdam, {"lr": 0.01}),
+    (optim.RAdam, {"lr": 0.01}),
+    (optim.Adadelta, {"rho": 0.95}),
+    (optim.Adagrad, {"lr": 0.1}),
+    (optim.RMSprop, {"lr": 0.01, "centered": True}),
+    (optim.Rprop, {"lr": 0.05}),
+    (optim.ASGD, {"lr": 0.05}),
+    (_FunctionalAdam, {"lr": 0.01}),
+]
+
+
+class Layer:
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.rand(3, 3, generator=generator).requires_grad_()
+        self.unused = torch.rand(3, generator=generator).requires_grad_()
+        self.unused.grad = torch.ones(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).tanh()
+
+    def parameters(self) -> list[rpc.RRef]:
+        return [rpc.RRef(self.weight), rpc.RRef(self.unused)]
+
+    def values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.weight.grad is None
+        assert torch.equal(self.unused.grad, torch.ones(3)), ".grad is the user's"
+        return self.weight.detach(), self.unused.detach()
+
+
+class FailingStep(optim.SGD):
+    def step(self, closure=None):
+        raise KeyError("no step today")
+
+
+class FailingConstructor(optim.SGD):
+    def __init__(self, *args, **kwargs):
+        raise KeyError("no optimizer today")
+
+
+def alone(kind, options: dict, x: torch.Tensor) -> list[torch.Tensor]:
+    if kind is _FunctionalAdam:
+        kind = optim.Adam
+    layers = [Layer(1), Layer(2)]
+    optimizer = kind([layer.weight for layer in layers], **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layers[1].forward(layers[0].forward(x)).sum().backward()
+        optimizer.step()
+    return [layer.weight.detach() for layer in layers]
+
+
+def _steps(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    with worker(rank, 3, folder):
+        if rank:
+            return
+        x = torch.rand(2, 3)
+        for kind, options in KINDS:
+            layers = [rpc.remote(f"w{one}", Layer, (one,)) for one in (1, 2)]
+            parameters = [one for layer in layers for one in layer.rpc_sync().parameters()]
+            optimizer = DistributedOptimizer(kind, parameters, **options)
+            for _ in range(3):
+                with rpc.autograd.context() as context_id:
+                    y = layers[1].rpc_sync().forward(layers[0].rpc_sync().forward(x))
+                    rpc.autograd.backward(context_id, [y.sum()])
+                    optimizer.step(context_id)
+            for layer, expected, seed in zip(layers, alone(kind, options, x), (1, 2), strict=True):
+                weight, unused = layer.rpc_sync().values()
+                torch.testing.assert_close(weight, expected, msg=kind.__name__)
+                assert torch.equal(unused, Layer(seed).unused)
+        for kind in (FailingConstructor, FailingStep):
+            with rpc.autograd.context() as context_id, pytest.raises(KeyError, match="today"):
+                DistributedOptimizer(kind, parameters, lr=1).step(context_id)
+        layers[0].rpc_sync().values()
+        with pytest.raises(RuntimeError, match="Could not find autograd context"):
+            optimizer.step(context_id)
+        with pytest.raises(ValueError, match="empty parameter list"):
+            DistributedOptimizer(optim.SGD, [], lr=1)
+        with pytest.raises(TypeError, match=r"params_rref\[0\] is a Tensor, not an RRef"):
+            DistributedOptimizer(optim.SGD, [torch.ones(1)], lr=1)
+
+
+def test_steps_are_those_of_one_process_and_leave_grad_as_it_was():
+    run_workers(_steps, 3, timeout=120)
