@@ -52,7 +52,7 @@ class Process:
 
     @property
     def is_zygote(self) -> bool:
-        return "the zygote" in self.title
+        return "the zygote" in self.title or "phalanx.launch.zygote" in self.title or "phalanx.cli" in self.title
 
 
 def find_processes() -> list[Process]:
@@ -78,6 +78,7 @@ class Striker:
     strikes: int
     draw: random.Random
     evict_after_s: float
+    folder: Path
     done: Counter[str] = field(default_factory=Counter)
     spared: int = 0
     agent: list[tuple[int, int]] = field(default_factory=list)  # descriptors and resident bytes, window by window
@@ -91,7 +92,8 @@ class Striker:
             assert start + WINDOW < num_steps, "the job is too short for so many strikes"
             self.board[0] = start + WINDOW
             self._wait_step(start + self.draw.randint(1, WINDOW))
-            ranks = self._ranks()  # all hold the state: steps have been completed since the last strike
+            # All who train hold the state: steps have been completed since the last strike.
+            ranks = {pid for pid in self._ranks() if (self.folder / f"held-{pid}").exists()}
             if self.spared not in ranks or window // SPARED_WINDOWS % 2:
                 self.spared = self.draw.choice(sorted(ranks))
             for _ in range(self.draw.choice((1, 1, 1, 2, 2, 3))):
@@ -170,7 +172,7 @@ def soak(folder: Path, options: dict[str, object], epochs: int, strikes: int, se
         assert running.process.stderr is not None
         reading = threading.Thread(target=lambda: said.extend(running.process.stderr), daemon=True)  # type: ignore[arg-type]
         reading.start()
-        striker = Striker(running, board, strikes, random.Random(seed), evict_after_s)
+        striker = Striker(running, board, strikes, random.Random(seed), evict_after_s, folder)
         try:
             striker.run(epochs * STEPS_OF_EPOCH)
             running.process.wait()
