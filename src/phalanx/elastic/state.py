@@ -61,6 +61,10 @@ class State:
     `phalanx.DistributedSampler` and whatever else has `state_dict` and `load_state_dict` are known by their kind; all
     others, `epoch=0` above all, are plain values that go back to what they were at the latest commit.
 
+    The sampler's position is that of the loader: a loop that takes batches ahead of those it trains on (a prefetcher of
+    its own) loses what it has taken and not used. Parameters that change in forward (a momentum encoder) do not go back
+    to the latest commit on ranks that survive; let them change behind the optimizer's step.
+
     `commit()` says that a step is done. Without `phalanx.elastic.run` it only counts.
 
     Raises:
@@ -313,13 +317,15 @@ class State:
 
     def _count_as_done(self, number: int) -> None:
         """The update is made, and only the commit is missing."""
-        if self._undo is not None and self._stepped == 2 and not self._is_committing:
+        if not self._rounds and self._stepped == 2 and not self._is_committing:
             self._has_late = self._was_late = True
             _logger.warning(
-                "phalanx.elastic: the loss came between update and commit of step %d, where no collective was seen "
-                "before. The step counts; what the loop does there after the collective that failed was not done for "
-                "it. From now on such a step is taken back.",
+                "phalanx.elastic: the loss came between update and commit of step %d. The step counts, but what the "
+                "loop does there after the collective that failed (a scheduler's step, say) was not done for it. %s",
                 self._values["step"],
+                "Let nothing come between the two that waits for other ranks: optimizers in shards cannot take it back."
+                if self._undo is None
+                else "From now on such a step is taken back.",
             )
         self._number = number
         self._end_update()
