@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import operator
 import os
 import weakref
@@ -16,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint.atomic import NotDurableError
-from phalanx.checkpoint.background import AbandonedError, Saving, Work
-from phalanx.checkpoint.blame import describe_unsafe_value
-from phalanx.checkpoint.disk_errors import describe_disk_error
+from phalanx.checkpoint.background import Saving, Work
 from phalanx.checkpoint.history import Draft, Entry, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.parts import buffer_names, states_of
@@ -28,7 +24,8 @@ from phalanx.checkpoint.restore import Restored, VanishedError, restore
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
 from phalanx.checkpoint.structure import encode_structure, merge_structures
 from phalanx.checkpoint.tree import Tree, is_dtensor
-from phalanx.checkpoint.whole import UnreadableError, write_whole
+from phalanx.checkpoint.whole import write_whole
+from phalanx.checkpoint.write_problems import explain_unseen, explain_unwritten, may_write
 from phalanx.errors import CheckpointError
 from phalanx.log import get_logger
 
@@ -228,14 +225,14 @@ class CheckpointManager:
                 draft = self._history.draft(step)
                 name = draft.path.name
             except OSError as error:
-                problem, cause = self._explain(peers, step, error), error
+                problem, cause = explain_unwritten(peers, self.folder, step, error), error
         try:
             problem, name = peers.broadcast((problem, name))
             if problem is not None:
                 raise CheckpointError(problem) from cause
             folder = self.folder / name
             if kind == "sharded" and peers.world_size > 1:
-                peers.agree(None if _may_write(folder) else _explain_unseen(peers, folder))
+                peers.agree(None if may_write(folder) else explain_unseen(peers, folder))
         except BaseException:
             if draft is not None:
                 draft.discard()
@@ -279,7 +276,7 @@ class CheckpointManager:
             if peers.is_first or not plan.is_uniform:
                 structure = encode_structure(tree)
         except Exception as error:
-            problem, cause = self._explain(peers, step, error, state), error
+            problem, cause = explain_unwritten(peers, self.folder, step, error, state), error
         peers.agree(problem, cause)
         if not plan.is_uniform:
             structure = merge_structures(peers.gather(structure))
@@ -322,7 +319,9 @@ class CheckpointManager:
         if saving is None:
             return None
         problem = saving.wait_written()
-        told = peers.all_gather(None if problem is None else self._explain(peers, saving.step, problem))
+        told = peers.all_gather(
+            None if problem is None else explain_unwritten(peers, self.folder, saving.step, problem)
+        )
         self._saving = self._saving_group = None
         if any(text is not None for text in told):
             saving.give_up()
@@ -335,30 +334,13 @@ class CheckpointManager:
         if peers.is_first:
             failure = saving.wait_finished()
             name = saving.path.name if saving.path else ""
-            answer = (None if failure is None else self._explain(peers, saving.step, failure), name)
+            answer = (None if failure is None else explain_unwritten(peers, self.folder, saving.step, failure), name)
         else:
             saving.wait_finished()
         outcome, name = peers.broadcast(answer)  # type: ignore[misc]
         if outcome is not None:
             raise CheckpointError(outcome) from failure
         return self.folder / name
-
-    def _explain(self, peers: Peers, step: int, error: Exception, state: Mapping[str, Any] | None = None) -> str:
-        """One message: what could not be done, where, why, and what holds now."""
-        kept = "The checkpoints that were there before are unchanged, and so is what is in training."
-        fact, advice = describe_disk_error(error)
-        if isinstance(error, NotDurableError):
-            kept, advice = "The new checkpoint is in place, but a power cut may take it back.", "Look at the disk."
-        elif not fact:
-            fact = (
-                str(error)
-                if isinstance(error, (AbandonedError, UnreadableError))
-                else f"{type(error).__name__}: {error}"
-            )
-            value, advice = describe_unsafe_value(state) if state is not None else ("", "")
-            fact += value and f" ({value})"
-        text = f"{peers.what}: step {step} to {self.folder} on rank {peers.rank}: {fact}. {kept} {advice}"
-        return text.rstrip()
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -440,29 +422,6 @@ class CheckpointManager:
                 f"{', '.join(map(str, steps)) or 'none'}."
             )
         return names
-
-
-def _may_write(folder: Path) -> bool:
-    effective = os.access in os.supports_effective_ids
-    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
-
-
-def _explain_unseen(peers: Peers, folder: Path) -> str:
-    host = os.uname().nodename
-    try:
-        is_there = bool(os.stat(folder))
-    except OSError as error:
-        is_there = error.errno in (errno.EACCES, errno.EPERM)
-    if is_there:
-        return (
-            f"{peers.what}: rank {peers.rank} on {host} may not write into {folder.parent}. Nothing was written. Save "
-            "to a folder into which the user of every rank may write."
-        )
-    return (
-        f"{peers.what}: rank {peers.rank} on {host} does not see what rank 0 has made in {folder.parent}: the hosts do "
-        "not share this folder. Nothing was written. Save to a folder on a disk that all hosts mount, or, if rank 0 "
-        "holds the whole state, with sharded=False."
-    )
 
 
 _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()

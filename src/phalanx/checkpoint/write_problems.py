@@ -1,0 +1,59 @@
+"""Why a checkpoint could not be written: what the ranks are told."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.atomic import NotDurableError
+from phalanx.checkpoint.background import AbandonedError
+from phalanx.checkpoint.blame import describe_unsafe_value
+from phalanx.checkpoint.disk_errors import describe_disk_error
+from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.whole import UnreadableError
+
+
+def may_write(folder: Path) -> bool:
+    """Whether this process can make files there."""
+    effective = os.access in os.supports_effective_ids
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
+
+
+def explain_unseen(peers: Peers, folder: Path) -> str:
+    """Why this rank cannot write where rank 0 has begun to."""
+    host = os.uname().nodename
+    try:
+        is_there = bool(os.stat(folder))
+    except OSError as error:
+        is_there = error.errno in (errno.EACCES, errno.EPERM)
+    if is_there:
+        return (
+            f"{peers.what}: rank {peers.rank} on {host} may not write into {folder.parent}. Nothing was written. Save "
+            "to a folder into which the user of every rank may write."
+        )
+    return (
+        f"{peers.what}: rank {peers.rank} on {host} does not see what rank 0 has made in {folder.parent}: the hosts do "
+        "not share this folder. Nothing was written. Save to a folder on a disk that all hosts mount, or, if rank 0 "
+        "holds the whole state, with sharded=False."
+    )
+
+
+def explain_unwritten(
+    peers: Peers, folder: Path, step: int, error: Exception, state: Mapping[str, Any] | None = None
+) -> str:
+    """One message: what could not be done, where, why, and what holds now."""
+    kept = "The checkpoints that were there before are unchanged, and so is what is in training."
+    fact, advice = describe_disk_error(error)
+    if isinstance(error, NotDurableError):
+        kept, advice = "The new checkpoint is in place, but a power cut may take it back.", "Look at the disk."
+    elif not fact:
+        fact = (
+            str(error) if isinstance(error, (AbandonedError, UnreadableError)) else f"{type(error).__name__}: {error}"
+        )
+        value, advice = describe_unsafe_value(state) if state is not None else ("", "")
+        fact += value and f" ({value})"
+    text = f"{peers.what}: step {step} to {folder} on rank {peers.rank}: {fact}. {kept} {advice}"
+    return text.rstrip()
