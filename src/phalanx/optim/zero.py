@@ -11,27 +11,28 @@ forward       reads all parameters          reads all parameters         the sam
 from __future__ import annotations
 
 import contextlib
-import math
-import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from phalanx.backend.dynamo import undecorated, untraced
-from phalanx.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
+from phalanx.backend.gradient_shards import NeededSlice, find_needed
 from phalanx.backend.shared import rehearses, shares_memory
 from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, refuse
 from phalanx.optim.kept_state import KeptState
+from phalanx.optim.local_optimizer import build_local
 from phalanx.optim.parameter_shard import ParameterShard
-from phalanx.optim.plan import Slice, plan_cut, plan_whole
+from phalanx.optim.partial_gradients import ask_for_gradients, refuse_touched
+from phalanx.optim.plan import plan_cut, plan_whole
 from phalanx.optim.shared_parameters import SharedParameters
 from phalanx.optim.state import StateDict, cut_state, merge_state_dicts
+from phalanx.optim.total_norm import total_norm
 from phalanx.optim.undo import Undo
 
 _OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not options
@@ -153,31 +154,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._undo is not None:
             self._undo.cover(shared, plan)
         mine = {part.index: part for part in plan[self.rank]}
-        for index, parameter in enumerate(shared.parameters):
-            if self.gather_gradients:
-                need_all(parameter)  # an optimizer before this one may have needed less
-            else:
-                part = mine.get(index, Slice(index, 0, 0))
-                need_slice(parameter, part.start, part.stop, self.process_group)
+        ask_for_gradients(shared.parameters, None if self.gather_gradients else mine, self.process_group)
         local_group = {**_options(group), "params": [shard.tensor for shard in shards]}
         if self._local is None:
-            self._local = self._build_local(local_group)
+            self._local = build_local(self._optimizer_class, local_group, self.defaults, cuts=self._cut)
             self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
         else:
             self._local.add_param_group(local_group)
         self._show_options()
-
-    def _build_local(self, group: dict[str, Any]) -> Optimizer:
-        """This rank's optimizer; of torch's own classes one that does not import Dynamo, from which this is hidden."""
-        if not self._cut:
-            return self._optimizer_class([group], **self.defaults)
-        local = self._optimizer_class.__new__(self._optimizer_class)
-        vars(local)["add_param_group"] = types.MethodType(undecorated(Optimizer.add_param_group), local)
-        local.__init__([group], **self.defaults)  # type: ignore[misc]
-        step = undecorated(self._optimizer_class.step)
-        if not hasattr(step, "__wrapped__"):  # else somebody else has put something around it
-            vars(local)["step"] = types.MethodType(Optimizer.profile_hook_step(step), local)
-        return local
 
     def _refuse_moved(self) -> None:
         for number, shared in enumerate(self._shared):
@@ -211,7 +195,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_moved()
-        self._check_gradients()
+        refuse_touched(self._needed_slices(), self.rank)
         if self._consolidated:
             self.state.clear()
             self._consolidated = False
@@ -256,14 +240,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be above zero, or infinity, got {norm_type}")
         with self._gradients() as tensors:
-            norm = get_total_norm([t.grad for t in tensors if t.grad is not None], norm_type, foreach=foreach)
-            norm = norm.to(self._norm_dtype())  # the same on all ranks, also on one that has no gradient
-            if norm_type == math.inf:
-                dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self.process_group)
-            else:
-                norm = norm.pow(norm_type)
-                dist.all_reduce(norm, group=self.process_group)
-                norm = norm.pow(1 / norm_type)
+            norm = total_norm(tensors, norm_type, self._norm_dtype(), self.process_group, foreach=foreach)
             if error_if_nonfinite and not norm.isfinite():
                 raise RuntimeError(
                     f"ZeroRedundancyOptimizer.clip_grad_norm_: the total norm of order {norm_type} is {norm.item()}. "
@@ -286,17 +263,6 @@ class ZeroRedundancyOptimizer(Optimizer):
                 needed = find_needed(parameter, self.process_group)
                 if needed is not None:
                     yield parameter, needed
-
-    def _check_gradients(self) -> None:
-        """With gather_gradients=False: who changes a gradient of which it sees a slice only, sees the wrong thing."""
-        for parameter, needed in self._needed_slices():
-            if parameter.grad is not None and needed.is_touched(parameter.grad):
-                raise RuntimeError(
-                    f"ZeroRedundancyOptimizer.step on rank {self.rank}: the gradient of a parameter of shape "
-                    f"{tuple(parameter.shape)} was changed after backward, but with gather_gradients=False this rank "
-                    "has the mean of a slice of it only. Clip with optimizer.clip_grad_norm_(max_norm) in place of "
-                    "torch.nn.utils.clip_grad_norm_, or leave gather_gradients=False out."
-                )
 
     def _pass_options(self) -> None:
         """What users and schedulers have set, to this rank's optimizer."""
@@ -376,12 +342,8 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def load_kept_state(self, whole: dict[int, Any]) -> None:
         """Take this rank's part of what `kept_state` gave."""
-        numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        self.optim.state.clear()
-        for shard in (shard for group in self._shards for shard in group):
-            if state := whole.get(numbers[shard.parameter]):
-                self.optim.state[shard.tensor] = cut_state(state, shard.parameter, shard.part.start, shard.part.stop)
-        self._pass_options()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._take_state({parameters[number]: state for number, state in whole.items()})
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -460,10 +422,13 @@ class ZeroRedundancyOptimizer(Optimizer):
         )  # checks, converts dtypes, calls the user's hooks; the state is all there
         self._consolidated = False
         whole, self.state = self.state, defaultdict(dict)
+        self._take_state(whole)
+
+    def _take_state(self, whole: Mapping[Tensor, Any]) -> None:
+        """This rank's part of the whole state, which is by parameter; and the options of now."""
         self.optim.state.clear()
         for shard in (shard for group in self._shards for shard in group):
-            state = whole.get(shard.parameter)
-            if state:
+            if state := whole.get(shard.parameter):
                 self.optim.state[shard.tensor] = cut_state(state, shard.parameter, shard.part.start, shard.part.stop)
         self._pass_options()
 

@@ -1,0 +1,29 @@
+"""The norm of gradients of which each rank has some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+
+def total_norm(
+    tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup, *, foreach: bool | None
+) -> Tensor:
+    """Of the gradients of all ranks' `tensors`, the same bits on every rank. Collective, also of one that has none.
+
+    Shape: ().
+    Cost: one all_reduce of one number.
+    """
+    norm = get_total_norm([t.grad for t in tensors if t.grad is not None], norm_type, foreach=foreach)
+    norm = norm.to(dtype)  # the same on all ranks, also on one that has no gradient
+    if norm_type == math.inf:
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    norm = norm.pow(norm_type)
+    dist.all_reduce(norm, group=group)
+    return norm.pow(1 / norm_type)
