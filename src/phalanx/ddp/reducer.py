@@ -30,10 +30,11 @@ from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
-from phalanx.ddp.exchange import Exchange, Pending, SharedExchange, SparsePending
+from phalanx.ddp.exchange import Exchange, SharedExchange, SparsePending
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
+from phalanx.ddp.round import Round
 from phalanx.ddp.uneven import UnevenInputs
 
 _Argument = TypeVar("_Argument")
@@ -84,15 +85,7 @@ class Reducer:
         self._used = [False] * len(self._parameters)  # since the last round, local backwards included
         self._num_rounds = 0
         self.rescale = 1.0  # what the mean is multiplied by
-        # What one round writes; `_begin_round` sets them all.
-        self._started: bool
-        self._fires: list[int]
-        self._ready: list[bool]
-        self._num_missing: list[int]
-        self._num_launched: int
-        self._complete: list[int]
-        self._pending: list[Pending]
-        self._order: dict[int, None]
+        self._round: Round
         self._begin_round()
         hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -114,7 +107,7 @@ class Reducer:
 
     def learn_graph(self) -> None:
         """As static_graph=True; RuntimeError if there has been a round, or half of one."""
-        if self._num_rounds or self._started:
+        if self._num_rounds or self._round.started:
             raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self._find_unused, self._learning, self.rebuild_pending = False, True, True
 
@@ -141,7 +134,7 @@ class Reducer:
     @property
     def in_round(self) -> bool:
         """Whether this rank has begun a round that has not ended."""
-        return self._started
+        return self._round.started
 
     @property
     def rounds(self) -> list[int]:
@@ -170,10 +163,10 @@ class Reducer:
         """
         if self.in_backward:  # its last callback never ran
             self._end_backward()
-            if self._num_launched:
-                raise interrupted(self._group.rank(), self._num_launched, len(self._set.buckets))
+            if self._round.num_launched:
+                raise interrupted(self._group.rank(), self._round.num_launched, len(self._set.buckets))
             self._begin_round()
-        if self._started:
+        if self._round.started:
             raise self._missing_gradients()
 
     def prepare_backward(self, outputs: Iterable[Tensor], *, sync: bool) -> None:
@@ -214,21 +207,21 @@ class Reducer:
             return
         self._backward_syncs = True
         self._enter()
-        if self._complete:
+        if self._round.complete:
             self._launch()
-        if not self._started:
-            self._started = True
+        if not self._round.started:
+            self._round.started = True
             self._skip_unused()
-        self._fires[index] += 1
+        self._round.fires[index] += 1
         if self._watch is not None:
             self._watch.on_gradient(index, self._parameters[index].grad)
-        if self._ready[index]:
+        if self._round.ready[index]:
             raise another_gradient(self._group.rank(), self._specs[index])
         if self._learning:
-            self._order.pop(index, None)  # the last time counts
-            self._order[index] = None
-        elif self._fires[index] >= self._fires_expected[index]:
-            self._order[index] = None
+            self._round.order.pop(index, None)  # the last time counts
+            self._round.order[index] = None
+        elif self._round.fires[index] >= self._fires_expected[index]:
+            self._round.order[index] = None
             self._mark_ready(index)
 
     def _syncs_unannounced(self) -> bool:
@@ -237,7 +230,7 @@ class Reducer:
         A penalty on the parameters, after the backward of the loss, is of none: as in PyTorch it adds to this rank's
         gradients, which hold the mean. Before any round has taken a forward's gradients it could be either.
         """
-        if self._started:
+        if self._round.started:
             return True
         return self._forward_syncs and (self._expects or self._num_hidden > 0)
 
@@ -263,43 +256,41 @@ class Reducer:
             self._mark_ready(index)
 
     def _mark_ready(self, index: int) -> None:
-        number, _ = self._set.places[index]
-        self._ready[index] = True
-        self._num_missing[number] -= 1
-        if self._num_missing[number] == 0:
-            self._complete.append(number)
+        self._round.mark_ready(index, bucket=self._set.places[index][0])
 
     def _launch(self) -> None:
         """Fill the buckets that are complete, and launch them up to the first that is not."""
-        complete, self._complete = self._complete, []
+        complete, self._round.complete = self._round.complete, []
         for number in complete:
             bucket = self._set.buckets[number]
-            bucket.fill(self._set.exchange.scale, [self._fires[slot.parameter] > 0 for slot in bucket.plan.slots])
-        while self._num_launched < len(self._set.buckets) and self._num_missing[self._num_launched] == 0:
-            bucket = self._set.buckets[self._num_launched]
-            self._num_launched += 1
+            bucket.fill(self._set.exchange.scale, [self._round.fires[slot.parameter] > 0 for slot in bucket.plan.slots])
+        while (
+            self._round.num_launched < len(self._set.buckets) and self._round.num_missing[self._round.num_launched] == 0
+        ):
+            bucket = self._set.buckets[self._round.num_launched]
+            self._round.num_launched += 1
             if isinstance(bucket, SparseBucket):
-                self._pending.append(SparsePending(bucket, bucket.parameters[0].grad, self._group))
+                self._round.pending.append(SparsePending(bucket, bucket.parameters[0].grad, self._group))
             else:
-                self._pending.append(self._set.exchange.launch(bucket))
+                self._round.pending.append(self._set.exchange.launch(bucket))
 
     # At the end of backward
 
     def _leave(self) -> None:
         """Runs when autograd has nothing left to do in this backward."""
-        reached_none = not self._started and self._backward_syncs and self._backward_writes
+        reached_none = not self._round.started and self._backward_syncs and self._backward_writes
         if self._fresh is not None and not self._backward_syncs:
             self._separate(self._fresh)
         self._end_backward()
         if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
-            self._started = True  # the other ranks wait for this one's part all the same
+            self._round.started = True  # the other ranks wait for this one's part all the same
             self._skip_unused()
-        if not self._started:  # torch.autograd.grad, or a backward that only accumulates
+        if not self._round.started:  # torch.autograd.grad, or a backward that only accumulates
             return
         if self._learning or self._find_unused:
             # What did not come will not come. That holds even for a forward with several backwards: each is a round of
             # its own, and the mean of values that are already equal, plus new local ones, is what it should be.
-            for index, ready in enumerate(self._ready):
+            for index, ready in enumerate(self._round.ready):
                 if not ready:
                     self._mark_ready(index)
         try:
@@ -307,7 +298,7 @@ class Reducer:
         except BaseException:
             self.in_backward = True  # as in a gradient's hook: the next forward begins anew, or says that it can't
             raise
-        if self._num_launched == len(self._set.buckets):
+        if self._round.num_launched == len(self._set.buckets):
             self._finish()
         elif self._is_hopeless():
             raise self._missing_gradients()
@@ -330,13 +321,13 @@ class Reducer:
             self._set.pool.leave()
 
     def _missing_gradients(self) -> RuntimeError:
-        missing = [index for index, ready in enumerate(self._ready) if not ready]
+        missing = [index for index, ready in enumerate(self._round.ready) if not ready]
         return missing_gradients(
             self._group.rank(),
             [self._specs[index] for index in missing],
             frozen=[self._specs[index] for index in missing if not self._parameters[index].requires_grad],
             num_parameters=len(self._specs),
-            unsent=f"{len(self._set.buckets) - self._num_launched} of {len(self._set.buckets)}",
+            unsent=f"{len(self._set.buckets) - self._round.num_launched} of {len(self._set.buckets)}",
         )
 
     def _is_hopeless(self) -> bool:
@@ -344,12 +335,14 @@ class Reducer:
         if self._reach is None or not self._reach.complete:
             return False
         return not any(
-            id(self._parameters[index]) in self._reach.leaves for index, ready in enumerate(self._ready) if not ready
+            id(self._parameters[index]) in self._reach.leaves
+            for index, ready in enumerate(self._round.ready)
+            if not ready
         )
 
     def _finish(self) -> None:
         used_by_none = self._agree_on_unused()
-        for pending in self._pending:
+        for pending in self._round.pending:
             pending.wait()
         if self.rescale != 1.0 and not self._set.has_own_exchange:  # hooks divide as they like
             for bucket in self._set.buckets:
@@ -361,10 +354,13 @@ class Reducer:
             for position, slot in enumerate(bucket.plan.slots):
                 if slot.parameter not in used_by_none:
                     bucket.publish(position)
-        order = [*self._order, *(index for index in range(len(self._parameters)) if index not in self._order)]
+        order = [
+            *self._round.order,
+            *(index for index in range(len(self._parameters)) if index not in self._round.order),
+        ]
         if self._learning and not absent:  # what is learnt, all ranks must learn in the same round
             self._learning = False
-            self._fires_expected, self._idle = list(self._fires), used_by_none
+            self._fires_expected, self._idle = list(self._round.fires), used_by_none
         self._begin_round()
         self._expects = False
         self._num_hidden = max(self._num_hidden - 1, 0)
@@ -393,13 +389,13 @@ class Reducer:
         used, self._used = self._used, [False] * len(self._parameters)
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
-                self._pending.append(SparsePending(bucket, None, self._group))
+                self._round.pending.append(SparsePending(bucket, None, self._group))
             else:
                 bucket.in_place = None
                 bucket.buffer.zero_()
-                self._pending.append(self._set.exchange.launch(bucket))
+                self._round.pending.append(self._set.exchange.launch(bucket))
         self._agree_on_unused()
-        for pending in self._pending:
+        for pending in self._round.pending:
             pending.wait()
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
@@ -438,14 +434,7 @@ class Reducer:
             self._begin_round()
 
     def _begin_round(self) -> None:
-        self._started = False
-        self._fires = [0] * len(self._parameters)
-        self._ready = [False] * len(self._parameters)
-        self._num_missing = [len(bucket.plan.slots) for bucket in self._set.buckets]
-        self._num_launched = 0
-        self._complete = []
-        self._pending = []
-        self._order = {}
+        self._round = Round([bucket.plan for bucket in self._set.buckets], len(self._parameters))
 
 
 def _hook(reducer: weakref.ref[Reducer], call: Callable[[Reducer, _Argument], None], argument: _Argument) -> _Hook:
