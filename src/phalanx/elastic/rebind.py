@@ -9,10 +9,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from phalanx.ddp import DistributedDataParallel
+from phalanx.pipeline import Pipeline
 
 
 def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
     """Let `module` and all below it use `new`. Collective over `new`, the same module on every rank."""
+    if isinstance(module, Pipeline):
+        module.regroup(new)
     for layer in list(module.modules()):
         if isinstance(layer, DistributedDataParallel):
             layer.regroup(new)

@@ -28,6 +28,7 @@ from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, LOST, MEET, 
 from phalanx.elastic.random_state import RandomStates
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords
+from phalanx.elastic.stages import StageRecords, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.log import get_logger
@@ -109,6 +110,8 @@ class ElasticJob:
         self._random = RandomStates()
         self._group: Any = None
         self._records: RankRecords | None = None
+        self._stages: StageRecords | None = None
+        self._why_not_kept = ""
         self._records_generation = -1
         self._prepared_seq = (-1, -1)
         self._page = open_page(rendezvous.agent_address())
@@ -155,6 +158,10 @@ class ElasticJob:
         Each survivor of a host saves, one after another; who is behind what is there already does not.
         """
         state = self._state
+        if state._pipelines:  # what is left of the model has no other half
+            _leave_all_groups()
+            _logger.error("phalanx.elastic: %s", error)
+            raise SystemExit(error.exit_code)
         state._learn_update()
         if self._is_complete and state._stepped == 2:
             state._count_as_done(state._number + 1)
@@ -205,6 +212,8 @@ class ElasticJob:
     def before_commit(self, number: int) -> None:
         """See to it that the record of this commit is there, on all ranks."""
         assert self._records is not None
+        if self._state._pipelines:
+            return  # all is written after it, when it is known what the commit changes
         if not self._records.is_prepared(number):
             self._records.prepare(number)
             self._prepared_seq = self.count_collectives()
@@ -220,6 +229,9 @@ class ElasticJob:
         used = 0 if mark is None else mark.used
         self._page.commit(self._state.step, used - self._used if used > self._used else used)
         self._used = used
+        if self._stages is not None:
+            assert self._records is not None
+            self._stages.keep(self._records)
         if self._membership.newer_than(self._generation):
             raise _NewGeneration("phalanx.elastic: the job takes in other ranks")
 
@@ -294,6 +306,9 @@ class ElasticJob:
         self._group = dist.group.WORLD
         reached(AGREE)
         standings = self._ask_standings()
+        if self._state._pipelines:
+            self._enter_stages(old, standings)
+            return
         agreement = decide(standings, apart=bool(self._state._rounds))
         if agreement is None:
             raise JobEndedError(
@@ -310,7 +325,7 @@ class ElasticJob:
         state = self._state
         state._learn_update()
         mine = Standing(
-            number=state._number,
+            number=state._number if self._stages is None else self._stages.number,
             is_whole=self._is_complete and state._is_whole,
             has_stepped=self._is_complete and state._stepped != 1,
             was_rank=-1 if self._records is None else self._records.rank,
@@ -392,9 +407,40 @@ class ElasticJob:
                 mine = told[0]
         return mine
 
+    def _enter_stages(self, old: Any, standings: list[Standing]) -> None:
+        """Every rank becomes what it had left of the last commit; a replacement what its number had left."""
+        state, rank, size = self._state, self._group.rank(), self._group.size()
+        require_same_stages(state, self._why_not_kept, old.size(), standings, self._group)
+        newest = max(one.records_of for one in standings)
+        holders = [r for r, one in enumerate(standings) if one.records_of == newest]
+        keeper, number = holders[0], max(standings[r].number for r in holders)
+        StageRecords.require_all(self._stages, state, number, keeper, self._group)
+        reached(REBIND)
+        for module in state._modules:
+            rebind_module(module, old, self._group)
+        record = self._find_record(number, standings)
+        reached(HAND_OVER)
+        StageRecords.hand_over(self._stages, state, number, keeper, holders, self._group)
+        reached(RESTORE)
+        state._settle(rank, size)
+        fresh, stages = RankRecords(self._group, (), self._random), StageRecords(state, self._group)
+        if record is not None:
+            fresh.restore(record)
+        stages.keep(fresh)
+        self._records, self._stages, self._records_generation = fresh, stages, self._generation
+        if record is not None and state._mark is not None:
+            state._random_again = functools.partial(fresh.restore_random, record)
+
     def _new_records(self) -> None:
-        self._records = RankRecords(self._group, self._state._trained, self._random)
+        models = () if self._state._pipelines else self._state._trained
+        self._records = RankRecords(self._group, models, self._random)
         self._records_generation = self._generation
+        if self._state._pipelines:
+            self._why_not_kept = why_not_kept(self._state, self._group)
+            if not self._why_not_kept:
+                self._stages = StageRecords(self._state, self._group)
+                self._stages.keep(self._records)
+            return
         self._records.prepare(0)
         for optimizer in self._state._sharded:
             optimizer.keep_state()

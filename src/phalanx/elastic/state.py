@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
@@ -27,6 +28,7 @@ from phalanx.elastic.undo import Followers, Undo
 from phalanx.log import get_logger
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
+from phalanx.pipeline import Pipeline
 
 _logger = get_logger(__name__)
 _IMMUTABLE = (int, float, bool, str, bytes, type(None), complex, frozenset)
@@ -100,6 +102,10 @@ class State:
         self._optimizers = [thing for thing in kept.values() if isinstance(thing, Optimizer)]
         self._sharded = [one for one in self._optimizers if isinstance(one, ZeroRedundancyOptimizer)]
         self._rounds = [thing for thing in kept.values() if isinstance(thing, Rounds)]
+        self._pipelines = [thing for thing in self._modules if isinstance(thing, Pipeline)]
+        for name, thing in kept.items():
+            if isinstance(thing, nn.Module) and _hides_pipeline(thing):
+                raise TypeError(f"State: {name!r} has a Pipeline inside; give State the Pipeline itself")
         self._schedulers = [thing for thing in kept.values() if isinstance(thing, LRScheduler)]
         self._scalers = [thing for thing in kept.values() if isinstance(thing, GradScaler)]
         samplers = [thing for thing in kept.values() if isinstance(thing, DistributedSampler)]
@@ -109,13 +115,15 @@ class State:
             self._position = DataPosition(samplers[0], self._on_iterator)
         trained = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
         self._trained = [m for m in self._modules if not trained or any(id(p) in trained for p in m.parameters())]
-        for module in self._trained:
+        for module in self._trained if not self._pipelines else ():
             module.register_forward_hook(self._after_forward)
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         self._followers = Followers(self._schedulers, self._scalers, self._optimizers)
-        self._undo: Undo | None = None if self._sharded or self._rounds else Undo(self._parts_of_update())
+        self._undo: Undo | None = (
+            None if self._sharded or self._rounds or self._pipelines else Undo(self._parts_of_update())
+        )
         self._has_late = True  # a step may be interrupted behind its update; whether it may, the first one tells
         self._was_late = False
         self._is_committing = False
@@ -219,7 +227,8 @@ class State:
             self._undo.end_step(drop=not self._has_late)
 
     def _layers(self) -> Iterator[nn.Module]:
-        return (layer for module in self._modules for layer in module.modules())
+        below = (layer for module in self._modules for layer in module.modules())
+        return itertools.chain(self._pipelines, below)  # a Pipeline's modules are those of the model alone
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: the state of each object under its name, the plain values, and the data's position.
@@ -362,6 +371,18 @@ class State:
         """What changes between an update and its commit, in a loop that keeps an average of the model, too."""
         return [part for part in self._parts() if isinstance(part, (ModulePart, OptimizerPart))]
 
+    def _own_parts(self) -> list[Part]:
+        """What each rank has for itself where the model is in stages: all of it, so that a rank is what it has left."""
+        parts: list[Part] = []
+        for thing in self._things.values():
+            if isinstance(thing, nn.Module):
+                parts.append(ModulePart(thing, buffers=True))
+            elif isinstance(thing, Optimizer):
+                parts.append(OptimizerPart(thing))
+            elif not isinstance(thing, DistributedSampler):
+                parts.append(StatefulPart(thing))
+        return [*parts, ValuePart(self._get_progress, self._put_progress)]
+
     def _get_progress(self) -> Any:
         mark = self._mark
         where = None if mark is None else (mark.epoch, mark.consumed)
@@ -398,7 +419,8 @@ class State:
             for parameter in module.parameters():
                 parameter.grad = None
         if self._position is not None:
-            self._position.sampler.regroup(world_size, rank)
+            if not self._pipelines:  # their ranks are no replicas, and read as the sampler was told
+                self._position.sampler.regroup(world_size, rank)
             if self._mark is not None:
                 self._position.go_to(self._mark.epoch, self._mark.consumed)
                 self._mark = Mark(self._mark.epoch, None, self._mark.consumed)
@@ -409,6 +431,13 @@ def _bare(module: nn.Module) -> nn.Module:
     """The module inside a wrapper that averages gradients."""
     wrapped = isinstance(module, (DistributedDataParallel, TorchDistributedDataParallel))
     return cast(nn.Module, module.module) if wrapped else module
+
+
+def _hides_pipeline(module: nn.Module) -> bool:
+    if isinstance(module, Pipeline):
+        return False
+    children = [child for child in module._modules.values() if child is not None]
+    return any(isinstance(child, Pipeline) or _hides_pipeline(child) for child in children)
 
 
 def _whole_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:

@@ -80,21 +80,33 @@ class KeptState:
 
     def read(self, number: int) -> list[Any] | None:
         """A copy of what every rank left of step `number`; None if one left nothing of it."""
-        states = []
-        for memory in self._by_rank:
-            slot = memory[number % 2 * self._slot_bytes :][: self._slot_bytes]
-            found, length = _HEAD.unpack_from(_array(slot))
-            if found != number:
-                return None
-            leaves: list[Any] = []
-            structure = pickle.loads(_array(slot[16 : 16 + length]).tobytes())
-            _collect(structure, leaves)
-            forms = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-            offsets = [
-                *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in forms), initial=_round_up(16 + length, 64))
-            ]
-            states.append(join(structure, [t.clone() for t in self._places(slot, forms, offsets)]))
-        return states
+        if not all(self.holds(rank, number) for rank in range(len(self._by_rank))):
+            return None
+        return [self.read_of(rank, number) for rank in range(len(self._by_rank))]
+
+    def holds(self, rank: int, number: int) -> bool:
+        """Whether `rank` has left, where this one can read it, what it was after step `number`."""
+        if rank >= len(self._by_rank):
+            return False
+        found: int = _HEAD.unpack_from(_array(self._slot(rank, number)))[0]
+        return found == number
+
+    def read_of(self, rank: int, number: int) -> Any:
+        """A copy of what `rank` left of step `number`, which it `holds`."""
+        slot = self._slot(rank, number)
+        _, length = _HEAD.unpack_from(_array(slot))
+        leaves: list[Any] = []
+        structure = pickle.loads(_array(slot[16 : 16 + length]).tobytes())
+        _collect(structure, leaves)
+        forms = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+        offsets = [
+            *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in forms), initial=_round_up(16 + length, 64))
+        ]
+        places = self._places(slot, forms, offsets)
+        return join(structure, [t.clone().to(leaf.device) for t, leaf in zip(places, leaves, strict=True)])
+
+    def _slot(self, rank: int, number: int) -> Tensor:
+        return self._by_rank[rank][number % 2 * self._slot_bytes :][: self._slot_bytes]
 
 
 def _collect(structure: Any, leaves: list[Any]) -> None:

@@ -70,6 +70,12 @@ class Executor:
         self.awaited: int | None = None
         """The stage whose message is waited for, if one is."""
 
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._local.clear()
+        self._early = self.schedule = self.at = self.awaited = None
+        self._forms = Forms()
+
     def run(self, work: Work, *, timed: bool = False) -> None:
         """Do this rank's actions; afterwards `work` holds results and times. `timed`: also each layer's."""
         program_state = self._random.get() if work.training else None

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
+from phalanx.backend.shared import rehearses
 from phalanx.errors import ClosedError, MismatchError
 from phalanx.partition.layers import LayerList, list_layers
 from phalanx.partition.measure import bind
@@ -126,7 +127,7 @@ class Pipeline(nn.Module):
         parts = split(layers, counts)
         require_one_owner_of_buffers(layers, parts)
         self.plan: CutPlan = describe_cut(layers, parts, planned, reason, costs)
-        self._costs = costs
+        self._costs, self._counts = costs, counts
         self._take_own(module, parts, planned, device, init_fn, data_group)
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -152,15 +153,17 @@ class Pipeline(nn.Module):
             )
         decided: list[Any] = [None]
         decides = self._rank == 0 and (data_group is None or data_group.rank() == 0)
-        if decides:
+        alone = rehearses(self._group)  # `regroup` compares the cut with the others'
+        if decides or alone:
             try:
                 costs = measure(layers, balance, example)
                 decided = [(*decide_counts(layers, balance, planned, costs, recompute=recompute), costs)]
             except Exception as error:  # all ranks shall hear it
                 decided = [error]
-        if data_group is not None and self._rank == 0:
+        if data_group is not None and self._rank == 0 and not alone:
             dist.broadcast_object_list(decided, group=data_group, group_src=0)
-        dist.broadcast_object_list(decided, group=self._group, group_src=0)
+        if not alone:
+            dist.broadcast_object_list(decided, group=self._group, group_src=0)
         if isinstance(decided[0], Exception):
             raise decided[0]
         return cast("tuple[list[int], str, Any]", decided[0])
@@ -194,7 +197,8 @@ class Pipeline(nn.Module):
             for part in mine
         ]
         self._tied = TiedGradients(ties, dict(self.named_parameters()), self._wire, self._rank)
-        self._tied.share_values()
+        if not rehearses(self._group):
+            self._tied.share_values()
         self._replicas: Replicas | None = None
         if data_group is not None:
             self._replicas = Replicas(data_group, list(own.parameters()), list(own.buffers()))
@@ -202,6 +206,46 @@ class Pipeline(nn.Module):
         self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
         self._record: Record | None = None
         self._failed = ""
+        self.num_steps = 0
+        self._has_mesh = data_group is not None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        return tuple(self._counts)
+
+    def stages_of(self, rank: int) -> range:
+        """The stages on a rank of the pipeline."""
+        return self._plan(self._micro_batches, True).stages_of(rank)
+
+    def spans(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether its stages are on the ranks of `group`, without replicas."""
+        return self._group is group and not self._has_mesh
+
+    def regroup(self, group: dist.ProcessGroup) -> None:
+        """Go on in `group`, where each rank has the stages that it had, or that of its number had. Collective.
+
+        Parameters and buffers stay as they are: whoever is new has got them from elsewhere, or will.
+
+        Raises:
+            ValueError: the group has another size.
+            MismatchError: a rank has other stages than the first.
+        """
+        if group.size() != self._size:
+            raise ValueError(f"Pipeline.regroup: its {self._size} ranks can't go on as {group.size()}")
+        heard: list[Any] = [None] * self._size
+        dist.all_gather_object(heard, self.counts, group=group)
+        if wrong := [rank for rank, other in enumerate(heard) if other != heard[0]]:
+            raise MismatchError(
+                f"Pipeline.regroup: rank {wrong[0]} has cut the model into {list(heard[wrong[0]])} layers per stage, "
+                f"rank 0 into {list(heard[0])}. Give balance={list(heard[0])}: measured times differ from run to run."
+            )
+        self._group, self._rank = group, group.rank()
+        self._wire.regroup(group)
+        self._executor.forget()
+        self._statistics.forget()
+        self._tied.forget()
+        self._shared, self._failed, self._without_values = False, "", []
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -234,6 +278,7 @@ class Pipeline(nn.Module):
         if not self._shared:  # the first step has shown what goes from stage to stage
             self._shared = True
             self._wire.share(_most(self._plan(self._micro_batches, True)))
+        self.num_steps += 1
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

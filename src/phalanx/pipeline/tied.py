@@ -62,6 +62,10 @@ class TiedGradients:
         for _, parameter in self._ties:
             parameter.grad = None
 
+    def forget(self) -> None:
+        """The step failed, and gradients with it."""
+        self._before = []
+
     def add(self) -> None:
         """After the last backward of a step."""
         for (tie, parameter), before in zip(self._ties, self._before, strict=True):

@@ -96,6 +96,13 @@ class Wire:
         self.sizes: Counter[int] = Counter()
         """How often a tensor of so many bytes went by message, though it is large."""
 
+    def regroup(self, group: dist.ProcessGroup) -> None:
+        """Go on in another group, as one who has sent and learnt nothing. Works of the old one are over, or failed."""
+        self._group = group
+        self._sent, self._forms, self._works = {}, {}, []
+        self._lending = None  # tensors over its memory keep that
+        self.sizes = Counter()
+
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send_values(self, edge: Edge, values: Sequence[Any], needs_grad: Sequence[bool], step: Step) -> None:

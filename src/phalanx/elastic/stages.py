@@ -1,0 +1,159 @@
+"""A Pipeline in an elastic job: each rank's part of the model is kept where it outlives the rank.
+
+    pipe.step, optimizer.step, commit k     on every rank
+    slot k%2: all that this rank has        number -1; parameters, buffers, optimizer, values; number k
+    barrier                                 who passes it knows that every rank has written slot k
+
+When a rank is lost, all go back to the last commit whose barrier somebody has passed: each to its own slot, who is new
+to that of its number. No slot of that commit has been written over: the next but one comes after the next barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.backend.shared import shares_memory
+from phalanx.elastic.agreement import Standing
+from phalanx.elastic.hand_over import Part, hand_over
+from phalanx.elastic.membership import JobEndedError
+from phalanx.elastic.records import RankRecords
+from phalanx.elastic.state import State
+from phalanx.optim.kept_state import KeptState
+
+_LOAD = "Start again, with a new Pipeline and the last checkpoint (phalanx.CheckpointManager)."
+
+
+class OwnPart:
+    """All parts of one rank as one, to be handed over; `value` on who gives them for another."""
+
+    def __init__(self, parts: Sequence[Part], value: Any = None) -> None:
+        self._parts = parts
+        self._value = value
+
+    def show(self) -> Any:
+        """What was given, or what is there."""
+        return [part.show() for part in self._parts] if self._value is None else self._value
+
+    def take(self, value: Any) -> None:
+        """Hold that."""
+        for part, one in zip(self._parts, value, strict=True):
+            part.take(one)
+
+
+class StageRecords:
+    """This rank's two slots, and everybody's to read. Collective to build.
+
+    Cost: twice the parameters, buffers and optimizer state of a stage, in shared memory; a copy of them at each commit.
+    """
+
+    def __init__(self, state: State, group: Any) -> None:
+        self._state, self._group = state, group
+        tensors = [t for m in state._modules for t in (*m.parameters(), *m.buffers())]
+        sizes: list[Any] = [None] * group.size()
+        dist.all_gather_object(sizes, (sum(t.numel() for t in tensors), len(tensors)), group=group)
+        self._kept = KeptState(group, max(n for n, _ in sizes), max(n for _, n in sizes))
+        self._num_steps = -1
+        self.number = -1
+        """Of the last commit that all ranks have written."""
+
+    def keep(self, records: RankRecords) -> None:
+        """Write this commit, as everybody does. Collective."""
+        number, num_steps = self._state._number, sum(pipe.num_steps for pipe in self._state._pipelines)
+        if num_steps == self._num_steps:  # nobody has waited for the others since the last one
+            dist.barrier(group=self._group)
+        self._num_steps = num_steps
+        records.prepare(number)
+        self._kept.save(number, OwnPart(self._state._own_parts()).show())
+        dist.barrier(group=self._group)
+        self.number = number
+
+    @staticmethod
+    def require_all(mine: StageRecords | None, state: State, number: int, keeper: int, group: Any) -> None:
+        """Raise, on all ranks, where something of that commit is not there. Collective.
+
+        Raises:
+            JobEndedError: whose is missing, and what to do.
+        """
+        ranks = range(group.size())
+        missing: list[Any] = [None]
+        if group.rank() == keeper:
+            assert mine is not None
+            missing = [[rank for rank in ranks if not mine._kept.holds(rank, number)]]
+        dist.broadcast_object_list(missing, group=group, group_src=keeper)
+        if missing[0]:
+            raise JobEndedError(
+                f"the state of {name_stages(state, missing[0])} at commit {number} was not kept: it is larger than "
+                f"there is room for.\n{_LOAD}"
+            )
+
+    @staticmethod
+    def hand_over(
+        mine: StageRecords | None, state: State, number: int, keeper: int, holders: Sequence[int], group: Any
+    ) -> None:
+        """Every rank becomes what its number has left of that commit. Collective."""
+        me, parts = group.rank(), state._own_parts()
+        for rank in range(group.size()):
+            if rank not in holders:
+                theirs = mine._kept.read_of(rank, number) if mine is not None and me == keeper else None
+                hand_over([OwnPart(parts, theirs)], keeper, [rank], group)
+        if me in holders:
+            assert mine is not None
+            OwnPart(parts).take(mine._kept.read_of(me, number))
+
+
+def why_not_kept(state: State, group: Any) -> str:
+    """Why a stage that is lost can't be had back; empty where it can."""
+    if state._sharded or state._rounds:
+        return "a Pipeline with an optimizer that is shared with other ranks is not kept"
+    if not all(pipe.spans(group) for pipe in state._pipelines):
+        return "a Pipeline in a mesh, or on some of the ranks only, is not kept"
+    if not shares_memory(group):
+        return "its ranks share no memory, so the stage's weights went with it"
+    return ""
+
+
+def require_same_stages(state: State, why: str, size: int, standings: Sequence[Standing], group: Any) -> None:
+    """Raise, on all ranks, where the stages can't go on in this group. Collective.
+
+    `why` they are not kept, and how many ranks they had, as survivors know.
+
+    Raises:
+        JobEndedError: which stage was lost, why it can't be had back, and what to do.
+    """
+    pipes = state._pipelines
+    newest = max(one.records_of for one in standings)
+    survivors = {one.was_rank for one in standings if one.was_rank >= 0}
+    me = standings[group.rank()]
+    mine = (me.was_rank >= 0, why, size, [pipe.counts for pipe in pipes])
+    heard: list[Any] = [None] * group.size()
+    dist.all_gather_object(heard, mine, group=group)
+    known = next((one for one in heard if one[0]), None)
+    if known is None or newest < 0:
+        raise JobEndedError(f"no rank is left that has what the pipeline's stages were.\n{_LOAD}")
+    _, why, size, counts = known
+    lost = name_stages(state, [rank for rank in range(size) if rank not in survivors])
+    if why:
+        raise JobEndedError(f"{lost} was lost, and {why}.\n{_LOAD}")
+    if group.size() != size:
+        raise JobEndedError(
+            f"{lost} was lost and not replaced: the pipeline's {size} ranks can't go on as {group.size()}.\n{_LOAD}"
+        )
+    if any(one.was_rank not in (-1, rank) for rank, one in enumerate(standings)):
+        raise JobEndedError(f"{lost} was lost, and the ranks that are left have other numbers now.\n{_LOAD}")
+    for rank, one in enumerate(heard):
+        if one[3] != counts:
+            raise JobEndedError(
+                f"{lost} was lost, and its replacement has cut the model into {[list(c) for c in one[3]]} layers per "
+                f"stage, the others into {[list(c) for c in counts]}: what is measured differs from run to run (rank "
+                f"{rank}). Give balance= the numbers that print(pipe.plan) shows.\n{_LOAD}"
+            )
+
+
+def name_stages(state: State, ranks: Sequence[int]) -> str:
+    """Those of some ranks, in words."""
+    pipe = state._pipelines[0]
+    named = [f"stage {', '.join(map(str, pipe.stages_of(rank)))} (rank {rank})" for rank in ranks]
+    return " and ".join(named) or "no stage"

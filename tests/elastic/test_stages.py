@@ -1,0 +1,199 @@
+"""A rank that has a stage of a pipeline is lost: its stage is had back, or the error says that it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining  # what a rank needs is imported once, here
+from tests.elastic.jobs import Job, Strike
+from tests.elastic.small_agent import Ended, SmallAgent
+from torch import nn
+from torch.nn import functional as F
+
+import phalanx
+from phalanx import elastic
+from phalanx.elastic import points
+
+_STEPS = 8
+
+
+def train_pipeline(job: Job, schedule: Any = "1f1b", balance: Any = "auto", mesh: bool = False) -> dict[str, Any]:
+    """A model with dropout and BatchNorm, trained in stages; ranks draw random numbers of their own, too."""
+    with phalanx.init(timeout=60.0):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(1)
+        embedding = nn.Linear(6, 16)
+        layers = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)]
+        model = nn.Sequential(embedding, *layers, nn.Linear(16, 16), nn.Linear(16, 6))
+        model[5].weight = layers[0][0].weight  # one parameter in two stages
+        if balance == "measured":  # as a replacement may, who measures at another time
+            balance = [9, 10] if elastic_generation() else [10, 9]
+        pipe = phalanx.Pipeline(
+            model,
+            micro_batches=4,
+            schedule=schedule,
+            loss_fn=F.mse_loss,
+            balance=balance,
+            mesh=phalanx.mesh(pipeline=size, data=1) if mesh else None,
+        )
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+        state = elastic.State(model=pipe, optimizer=optimizer, scheduler=scheduler, history=[])
+        optimizer.register_step_pre_hook(lambda *_: job.strike("update", state.step))
+        optimizer.register_step_post_hook(lambda *_: job.strike("updated", state.step))
+        for module in pipe.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.register_forward_hook(lambda *_: job.strike("forward", state.step))
+                module.register_full_backward_hook(lambda *_: job.strike("backward", state.step))
+        points.listen(lambda point: job.strike(point, state.step))
+        stages = pipe.stages_of(rank)
+
+        @elastic.run(state)
+        def train(state: Any) -> None:
+            for _ in state.epochs(2):
+                while state.step < _STEPS // 2 * (state.epoch + 1):
+                    x = torch.randn(10, 6, generator=torch.Generator().manual_seed(state.step))
+                    optimizer.zero_grad()
+                    loss = pipe.step(x, target=x)
+                    pipe.clip_grad_norm_(1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    state.history.append(round(loss.item(), 6))
+                    state.commit()
+
+        with _log_in(Path(job.folder) / f"log-{rank}-{elastic_generation()}"):
+            train(state)
+        assert stages == pipe.stages_of(dist.get_rank())
+        return {
+            "weights": {name: value.clone() for name, value in pipe.state_dict().items()},
+            "history": list(state.history),
+            "random": torch.get_rng_state(),
+            "rate": optimizer.param_groups[0]["lr"],
+        }
+
+
+def elastic_generation() -> int:
+    """That this process was started for, until it has met the others."""
+    from phalanx.backend import rendezvous
+
+    return rendezvous.generation()
+
+
+@contextlib.contextmanager
+def _log_in(path: Path) -> Iterator[None]:
+    logger = logging.getLogger("phalanx.elastic.run")
+    handler = logging.FileHandler(path)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the job gives that nobody disturbs."""
+    known: dict[Any, Ended] = {}
+
+    def run(world_size: int, schedule: str) -> Ended:
+        if (world_size, schedule) not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            agent = SmallAgent(train_pipeline, world_size, Job(str(folder)), schedule, folder=folder)
+            known[world_size, schedule] = agent.run()
+        return known[world_size, schedule]
+
+    return run
+
+
+def check(strikes: tuple[Strike, ...], world_size: int, folder: Path, undisturbed: Any, schedule: str = "1f1b") -> None:
+    """Every weight, loss, and random number is that of the undisturbed job."""
+    job = Job(str(folder), strikes)
+    ended = SmallAgent(train_pipeline, world_size, job, schedule, folder=folder).run()
+    assert len(list(folder.glob("struck-*"))) == len(strikes), "a fault found no occasion"
+    assert ended.generations >= 1
+    expected = undisturbed(world_size, schedule)
+    for mine, theirs in zip(ended.results, expected.results, strict=True):
+        different = [
+            name for name in theirs["weights"] if not torch.equal(mine["weights"][name], theirs["weights"][name])
+        ]
+        assert not different
+        assert mine["history"] == theirs["history"]
+        assert len(mine["history"]) == _STEPS
+        assert torch.equal(mine["random"], theirs["random"])
+        assert mine["rate"] == theirs["rate"]
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "update", "updated", "commit"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_is_lost_anywhere_in_a_step_costs_no_bit(
+    rank: int, place: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """Its weights were in no other process: before, a program had to start again from a checkpoint."""
+    check((Strike(rank, place, 5),), 2, tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("point", ["meet", "agree", "rebind", "hand over", "restore"])
+def test_another_stage_is_lost_while_the_first_is_handed_over(point: str, tmp_path: Path, undisturbed: Any) -> None:
+    check((Strike(2, "backward", 2), Strike(1, point, -1)), 3, tmp_path, undisturbed)
+
+
+def test_all_who_have_stages_are_lost(tmp_path: Path) -> None:
+    """What a stage has left is in the memory of the others; without them the job ends, and says so."""
+    text = fails_with(tmp_path, strikes=(Strike(1, "backward", 3), Strike(0, "agree", -1)))
+    assert "no rank is left that has what the pipeline's stages were" in text
+
+
+def test_stages_are_lost_one_after_the_other_and_two_at_once(tmp_path: Path, undisturbed: Any) -> None:
+    """In three ranks of two stages each; also in the first step, and at the end of an epoch."""
+    strikes = (Strike(1, "forward", 0), Strike(0, "commit", 4), Strike(2, "commit", 4), Strike(2, "update", 7))
+    check(strikes, 3, tmp_path, undisturbed, "interleaved")
+
+
+def fails_with(folder: Path, *args: Any, replace: bool = True, strikes: tuple[Strike, ...] = ()) -> str:
+    """What the ranks that are left say when they end."""
+    job = Job(str(folder), strikes or (Strike(1, "backward", 3),))
+    agent = SmallAgent(train_pipeline, 2, job, *args, folder=folder, replace=replace)
+    with pytest.raises(RuntimeError, match="SystemExit: 75"):
+        agent.run()
+    return "\n".join(path.read_text() for path in folder.glob("log-*"))
+
+
+def test_a_stage_that_nobody_replaces_is_named(tmp_path: Path) -> None:
+    """Two stages cannot be one: no hang, and no half of a model that goes on."""
+    text = fails_with(tmp_path, replace=False)
+    assert "stage 1 (rank 1) was lost and not replaced: the pipeline's 2 ranks can't go on as 1" in text
+    assert "the last checkpoint (phalanx.CheckpointManager)" in text
+
+
+def test_a_stage_of_a_pipeline_in_a_mesh_is_named(tmp_path: Path) -> None:
+    """Its groups are not formed anew; that ends the job, with words, and not in wrong weights."""
+    text = fails_with(tmp_path, "1f1b", "auto", True)
+    assert "stage 1 (rank 1) was lost, and a Pipeline in a mesh" in text
+    assert "the last checkpoint (phalanx.CheckpointManager)" in text
+
+
+def test_a_replacement_that_measures_another_cut_is_told_to_give_numbers(tmp_path: Path) -> None:
+    """Its stage has other layers than the one that was lost."""
+    text = fails_with(tmp_path, "1f1b", "measured")
+    assert "stage 1 (rank 1) was lost, and its replacement has cut the model into [[9, 10]] layers" in text
+    assert "the others into [[10, 9]]" in text
+    assert "Give balance=" in text
+
+
+def test_a_pipeline_inside_of_another_module_is_refused_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handed over as a model that all ranks share, a stage would have become another one of the same shapes."""
+
+    class Hidden(phalanx.Pipeline):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    with pytest.raises(TypeError, match="'model' has a Pipeline inside; give State the Pipeline itself"):
+        elastic.State(model=nn.Sequential(Hidden()))
