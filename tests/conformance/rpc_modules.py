@@ -203,7 +203,7 @@ def _references() -> dict[str, str]:
 
 
 def _debug_info() -> dict[str, str]:
-    return {**_references(), **_AgentView().get_debug_info(), "num_current_dist_autograd_contexts": "0"}
+    return {**_references(), **_AgentView().get_debug_info(), **_autograd_debug_info()}
 
 
 def _set_rpc_timeout(timeout: float) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.rpc.workers import run_workers, set_event, wait_event, worker
 
 from phalanx import rpc
+from phalanx.ddp import DistributedDataParallel
 from phalanx.errors import PeerLostError
 from phalanx.rpc import autograd
 from phalanx.rpc.autograd.serve import worker as autograd_worker
@@ -381,3 +382,38 @@ def test_a_worker_that_is_lost_during_backward_is_named_at_the_caller_and_the_ot
     with pytest.raises(RankFailed, match="SIGKILL") as caught:
         run_workers(_losses, 3, timeout=120)
     assert "Traceback" not in str(caught.value), caught.value
+
+
+def _dense_and_remote(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    with worker(rank, 3, folder):
+        if rank == 2:
+            return
+        store = torch.distributed.FileStore(f"{folder}/group", 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        torch.manual_seed(0)
+        dense = torch.nn.Linear(3, 2).double()
+        model = DistributedDataParallel(dense)
+        inputs = [torch.rand(4, 3, dtype=torch.float64) for _ in range(2)]
+        before = torch.ones_like(dense.weight)
+        dense.weight.grad = before
+        for _ in range(3):
+            with autograd.context() as context_id:
+                loss = model(rpc.rpc_sync("w2", run_op, ("weight", inputs[rank][:2]))).square().sum()
+                autograd.backward(context_id, [loss])
+                found = autograd.get_gradients(context_id)[dense.weight]
+                remote = rpc.rpc_sync("w2", gradients_of_mine, (context_id,))[0]
+                assert dense.weight.grad is before
+        alone = torch.nn.Linear(3, 2).double()
+        alone.load_state_dict(dense.state_dict())
+        own = weights(2)
+        losses = [alone(apply("weight", [one[:2]], own)).square().sum() for one in inputs]
+        expected = torch.autograd.grad(sum(losses) / 2, alone.weight, retain_graph=True)[0]
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(remote, torch.autograd.grad(losses[rank], own[0])[0])
+        torch.distributed.destroy_process_group()
+
+
+def test_dense_layers_in_ddp_are_averaged_while_the_rest_is_on_a_server():
+    """Their hooks look at .grad, which a backward across workers leaves alone: they were not averaged at all."""
+    run_workers(_dense_and_remote, 3, timeout=120)

@@ -142,6 +142,22 @@ class RRef(Generic[T]):
         """As `rpc_sync`; each method returns an RRef."""
         return type(self)._stand_in(self, "remote", timeout)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run `phalanx.rpc.autograd.backward` from the object, on its owner. It must be a tensor with one element.
+
+        Without a context, which an owner may leave out: the object's own `backward()`.
+
+        Raises:
+            RuntimeError: the object is no such tensor, or there is no such context on its owner.
+        """
+        if self._owned is None:
+            if dist_autograd_ctx_id == -1:
+                raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+            work: Any = (_run_backward, (self, dist_autograd_ctx_id, retain_graph), {})
+            self._agent.invoke(self._owner, "RRef.backward", str(self._id), work, 0.0).wait()
+        else:
+            _run_backward(self, dist_autograd_ctx_id, retain_graph)
+
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The class of the object; as a Future unless `blocking`."""
         self._check_open()
@@ -217,6 +233,18 @@ def _show(agent: Agent, number: RRefId | None) -> str:
 
 def _type_of(rref: RRef[Any]) -> type:
     return type(rref.local_value())
+
+
+def _run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    from phalanx.rpc import autograd  # which knows of agents, and they of references
+
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError(f"RRef should contain a tensor for .backward(), not {type(value).__name__}")
+    if context_id == -1:
+        value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    else:
+        autograd.backward(context_id, [value], retain_graph)
 
 
 def _succeeded(future: Future[Any]) -> bool:

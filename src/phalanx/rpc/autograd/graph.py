@@ -124,6 +124,7 @@ def _current_pass() -> Gradients:
 # What RecvRpc hangs on, so that the engine finds something to run it for.
 _anchor = torch.zeros((), requires_grad=True)
 _anchor_edge = get_gradient_edge(_anchor)
+_through_grad = threading.Lock()
 _LEAF: type = type(_anchor_edge.node)
 _RECV: type = RecvRpc._backward_cls
 
@@ -216,16 +217,39 @@ def chain_gates(sends: Sequence[Send]) -> Tensor:
 def run_engine(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], reached: Iterable[Reached], retain_graph: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """Run autograd from `outputs` to where it ends, in this thread; the leaves' gradients. No `.grad` is touched."""
+    """Run autograd from `outputs` to where it ends, in this thread; the leaves' gradients.
+
+    No `.grad` is touched; but where hooks wait for gradients to be in `.grad` (DistributedDataParallel's do, and
+    combine them there), they find them, and all is put back at the end. One such run goes on at a time.
+    """
     leaves: dict[Any, None] = {}
     has_received = False
     for one in reached:
         leaves.update(dict.fromkeys(one.leaves))
         has_received = has_received or bool(one.received)
+    variables = [node.variable for node in leaves]
+    if any(one._post_accumulate_grad_hooks for one in variables):
+        return _run_through_grad(outputs, gradients, variables, retain_graph)
     inputs = [GradientEdge(node, 0) for node in leaves]
     if has_received and _anchor_edge.node not in leaves:
         inputs.append(_anchor_edge)
     if not inputs:
         return []
     found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=retain_graph, allow_unused=True)
-    return [(node.variable, one) for node, one in zip(leaves, found, strict=False) if one is not None]
+    return [(variable, one) for variable, one in zip(variables, found, strict=False) if one is not None]
+
+
+def _run_through_grad(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], variables: Sequence[Tensor], retain_graph: bool
+) -> list[tuple[Tensor, Tensor]]:
+    with _through_grad:
+        before = [one.grad for one in variables]
+        try:
+            for one in variables:
+                one.grad = None
+            torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
+            # Copies: what combines gradients may use their memory again.
+            return [(one, one.grad.clone()) for one in variables if one.grad is not None]
+        finally:
+            for one, gradient in zip(variables, before, strict=True):
+                one.grad = gradient
