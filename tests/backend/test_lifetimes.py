@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -445,3 +446,25 @@ def test_work_that_a_fork_inherits_cannot_be_waited_for_there():
             work.wait()
 
     run_ranks(check, 2)
+
+
+def test_a_tensor_that_was_received_is_let_go_by_the_group():
+    """The group kept its last 4096 receives that had to wait, with their tensors: gigabytes, in a loop of dist.recv."""
+
+    def exchange(rank, world_size):
+        kept = []
+        for _ in range(20):
+            if rank:
+                dist.recv(torch.empty(1), 0)
+                dist.send(torch.ones(5000), 0)
+            else:
+                tensor = torch.empty(5000)
+                work = dist.irecv(tensor, 1)  # before the message is sent: it has to wait
+                dist.send(torch.ones(1), 1)
+                work.wait()
+                assert tensor.sum() == 5000
+                kept.append(weakref.ref(tensor.untyped_storage()))
+                del tensor, work
+        return sum(storage() is not None for storage in kept)
+
+    assert run_ranks(exchange, 2)[0] <= 1

@@ -55,10 +55,15 @@ class PostedReceive:
         return self.handle.source
 
     def conclude(self) -> None:
-        """Once it is not pending: give the tensor its message, or raise what went wrong."""
+        """Once it is not pending: give the tensor its message, or raise what went wrong. Called once.
+
+        The tensor is let go: a group keeps its last few thousand receives (see PhalanxWork.settle).
+        """
+        tensor, data = self._tensor, self._data
+        del self._tensor, self._data
         self._memory.check(self.handle.status, self._ctx, kind=RECV, peer=self._peer)
-        if self._data is not self._tensor:
-            write_back(self._tensor, self._data)
+        if data is not tensor:
+            write_back(tensor, data)
 
 
 class SharedMemoryMessages(SharedMemorySession):
