@@ -1,5 +1,7 @@
 """A pipeline with what is around it: replicas, sharded optimizers, checkpoints, models on the meta device."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -308,3 +310,96 @@ def test_values_of_all_kinds_go_from_stage_to_stage():
                     assert (gradient is None) == (expected is None), name
                     if gradient is not None:
                         torch.testing.assert_close(gradient, expected)
+
+
+class Changed(nn.Module):
+    """A weight and what is added to it, as LoRA has: autograd gives both the same tensor for a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.change = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.scale = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return functional.linear(x, self.weight + self.change) + self.scale.sum(0)
+
+
+def _odd_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Changed(), nn.Tanh(), Changed(), nn.Tanh(), nn.Linear(4, 4))
+    return model.requires_grad_(True)
+
+
+def _frozen_first():
+    model = _odd_gradients()
+    model[0].requires_grad_(False)
+    return model
+
+
+class Skipping(nn.Module):
+    """What goes on inside of a stage goes to a later one, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x):
+        kept = []
+        for layer in self.layers:
+            x = layer(x).tanh()
+            kept.append(x)
+        return x + kept[2] * kept[0]
+
+
+class Counting(nn.Module):
+    """Has a buffer that every forward changes, and uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x * self.count.clone()
+
+
+def _counting():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Counting(), nn.Tanh(), Counting(), nn.Tanh(), nn.Linear(4, 4))
+
+
+def test_gradients_are_those_of_one_process_where_memory_is_shared_frozen_or_used_twice():
+    """A weight and its change had one gradient, which got both's; a value that was sent and used was cut off; a first
+    stage without gradients waited for them for ever if it was run again; a buffer was changed once more then."""
+    cases = [
+        (_odd_gradients, "zero_bubble", "never"),
+        (_frozen_first, "1f1b", "always"),
+        (Skipping, "zero_bubble", "never"),
+        (_counting, "1f1b", "always"),
+    ]
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+    def train(rank, world_size):
+        had = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        found = []
+        for make, schedule, checkpoint in cases:
+            pipe = phalanx.Pipeline(make(), micro_batches=4, schedule=schedule, checkpoint=checkpoint,
+                                    balance=[2, 2, 2], loss_fn=functional.mse_loss)  # fmt: skip
+            for _ in range(2):
+                pipe.step(x, target=x)
+            found.append(({n: p.grad for n, p in pipe.named_parameters()}, pipe.state_dict()))
+        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == had
+        return found
+
+    ranks = run_ranks(train, 3)
+    for at, (make, *_) in enumerate(cases):
+        model = make()
+        for part in x.split(2) * 2:
+            (functional.mse_loss(model(part), part) / 4).backward()
+        for gradients, state in (rank[at] for rank in ranks):
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(
+                    gradient, dict(model.named_parameters())[name].grad, msg=f"{cases[at]} {name}"
+                )
+            torch.testing.assert_close(dict(state), dict(model.state_dict()))

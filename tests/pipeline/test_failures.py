@@ -203,3 +203,56 @@ def test_a_wrong_target_or_loss_is_told_by_its_rank():
         for text in run_ranks(train, 2, kind):
             assert words in text
             assert "stage 1 (rank 1), micro-batch 0" in text
+
+
+class InPlace(nn.Module):
+    """In one process, what is added at the end is what the relu has left."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.c(self.b(self.relu(x))) + x
+
+
+class Samples(nn.Module):
+    """Returns its samples in the second dimension, or a loss."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.a, self.b, self.loss = nn.Linear(3, 3), nn.Linear(3, 3), loss
+
+    def forward(self, x):
+        y = self.b(self.a(x))
+        return y.mean() if self.loss else y.t()
+
+
+def test_what_would_be_wrong_or_leave_others_waiting_is_refused_on_every_rank():
+    """A value that is changed in place where another stage has it from elsewhere came there unchanged; results were put
+    together along a dimension that is not that of the samples; who had no part in a refusal waited; and a new Pipeline
+    took messages of the one that had failed for its own."""
+
+    def build(rank, world_size):
+        x, heard = torch.ones(8, 3), []
+        for model, balance, call in (
+            (InPlace(), ["relu", "c"], lambda pipe: pipe.step(x, target=x)),
+            (InPlace(), [1, 1, 2], lambda pipe: pipe.step(x[:0], target=x)),
+            (Samples(False), None, lambda pipe: pipe(x)),
+            (Samples(True), None, lambda pipe: pipe(x)),
+        ):
+            if balance is None:
+                balance, model = [1, 1, 1], nn.Sequential(nn.Linear(3, 3), nn.Identity(), model)
+            pipe = phalanx.Pipeline(model, micro_batches=4, balance=balance, outputs="all", loss_fn=functional.mse_loss)
+            with pytest.raises((ValueError, TypeError, phalanx.PhalanxError)) as caught:
+                call(pipe)
+            heard.append(str(caught.value))
+        return heard
+
+    for heard in run_ranks(build, 3):
+        assert "layer 'relu' changes the value 'a' of an earlier stage in place, and a later stage uses" in heard[0]
+        assert "the input has no rows" in heard[1]
+        assert "the model returns a tensor of shape (3, 2) for 2 samples" in heard[2]
+        assert "the model returns a tensor without dimensions" in heard[3]

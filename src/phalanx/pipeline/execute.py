@@ -154,6 +154,7 @@ class Executor:
                 inputs,
                 leaves,
                 training=work.grad,
+                in_training=work.training,
                 recompute=recompute,
                 finish=finish,
                 making=self._wire.making,
@@ -238,6 +239,11 @@ class Executor:
         return begin
 
     # -- failure -------------------------------------------------------------------------------------------------
+
+    def refuse(self, error: Exception) -> BaseException:
+        """The error to raise for inputs that make no sense, after those who wait for them have been told."""
+        self.at = self.awaited = None
+        return self._fail(error)
 
     def _fail(self, error: BaseException) -> BaseException:
         """The error to raise here, after all who wait for this rank have been told."""

@@ -40,17 +40,25 @@ def take(values: Any, begin: int, rows: int) -> Any:
     return tree_unflatten([v[begin : begin + rows] if isinstance(v, Tensor) and v.dim() else v for v in leaves], tree)
 
 
-def join(results: Sequence[Any]) -> Any:
-    """The micro-batches' results as that of the mini-batch.
+def join(results: Sequence[Any], rows: Sequence[int]) -> Any:
+    """The results of micro-batches of so many `rows` as that of the mini-batch.
 
     Raises:
         TypeError: a result holds something that can't be put together: no tensor, or one without dimensions.
+        ValueError: the first dimension of a tensor is not that of the samples, or of several for each of them.
     """
     flat = [tree_flatten(result) for result in results]
     tree = flat[0][1]
     joined = []
     for parts in zip(*(leaves for leaves, _ in flat), strict=True):
         if all(isinstance(part, Tensor) and part.dim() for part in parts):
+            per_sample = {len(part) / count for part, count in zip(parts, rows, strict=True)}
+            if len(per_sample) != 1 or not per_sample.pop().is_integer():
+                raise ValueError(
+                    "Pipeline: the results of the micro-batches can't be put together: the model returns a tensor of "
+                    f"shape {tuple(parts[0].shape)} for {rows[0]} samples, and they must be its first dimension. Let "
+                    "the model return it transposed, or not at all."
+                )
             joined.append(torch.cat(parts))
         elif all(part is parts[0] or (not isinstance(part, Tensor) and part == parts[0]) for part in parts):
             joined.append(parts[0])

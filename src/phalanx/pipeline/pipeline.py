@@ -46,6 +46,15 @@ from phalanx.pipeline.wire import Edge, Step, Wire
 _CHECKPOINTS = ("never", "except_last", "always")
 
 
+class _Made:
+    """How many pipelines this process has made, at least."""
+
+    number = 0
+
+
+_made = _Made()
+
+
 class Pipeline(nn.Module):
     """Train `module` in stages on the ranks of a group, through which the micro-batches of a mini-batch flow.
 
@@ -185,12 +194,15 @@ class Pipeline(nn.Module):
         rank_of = [planned.rank_of(stage) for stage in range(self._num_stages)]
         ties = find_ties(module, parts, rank_of)
         left: list[Any] = [None] * self._size
-        dist.all_gather_object(left, materialize(own, torch.device(device or "cpu"), init_fn), group=self._group)
-        self._without_values = [name for names in left for name in names]  # of all ranks: all shall refuse a step
+        without = materialize(own, torch.device(device or "cpu"), init_fn)
+        dist.all_gather_object(left, (without, _made.number), group=self._group)
+        self._without_values = [name for names, _ in left for name in names]  # of all ranks: all shall refuse a step
+        number = max(number for _, number in left)  # of another pipeline on none of the ranks
+        _made.number = number + 1
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
 
         self._random = RandomState(self._device)
-        self._wire = Wire(self._group, [*rank_of, *range(self._size)], self._device)
+        self._wire = Wire(self._group, [*rank_of, *range(self._size)], self._device, number)
         self._shared = False
         stages = [
             Stage(part, part is parts[-1], own, self._layers.output, self._random, parameters_of(own, part))
@@ -293,12 +305,28 @@ class Pipeline(nn.Module):
         """
         self._require_usable()
         work = self._work(args, kwargs, grad=False)
-        work.finish = lambda micro_batch, step, results: self._result(results)
+        rows: dict[int, int] = {}
+
+        def result_of(micro_batch: int, step: Step, results: dict[fx.Node, Any]) -> Any:
+            rows[micro_batch] = step.rows
+            return self._result(results)
+
+        work.finish = result_of
         self._run(work)
         self._statistics.update()
-        result = batches.join([work.results[i] for i in sorted(work.results)]) if work.results else None
+        owner = (self._num_stages - 1) % self._size
+        result: Any = None
+        error: Exception | None = None
+        try:
+            if self._rank == owner:
+                result = batches.join([work.results[i] for i in sorted(rows)], [rows[i] for i in sorted(rows)])
+        except (TypeError, ValueError) as refused:
+            error = refused
         if self._all_outputs:
-            result = share_result(result, self._group, (self._num_stages - 1) % self._size)
+            result = share_result(result if error is None else error, self._group, owner)
+            error = result if isinstance(result, (TypeError, ValueError)) else None
+        if error is not None:
+            raise error
         return result
 
     def _work(self, args: Sequence[Any], kwargs: dict[str, Any], *, grad: bool) -> Work:
@@ -310,15 +338,22 @@ class Pipeline(nn.Module):
             plan=lambda micro_batches: self._plan(micro_batches, grad),
         )
         if self._rank == 0:
-            rows = batches.count_rows((args, kwargs), "the input")
-            values = bind(self._layers, args, kwargs)
-            work.rows = batches.cut(rows, self._micro_batches)
-            begins = [sum(work.rows[:i]) for i in range(len(work.rows))]
-            work.inputs = [
-                {node: batches.take(value, begin, count) for node, value in values.items()}
-                for begin, count in zip(begins, work.rows, strict=True)
-            ]
+            try:
+                self._cut_inputs(work, args, kwargs)
+            except Exception as error:  # the others wait for these inputs
+                self._failed = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise self._executor.refuse(error) from error.__cause__
         return work
+
+    def _cut_inputs(self, work: Work, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        rows = batches.count_rows((args, kwargs), "the input")
+        values = bind(self._layers, args, kwargs)
+        work.rows = batches.cut(rows, self._micro_batches)
+        begins = [sum(work.rows[:i]) for i in range(len(work.rows))]
+        work.inputs = [
+            {node: batches.take(value, begin, count) for node, value in values.items()}
+            for begin, count in zip(begins, work.rows, strict=True)
+        ]
 
     def _loss_of(self, target: Any) -> Callable[[int, Step, dict[fx.Node, Any]], Tensor]:
         """What makes a loss of a micro-batch's result; micro-batches come in order, some a second time."""
@@ -418,7 +453,7 @@ class Pipeline(nn.Module):
             squares += parameter.grad.detach().double().square().sum().cpu()
         dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt()
-        scale = min(1.0, max_norm / (norm.item() + 1e-6))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()  # not a number if the norm is none, as in torch
         for parameter in self._own.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)

@@ -7,13 +7,17 @@ model does. They get their gradients with the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass
@@ -31,7 +35,13 @@ class WeightsBackward:
         elif self.groups:
             from torch.distributed.pipelining._backward import stage_backward_weight
 
-            stage_backward_weight(iter(self.parameters), self.groups)
+            kept = [g for group in self.groups for some in group["grads"] for g in some]
+            before = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+            stage_backward_weight(iter(self.parameters), self.groups, retain_graph=True)
+            found = [parameter.grad for parameter in self.parameters]
+            _accumulate(self.parameters, before, found, kept)
 
 
 def backward_input(
@@ -41,11 +51,12 @@ def backward_input(
 
     A stage without such leaves, the first, leaves all for later: there is nobody who waits.
     """
-    from torch.distributed.pipelining._backward import (  # a second, and much of torch's compiler: only who needs it
-        _get_grad_fn_or_grad_acc,
-        construct_reverse_graph,
-        get_param_groups,
-    )
+    with _environment_kept():
+        from torch.distributed.pipelining._backward import (  # a second, and much of torch's compiler: who needs it
+            _get_grad_fn_or_grad_acc,
+            construct_reverse_graph,
+            get_param_groups,
+        )
 
     def nodes_of(tensors: Sequence[Tensor]) -> list[Node]:
         return [node for t in tensors if (node := _get_grad_fn_or_grad_acc(t)) is not None]
@@ -72,17 +83,45 @@ def backward_input(
     finally:
         for handle in handles:
             handle.remove()
-    for tensor, grad in zip(wanted, found, strict=True):
-        if grad is not None:
-            tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+    for leaf, grad in zip(leaves, found, strict=False):
+        leaf.grad = grad
+    _accumulate(now, [p.grad for p in now], found[len(leaves) :], [*found[: len(leaves)], *grads])
     for group in groups:  # an intermediate that no gradient came to passes none on
         reached = [at for at, grad in enumerate(group["grads"]) if grad is not None]
         group["intermediates"] = [group["intermediates"][at] for at in reached]
         group["grads"] = [group["grads"][at] for at in reached]
-    for root in roots:
-        if not root._is_view():
-            root.detach_()  # what only the way to the inputs needed is freed
     return WeightsBackward(parameters, [group for group in groups if group["grads"]])
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Torch's compiler sets the folder of its cache for all child processes when it is imported; nobody asked it to."""
+    before = os.environ.get(_CACHE)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_CACHE, None)
+
+
+def _accumulate(
+    parameters: Sequence[nn.Parameter],
+    before: Sequence[Tensor | None],
+    found: Sequence[Tensor | None],
+    others: Sequence[Tensor | None],
+) -> None:
+    """Add what was `found` to the gradients `before`, each in memory of its own and in its parameter's layout.
+
+    Autograd returns the same tensor for two parameters that are added (a weight and its change), or one of `others`,
+    which another stage reads: what is added to one of them later must not reach the other.
+    """
+    taken = {tensor.data_ptr() for tensor in others if tensor is not None}
+    for parameter, was, grad in zip(parameters, before, found, strict=True):
+        if was is None and grad is not None:
+            if grad.data_ptr() in taken or grad.stride() != parameter.stride():
+                grad = torch.empty_like(parameter).copy_(grad)
+            taken.add(grad.data_ptr())
+        parameter.grad = grad if was is None else was if grad is None else was.add_(grad)
 
 
 def _keep(grads: list[Any], at: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from phalanx.partition.parts import Part
 from phalanx.partition.program import Program
 from phalanx.pipeline.random_state import RandomState
+from phalanx.pipeline.recomputed_buffers import RecomputedBuffers
 from phalanx.pipeline.split_backward import WeightsBackward, backward_input
 
 
@@ -26,8 +27,12 @@ class InFlight:
     """By the stage that they came from: tensors whose gradient it wants."""
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
     """By the stage that they went to: tensors whose gradient it may send."""
+    needs: dict[int, list[bool]] = field(default_factory=dict)
+    """Of all tensors that went there: whether they are among `outputs`."""
     loss: Tensor | None = None
     random_state: Tensor | None = None
+    buffers: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
+    mode: tuple[bool, bool] = (True, True)
     finish: Callable[[dict[fx.Node, Any]], Any] | None = None
     recompute: bool = False
     weights: WeightsBackward | None = None
@@ -54,9 +59,11 @@ class Stage:
         self.program = Program(root, part.layers, dict.fromkeys(wanted), makers_of(root, part.nodes, sent))
         self.parameters = parameters
         self._random_state = random_state
-        self.training = False
-        self._written: dict[bool, set[fx.Node]] = {}
+        self._mode = (False, False)
+        """Whether gradients are wanted, and whether layers are in training: another layer may work in place then."""
+        self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
         """By mode: the values of other stages that some layer changes in place, once a micro-batch was seen."""
+        self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         self.in_flight: dict[int, InFlight] = {}
 
     def forward(
@@ -66,6 +73,7 @@ class Stage:
         leaves: dict[int, list[Tensor]],
         *,
         training: bool,
+        in_training: bool,
         recompute: bool,
         finish: Callable[[dict[fx.Node, Any]], Any] | None = None,
         making: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -73,12 +81,13 @@ class Stage:
         """What each later stage gets, with which of its tensors need gradients; and what `finish` made of the result.
 
         `finish` is the loss of the last stage: it is computed anew with the rest, where the stage is recomputed.
-        What is sent is made in `making()`.
+        What is sent is made in `making()`. `training`: whether there will be a backward; `in_training`: as of a module.
         """
         held = InFlight(inputs, leaves, finish=finish, recompute=recompute)
-        self.training = training
+        self._mode = (training, in_training)
         if recompute:
             held.random_state = self._random_state.get()
+            held.buffers, held.mode = self._buffers.values(self._mode), self._mode
         with torch.set_grad_enabled(training and not recompute):
             results = self._run(inputs, making)
             made = finish(results) if finish is not None else None
@@ -90,6 +99,7 @@ class Stage:
             needs = [training and (t.requires_grad or (some and t.is_floating_point())) for t in tensors]
             sends[target] = (values, needs)
             if training:
+                held.needs[target] = needs
                 held.outputs[target] = [t for t, needed in zip(tensors, needs, strict=True) if needed]
         if training:
             held.loss = made if isinstance(made, Tensor) else None
@@ -107,13 +117,13 @@ class Stage:
         assert held.random_state is not None
         before = self._random_state.get()
         self._random_state.set(held.random_state)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._buffers.as_they_were(held.buffers, held.mode):
             results = self._run(held.inputs, nullcontext)
             held.loss = held.finish(results) if held.finish is not None else None
         self._random_state.set(before)
         for target, nodes in self.part.sends.items():
             tensors = [t for t in tree_flatten([results[node] for node in nodes])[0] if isinstance(t, Tensor)]
-            held.outputs[target] = [t for t in tensors if t.is_floating_point()]
+            held.outputs[target] = [t for t, needed in zip(tensors, held.needs[target], strict=True) if needed]
 
     def backward(
         self, micro_batch: int, grads: dict[int, list[Tensor | None]], *, later_weights: bool = False
@@ -156,17 +166,32 @@ class Stage:
 
         Which ones do is seen the first time, when all are copies.
         """
-        written = self._written.get(self.training)
+        written = self._written.get(self._mode)
         given = {
             node: tree_map(_copy, value) if written is None or node in written else value
             for node, value in inputs.items()
         }
         results = self.program.run(given, making)
-        if written is None:
-            self._written[self.training] = {
-                node for node, value in given.items() if any(t._version for t in flat_tensors([value]))
-            }
+        if written is None and not torch.is_inference_mode_enabled():  # there nothing is counted: all stay copies
+            written = {node for node, value in given.items() if any(t._version for t in flat_tensors([value]))}
+            self._require_last_readers(written)
+            self._written[self._mode] = written
         return results
+
+    def _require_last_readers(self, written: Iterable[fx.Node]) -> None:
+        """Raise if a later stage reads what a layer here has changed: it gets the value as it was before."""
+        own = set(self.part.nodes)
+        for node in written:
+            here = [user for user in node.users if user in own]
+            begins = here[0]
+            if any(user not in own and begins < user for user in node.users):
+                names = [layer.name for layer in self.part.layers if any(user in layer.nodes for user in here)]
+                layers = " or ".join(map(repr, names))
+                raise ValueError(
+                    f"layer {layers} changes the value {str(node)!r} of an earlier stage in place, "
+                    "and a later stage uses that value, too, which it would get unchanged. Let the layer make a new "
+                    "tensor (inplace=False), or cut elsewhere."
+                )
 
 
 def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Node]) -> set[fx.Node]:

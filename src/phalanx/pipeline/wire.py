@@ -32,6 +32,7 @@ _WORDS = 64
 _FIXED = 5
 _MOST = (_WORDS - _FIXED) // 2
 _TAG = 1_000_000  # above what programs use on the same group
+_STAGES, _NUMBERS = 512, 2048  # stages and ranks, and pipelines, with tags of their own: all fit into 31 bits
 _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
 _LENT_BYTES = 16 * 1024  # tensors below travel in messages
@@ -84,8 +85,13 @@ class _Array(NamedTuple):
 class Wire:
     """This rank's end of all edges of a pipeline. Sends never wait for the receiver; `settle` does, at the end."""
 
-    def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device) -> None:
-        """`rank_of`: who has each stage; the numbers after those of stages are further ends of edges, as the ranks'."""
+    def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device, number: int = 0) -> None:
+        """`rank_of`: who has each stage; the numbers after those of stages are further ends of edges, as the ranks'.
+
+        `number`: another for each pipeline of a group, so that what one that failed has left is no other's message.
+        """
+        self._ends = max(_STAGES, len(rank_of))
+        self._tags = _TAG + number % _NUMBERS * 2 * _STAGES**2
         self._group = group
         self._rank_of = rank_of
         self._device = device
@@ -248,7 +254,7 @@ class Wire:
         return tensor
 
     def _tag(self, edge: Edge) -> int:
-        return _TAG + (edge.source * len(self._rank_of) + edge.target) * 2 + edge.backward
+        return self._tags + (edge.source * self._ends + edge.target) * 2 + edge.backward
 
     def edges_to_ranks(self, source: int, num_stages: int, own: int) -> list[Edge]:
         """From a stage to each other rank, as the numbers after those of stages name them."""
@@ -258,11 +264,11 @@ class Wire:
 
     def send_tensor(self, tensor: Tensor, rank: int) -> None:
         """A tensor whose form the other rank knows."""
-        self._send(tensor.detach().contiguous(), rank, _TAG - 1)
+        self._send(tensor.detach().contiguous(), rank, self._tags + 2 * _STAGES**2 - 1)
 
     def receive_tensor(self, tensor: Tensor, rank: int) -> Tensor:
         """Fill `tensor` with what that rank sends."""
-        return self._receive(tensor, rank, _TAG - 1)
+        return self._receive(tensor, rank, self._tags + 2 * _STAGES**2 - 1)
 
     # -- failing -------------------------------------------------------------------------------------------------
 
