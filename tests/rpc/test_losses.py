@@ -82,6 +82,22 @@ def test_the_loss_of_a_worker_fails_its_calls_and_frees_what_it_held():
     run_workers(_lose, 3, lost=[1])
 
 
+def _lose_stranger(rank, folder):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=_options(folder))
+    if rank == 1:
+        os.kill(rpc.rpc_sync("w2", pid), signal.SIGKILL)
+    if rank == 2:
+        signal.pause()  # until it is killed
+    with pytest.raises(PeerLostError, match="worker of rank 2 is lost"):
+        rpc.shutdown()
+
+
+def test_the_end_does_not_wait_for_a_lost_worker_that_rank_0_never_spoke_to():
+    """Rank 0 collects who has come to the end. It hears of a process's end only if it is connected with it: a trainer
+    was killed that had talked to the servers alone, and shutdown of all others hung."""
+    run_workers(_lose_stranger, 3, lost=[2])
+
+
 def _join(rank, folder):
     if rank == 0:
         rpc.init_rpc("w0", rank=0, rpc_backend_options=_options(folder))

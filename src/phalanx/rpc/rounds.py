@@ -39,6 +39,7 @@ class Rounds:
         self._turns: dict[str, int] = {}
         self._lost: dict[int, str] = {}
         agent.controls["come"] = self._hear
+        agent.controls["watch"] = lambda member, argument: None
         agent.on_lost.append(self._lose)
 
     def all_gather(self, value: Any, names: Collection[str] | None, deadline: Deadline) -> dict[str, Any]:
@@ -66,6 +67,8 @@ class Rounds:
         future = agent.control(leader, "come", (key, value, tuple(ranks)), 0.0)
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
+        if leader.uid == agent.me.uid:
+            self._watch([one for one in members if one.info.id in ranks])
         if not done.wait(None if deadline.timeout_s > 1e8 else deadline.left_s):
             raise DeadlineError(
                 f"shutdown of {agent.me}: not all workers have come within {deadline.timeout_s:.1f} s. "
@@ -73,6 +76,12 @@ class Rounds:
             )
         values: list[Any] = future.wait()
         return values
+
+    def _watch(self, members: Sequence[Member]) -> None:
+        """Be connected with all of them: of the end of others nothing is heard, and they would be waited for."""
+        for one in members:
+            if self._agent.peer(one).connection is None:
+                self._agent.tell(one, "watch", None)
 
     def _hear(self, member: Member, told: tuple[str, Any, tuple[int, ...]]) -> Future[Any]:
         key, value, ranks = told
