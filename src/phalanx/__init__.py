@@ -21,6 +21,7 @@ _MODULE_OF = {
     "SyncBatchNorm": "phalanx.nn",
     "DataParallel": "phalanx.nn",
     "Pipeline": "phalanx.pipeline",
+    "ParameterServer": "phalanx.parameter_server",
     "check_replicas": "phalanx.ddp",
     "init": "phalanx.backend",
     "mesh": "phalanx.backend",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from phalanx.optim import DiLoCo as DiLoCo
     from phalanx.optim import LocalSGD as LocalSGD
     from phalanx.optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from phalanx.parameter_server import ParameterServer as ParameterServer
     from phalanx.pipeline import Pipeline as Pipeline
     from phalanx.trainer import progress as progress
 

@@ -1,0 +1,11 @@
+"""Parameters that live on servers, and are trained by any number of trainers.
+
+ParameterServer, Pulled: what a trainer uses        client.py
+a server's part of the parameters, its updates      shard.py
+requests that wait, replicas, take-over             hosting.py
+which server has what                               layout.py
+"""
+
+from phalanx.parameter_server.client import ParameterServer, Pulled
+
+__all__ = ["ParameterServer", "Pulled"]

@@ -1,0 +1,414 @@
+"""`ParameterServer`: what a trainer pulls before a step, and pushes after it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.parameter_server import hosting
+from phalanx.parameter_server.hosting import NotHeldError, TrainerLostError
+from phalanx.parameter_server.layout import State, join_states, plan_dense, ring, split_state
+from phalanx.parameter_server.shard import Gradients, MakeOptimizer, Spec
+from phalanx.rpc import current, rpc_async
+
+_INTEGERS = (torch.int64, torch.int32)
+_ASK_S = 5.0  # for what only makes an error's text better
+
+
+@dataclass
+class Pulled(Mapping[str, Tensor]):
+    """The values for one step, by name: of a table the rows of the ids that were asked for, in their shape.
+
+    They take gradients; `ParameterServer.push` sends them. `staleness`: how many steps the slowest trainer is behind.
+    """
+
+    staleness: int
+    _values: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class ParameterServer:
+    """Parameters on one or several server workers of `phalanx.rpc`, as a trainer sees them.
+
+    Every trainer makes it with the same arguments; the values of the first trainer count. The servers need no code of
+    their own: they call `rpc.init_rpc` and `rpc.shutdown`. A step is a `pull` and a `push`, each one call per server.
+
+    Synchronous: a step's gradients are averaged over the trainers, in the trainers' order, and applied once. Else each
+    push is applied when it comes, and `max_staleness` bounds how many steps any trainer is ahead of the slowest.
+
+    Numerics: optimizers that work element by element, or tensor by tensor on dense parameters, make the same bits as in
+    one process with the same gradients. Synchronous training does not depend on timing.
+
+    Arguments:
+        servers: names of the workers that hold the parameters. Each dense tensor is whole on one; rows go round.
+        trainers: names of the workers that push.
+        dense: tensors by name, for instance `dict(module.named_parameters())`.
+        tables: matrices by name, of which a step needs some rows: embeddings.
+        optimizer: makes the servers' optimizer of dense parameters: a class of `torch.optim`, or a `functools.partial`.
+        row_optimizer: that of tables; it has to take sparse gradients (SparseAdam, SGD, Adagrad). Default: `optimizer`.
+        synchronous: see above.
+        max_staleness: of asynchronous training, in steps; None is no bound.
+        reduction: "mean" or "sum" over the trainers of a synchronous step.
+        replicate: keep a second copy of each shard on the next server, which takes over when the first is lost.
+            Default: if there are several servers.
+        name: tells several ParameterServers on the same workers from each other.
+
+    Raises:
+        ValueError, TypeError: the arguments make no sense, or an optimizer cannot be used.
+        MismatchError: another trainer has given other arguments.
+        PeerLostError: all servers that had a part of the parameters are lost.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        trainers: Sequence[str],
+        *,
+        dense: Mapping[str, Tensor] | None = None,
+        tables: Mapping[str, Tensor] | None = None,
+        optimizer: MakeOptimizer,
+        row_optimizer: MakeOptimizer | None = None,
+        synchronous: bool = True,
+        max_staleness: int | None = None,
+        reduction: str = "mean",
+        replicate: bool | None = None,
+        name: str = "parameters",
+    ) -> None:
+        self._dense = {key: value.detach() for key, value in (dense or {}).items()}
+        self._tables = {key: value.detach() for key, value in (tables or {}).items()}
+        self._trainer = current.agent().me.info.name
+        self._servers = tuple(servers)
+        problems = _find_problems(self._servers, tuple(trainers), self._trainer, self._dense, self._tables)
+        if max_staleness is not None and (synchronous or max_staleness < 0):
+            problems.append("max_staleness is for synchronous=False, and not below 0")
+        if reduction not in ("mean", "sum"):
+            problems.append(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+        if replicate and len(self._servers) < 2:
+            problems.append("replicate=True needs a second server")
+        row_optimizer = row_optimizer or optimizer
+        problems += _try_optimizer("optimizer", optimizer, sparse=False) if self._dense else []
+        problems += _try_optimizer("row_optimizer", row_optimizer, sparse=True) if self._tables else []
+        if problems:
+            raise ValueError(f"ParameterServer {name!r}: " + "; ".join(problems))
+        shapes = {key: (tuple(one.shape), str(one.dtype)) for key, one in {**self._dense, **self._tables}.items()}
+        described = f"{self._servers}, {tuple(trainers)}, {shapes}, {synchronous=}, {max_staleness=}, {reduction=}"
+        self._spec = Spec(
+            name,
+            self._servers,
+            tuple(trainers),
+            synchronous,
+            max_staleness,
+            optimizer,
+            row_optimizer,
+            reduction,
+            len(self._servers) > 1 if replicate is None else replicate,
+            described,
+        )
+        self._place = plan_dense({key: one.nbytes for key, one in self._dense.items()}, len(self._servers))
+        self._hosts = [ring(self._servers, index) for index in range(len(self._servers))]  # those not yet seen lost
+        self._loads = 0
+        self._closed = False
+        if self._trainer == self._spec.trainers[0]:
+            state: State = {"step": 0, "dense": self._dense, "tables": self._tables, "optimizer": {}}
+            shards = split_state(state, self._place, len(self._servers))
+            self._on_all(hosting.create, [(self._spec, one) for one in shards])
+        self.step: int = self._attach()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def pull(self, rows: Mapping[str, Tensor] | None = None, dense: Sequence[str] | None = None) -> Pulled:
+        """The values for this trainer's next step, once it may make it: one call to each server.
+
+        Shape: of table `t` with rows of length D and ids of shape (*): (*, D). `dense`: names; by default all.
+
+        Raises:
+            ValueError, TypeError: there is no such name, or ids are no integers or out of range.
+            PeerLostError: a trainer is lost whose gradients a synchronous step needs (it is named), or all servers are
+                that had some of the parameters.
+            DeadlineError: a trainer is too slow (it is named), or a server.
+        """
+        self._check_open()
+        rows = rows or {}
+        names = list(self._dense if dense is None else dense)
+        self._check_names(names, rows)
+        unique = {key: torch.unique(ids.reshape(-1), return_inverse=True) for key, ids in rows.items()}
+        num = len(self._servers)
+        owners = {key: ids % num for key, (ids, _) in unique.items()}
+        requests = []
+        for index in range(num):
+            local = {key: ids[owners[key] == index] // num for key, (ids, _) in unique.items()}
+            requests.append((self._trainer, self.step, [one for one in names if self._place[one] == index], local))
+        answers = self._on_all(hosting.pull, requests)
+        pulled = Pulled(max(answer[2] for answer in answers))
+        for whole, _, _ in answers:
+            # Copies, where torch would have put them: matrix products have other last bits at other alignments.
+            pulled._dense |= {key: value.clone().requires_grad_() for key, value in whole.items()}
+        pulled._values |= {key: pulled._dense[key] for key in names}
+        for key, (ids, inverse) in unique.items():
+            leaf = self._tables[key].new_empty((len(ids), self._tables[key].shape[1]))
+            for index, (_, parts, _) in enumerate(answers):
+                leaf[owners[key] == index] = parts[key]
+            pulled._rows[key] = (ids, leaf.requires_grad_())
+            pulled._values[key] = torch.nn.functional.embedding(inverse.reshape(rows[key].shape), leaf)
+        return pulled
+
+    def push(self, pulled: Pulled) -> None:
+        """Send the gradients of what was pulled, and end the step: one call to each server.
+
+        What has no gradient takes no part, as in an optimizer. When this returns, each server and its replica has the
+        gradients. After an exception it may be called again: nothing is applied twice.
+
+        Shape: any; that of what was pulled.
+
+        Raises:
+            PeerLostError: all servers are lost that had some of the parameters.
+            DeadlineError: a server does not answer.
+        """
+        dense = {key: value.grad for key, value in pulled._dense.items() if value.grad is not None}
+        rows = {key: (ids, leaf.grad) for key, (ids, leaf) in pulled._rows.items() if leaf.grad is not None}
+        self._push(dense, rows)
+
+    def push_gradients(
+        self, dense: Mapping[str, Tensor] | None = None, rows: Mapping[str, tuple[Tensor, Tensor]] | None = None
+    ) -> None:
+        """As `push`, with gradients by name; of a table ids and a row for each. Rows of the same id are summed.
+
+        Shape: dense: that of the parameter; rows: ids (N), gradients (N, D).
+
+        Raises:
+            ValueError, TypeError: there is no such name, or a shape does not fit.
+            PeerLostError: all servers are lost that had some of the parameters.
+            DeadlineError: a server does not answer.
+        """
+        dense, rows = dense or {}, rows or {}
+        self._check_names(list(dense), {key: ids for key, (ids, _) in rows.items()})
+        for key, grad in dense.items():
+            if grad.shape != self._dense[key].shape:
+                raise ValueError(
+                    f"ParameterServer.push: {key!r} is of shape {tuple(self._dense[key].shape)}, its gradient of "
+                    f"{tuple(grad.shape)}"
+                )
+        summed = {}
+        for key, (ids, grads) in rows.items():
+            dim = self._tables[key].shape[1]
+            if grads.shape != (ids.numel(), dim):
+                raise ValueError(
+                    f"ParameterServer.push: {ids.numel()} ids of {key!r} need gradients of shape "
+                    f"{(ids.numel(), dim)}, got {tuple(grads.shape)}"
+                )
+            shape = self._tables[key].shape
+            grad = torch.sparse_coo_tensor(ids.reshape(1, -1), grads, shape, check_invariants=False).coalesce()
+            summed[key] = (grad.indices()[0], grad.values())
+        self._push(dense, summed)
+
+    def _push(self, dense: Mapping[str, Tensor], rows: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        self._check_open()
+        num = len(self._servers)
+        requests = []
+        for index in range(num):
+            mine = {key: grad.detach() for key, grad in dense.items() if self._place[key] == index}
+            # Every server hears of every table, with no rows if it has none of them: an optimizer counts its steps.
+            local = {}
+            for key, (ids, grads) in rows.items():
+                here = ids % num == index
+                local[key] = (ids[here] // num, grads[here].detach())
+            requests.append((self._trainer, self.step, Gradients(mine, local)))
+        self._on_all(hosting.push, requests)
+        self.step += 1
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """All values and what the optimizers keep of them, whole, for any number of servers.
+
+        Synchronous: that after this trainer's last step. Asynchronous: as each server has it now.
+        """
+        self._check_open()
+        shards = self._on_all(hosting.state, [(self._trainer, self.step)] * len(self._servers))
+        return {**join_states(shards), "step": self.step}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Go on from this state. Every trainer calls it; that of the first one counts.
+
+        Raises:
+            ValueError: it is that of other parameters.
+        """
+        self._check_open()
+        for key, own in (("dense", self._dense), ("tables", self._tables)):
+            theirs = {name: tuple(value.shape) for name, value in state_dict[key].items()}
+            mine = {name: tuple(value.shape) for name, value in own.items()}
+            if theirs != mine:
+                raise ValueError(
+                    f"ParameterServer.load_state_dict: the state's {key} parameters are {theirs}, ours are {mine}"
+                )
+        number = self._loads + 1
+        if self._trainer == self._spec.trainers[0]:
+            shards = split_state(state_dict, self._place, len(self._servers))
+            self._on_all(hosting.load, [(number, one) for one in shards])
+        self._loads = number
+        self.step = self._attach()
+
+    def close(self) -> None:
+        """Leave: the others do not wait for this trainer any more. When all have left, the servers let go of it all."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._on_all(hosting.leave, [(self._trainer,)] * len(self._servers))
+            except PeerLostError:
+                pass  # nobody is there who would wait
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:  # else the others hear of this trainer's end by its process
+            self.close()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> int:
+        request = (self._trainer, self._spec.described, self._loads)
+        clocks: list[int] = self._on_all(hosting.attach, [request] * len(self._servers))
+        return max(clocks)
+
+    def _on_all(self, function: Callable[..., Any], requests: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call it for every shard at once, each on the server that has it."""
+        sent = [self._send(index, function, request) for index, request in enumerate(requests)]
+        answers, problems = [], []
+        for index, (request, future) in enumerate(zip(requests, sent, strict=True)):
+            try:
+                answers.append(self._wait(index, function, request, future))
+            except PhalanxError as error:  # the other answers are awaited first: they may have been given
+                problems.append(error)
+        if problems:
+            raise problems[0]
+        return answers
+
+    def _send(self, index: int, function: Callable[..., Any], request: tuple[Any, ...]) -> Future[Any] | PeerLostError:
+        if not self._hosts[index]:
+            return PeerLostError("")
+        try:
+            return rpc_async(self._hosts[index][0], function, (self._spec.name, index, *request))
+        except PeerLostError as error:
+            return error
+
+    def _wait(
+        self, index: int, function: Callable[..., Any], request: tuple[Any, ...], future: Future[Any] | PeerLostError
+    ) -> Any:
+        """The answer; if the server is lost, that of the one which has taken over."""
+        cause: PhalanxError | None = None
+        while self._hosts[index]:
+            host = self._hosts[index][0]
+            try:
+                if isinstance(future, PeerLostError):
+                    raise future
+                return future.wait()
+            except TrainerLostError:
+                raise
+            except DeadlineError as error:
+                raise self._explain_late(index, error) from error
+            except (PeerLostError, NotHeldError) as error:
+                cause = error
+                if self._hosts[index] and self._hosts[index][0] == host:
+                    self._hosts[index].pop(0)
+                future = self._send(index, function, request)
+        tried = ring(self._servers, index)
+        members = (current.agent().membership.find(one) for one in tried)
+        raise PeerLostError(
+            f"ParameterServer {self._spec.name!r}: shard {index} is lost: none of the servers {', '.join(tried)} that "
+            "could have it is there with a copy.\nGo on from a checkpoint.",
+            ranks=tuple(one.info.id for one in members if one is not None),
+        ) from cause
+
+    def _explain_late(self, index: int, error: DeadlineError) -> DeadlineError:
+        """Who it was that kept this trainer waiting, if the server can say it."""
+        try:
+            host = self._hosts[index][0]
+            clocks = rpc_async(host, hosting.clocks, (self._spec.name, index), timeout=_ASK_S).wait()
+        except PhalanxError:
+            return error
+        behind = {name: clock for name, clock in clocks.items() if clock < self.step}
+        if not behind:
+            return error
+        told = ", ".join(f"trainer {name!r} has pushed {clock} steps" for name, clock in behind.items())
+        text = (
+            f"ParameterServer {self._spec.name!r}: {self._trainer!r} has pushed {self.step} and waits for the others: "
+        )
+        return DeadlineError(f"{text}{told}.\n{error}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PhalanxError(f"ParameterServer {self._spec.name!r} was closed by this trainer.")
+
+    def _check_names(self, dense: Sequence[str], rows: Mapping[str, Tensor]) -> None:
+        unknown = [one for one in dense if one not in self._dense] + [one for one in rows if one not in self._tables]
+        if unknown:
+            raise ValueError(
+                f"ParameterServer {self._spec.name!r} has no {unknown}; dense: {list(self._dense)}, tables: "
+                f"{list(self._tables)}"
+            )
+        for key, ids in rows.items():
+            if ids.dtype not in _INTEGERS:
+                raise TypeError(f"ids of {key!r} must be int64 or int32, got {ids.dtype}")
+            num = len(self._tables[key])
+            if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num):
+                raise ValueError(
+                    f"ids of {key!r} must be from 0 to {num - 1}, got {int(ids.min())} to {int(ids.max())}"
+                )
+
+
+def _find_problems(
+    servers: tuple[str, ...],
+    trainers: tuple[str, ...],
+    me: str,
+    dense: Mapping[str, Tensor],
+    tables: Mapping[str, Tensor],
+) -> list[str]:
+    problems = []
+    for what, workers in (("servers", servers), ("trainers", trainers)):
+        if not workers or len(set(workers)) != len(workers):
+            problems.append(f"{what} must be names of workers, one or more, each once, got {workers}")
+    if me not in trainers:
+        problems.append(f"this worker is {me!r}, which is not among the trainers {trainers}")
+    if not dense and not tables:
+        problems.append("there is neither a dense parameter nor a table")
+    if twice := sorted(dense.keys() & tables.keys()):
+        problems.append(f"{twice} are names of dense parameters and of tables")
+    problems += [f"table {key!r} must be a matrix, got {tuple(t.shape)}" for key, t in tables.items() if t.dim() != 2]
+    odd = [key for key, one in {**dense, **tables}.items() if not one.is_floating_point() or one.device.type != "cpu"]
+    return problems + ([f"{odd} must be floating point tensors on the CPU"] if odd else [])
+
+
+def _try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
+    """Make a step with it, so that what cannot work is told here and not by a server."""
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    grad = torch.ones(2, 2)
+    parameter.grad = grad.to_sparse(1) if sparse else grad
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make([parameter]).step()
+    except Exception as error:  # whatever an optimizer of the user raises
+        kind = "gradients of rows" if sparse else "gradients"
+        return [f"{what} {make!r} makes no step with {kind}: {type(error).__name__}: {error}"]
+    return []

@@ -1,0 +1,407 @@
+"""What a server does: it answers trainers, tells a replica, and takes over from a server that is lost.
+
+trainer              server: primary of shard i            next server: replica of shard i
+push ──────────────► apply, number it
+                     receive ────────────────────────────► apply in the order of the numbers
+     ◄────────────── acknowledged ◄─────────────────────── done
+                     (killed)                              primary from now on; the next server gets a copy
+push again ──────────────────────────────────────────────► taken already: acknowledged; else applied
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from phalanx.errors import ClosedError, MismatchError, PeerLostError, PhalanxError
+from phalanx.parameter_server.layout import State, ring
+from phalanx.parameter_server.shard import Gradients, Shard, Spec
+from phalanx.rpc import current, rpc_async
+from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.functions import async_execution
+from phalanx.rpc.worker_info import Member
+
+_WAIT = object()  # in the place of a result: not yet
+
+
+class TrainerLostError(PeerLostError):
+    """A trainer is lost without which a synchronous step cannot be made."""
+
+
+class NotHeldError(PhalanxError):
+    """This server has no copy of the shard."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A request, and what tries to answer it."""
+
+    attempt: Callable[[], Any]
+    future: Future[Any]
+
+
+class Hosted:
+    """A shard on this server, as primary or replica; or a place that waits for one."""
+
+    def __init__(self, agent: Agent, name: str, index: int) -> None:
+        self._agent = agent
+        self._name = name
+        self._index = index
+        # Held while requests are tried and applied, one after the other; results are given out after it.
+        self._lock = threading.Lock()
+        self._shard: Shard | None = None
+        self._is_primary = False
+        self._primary: int | None = None  # the uid of the server that this one is the replica of
+        self._replica: str | None = None
+        self._installed: Future[Any] | None = None
+        self._number = 0  # of the last entry applied
+        self._early: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
+        self._waiting: list[_Waiting] = []
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def request(self, attempt: Callable[[], Any]) -> Future[Any]:
+        """Try until there is an answer; again whenever something has changed."""
+        one = _Waiting(attempt, Future())
+        with self._lock:
+            self._waiting.append(one)
+        self.settle()
+        return one.future
+
+    def settle(self) -> None:
+        """Answer whatever can be answered now."""
+        answered: list[tuple[Future[Any], Any]] = []
+        with self._lock:
+            changed = True
+            while changed:  # what one request changes may be what another waits for
+                changed = False
+                for one in list(self._waiting):
+                    try:
+                        result = one.attempt()
+                    except Exception as error:  # it is the caller's
+                        result = error
+                    if result is not _WAIT:
+                        self._waiting.remove(one)
+                        answered.append((one.future, result))
+                        changed = True
+        for future, result in answered:
+            if isinstance(result, Future):
+                result.add_done_callback(partial(_pass_on, future))
+            elif isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    def _held(self) -> Shard | None:
+        """The shard, if requests are for this server; None while its primary may still be there."""
+        if self._shard is None:
+            raise NotHeldError(f"server {self._agent.me.info.name!r} has no copy of shard {self._index}.")
+        return self._shard if self._is_primary else None
+
+    def create(self, spec: Spec, state: State) -> Any:
+        """Have the shard, unless it is there."""
+        if self._shard is None:
+            self._shard, self._is_primary = Shard(spec, state), True
+            self._choose_replica()
+        elif not self._is_primary:
+            return _WAIT
+        return self._ack(self._installed)
+
+    def attach(self, trainer: str, described: str, load_number: int) -> Any:
+        """The trainer's clock, once the shard is there and `load_number` states were loaded."""
+        if self._shard is None or not self._is_primary or self._shard.load_number < load_number:
+            return _WAIT
+        spec = self._shard.spec
+        if described != spec.described:
+            calls = {self._rank(spec.trainers[0]): spec.described, self._rank(trainer): described}
+            raise MismatchError(
+                f"ParameterServer {spec.name!r}: trainers have made it with different arguments:\n"
+                f"  {spec.trainers[0]}: {spec.described}\n  {trainer}: {described}\nGive all of them the same.",
+                calls=calls,
+            )
+        return self._shard.clocks[trainer]
+
+    def write(self, entry: tuple[Any, ...]) -> Any:
+        """Apply it here and on the replica."""
+        shard = self._held()
+        if shard is None:
+            return _WAIT
+        self._apply(shard, entry)
+        if self._replica is None:
+            return None
+        arguments = (self._name, self._index, self._number, entry)
+        return self._ack(self._send(self._replica, receive, arguments))
+
+    def _apply(self, shard: Shard, entry: tuple[Any, ...]) -> None:
+        shard.apply(entry)
+        self._number += 1
+        if not shard.active():  # all have left: nobody will ask for it again
+            self._shard, self._is_primary, self._primary = None, False, None
+
+    def pull(self, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Any:
+        """The values, and how far the slowest trainer is behind, once the trainer may go on."""
+        shard = self._held()
+        if shard is None or not self._may_go_on(shard, trainer, clock):
+            return _WAIT
+        return *shard.values(dense, rows), shard.staleness(clock, self._lost_trainers(shard))
+
+    def state(self, trainer: str, clock: int) -> Any:
+        """All that it has, once the step is complete."""
+        shard = self._held()
+        if shard is None or not self._may_go_on(shard, trainer, clock):
+            return _WAIT
+        return shard.state()
+
+    def _may_go_on(self, shard: Shard, trainer: str, clock: int) -> bool:
+        lost = self._lost_trainers(shard)
+        if trainer in lost:
+            raise TrainerLostError(f"trainer {trainer!r} is lost, and so is its request.")
+        if not shard.spec.synchronous:
+            bound = shard.spec.max_staleness
+            return bound is None or shard.staleness(clock, lost) <= bound
+        if shard.step >= clock:
+            return True
+        missing = {one: why for one, why in lost.items() if one in shard.behind()}
+        if missing:
+            told = "; ".join(f"trainer {one!r} is lost: {why}" for one, why in missing.items())
+            raise TrainerLostError(
+                f"ParameterServer {shard.spec.name!r}, synchronous step {shard.step}: {told} It had not pushed its "
+                "gradients; the step cannot be completed.\nGo on from a checkpoint, with the trainers that there are.",
+                ranks=tuple(self._rank(one) for one in missing),
+            )
+        return False
+
+    def _lost_trainers(self, shard: Shard) -> dict[str, str]:
+        """Those that are gone without having left, and why."""
+        return {one: why for one in shard.active() if (why := self._why_lost(one))}
+
+    def _why_lost(self, worker: str) -> str:
+        membership = self._agent.membership
+        member = membership.find(worker) or membership.find_lost(worker)
+        return "" if member is None else self._agent.peer(member).lost
+
+    def _rank(self, worker: str) -> int:
+        membership = self._agent.membership
+        member = membership.find(worker) or membership.find_lost(worker)
+        return -1 if member is None else member.info.id
+
+    def clocks(self) -> dict[str, int]:
+        """How many steps each trainer has pushed."""
+        return {} if self._shard is None else {one: self._shard.clocks[one] for one in self._shard.active()}
+
+    # -- the replica ---------------------------------------------------------------------------------------------------
+
+    def install(self, primary: int, number: int, snapshot: tuple[Any, ...]) -> None:
+        """Be the replica, from this state on."""
+        with self._lock:
+            if self._is_primary:
+                raise NotHeldError("this server has taken over the shard.")
+            self._shard, self._primary, self._number = Shard.from_snapshot(snapshot), primary, number
+        self.receive(None, None)
+
+    def receive(self, number: int | None, entry: tuple[Any, ...] | None) -> Future[Any]:
+        """Apply what the primary has applied, in its order; done when it is."""
+        future: Future[Any] = Future()
+        applied = []
+        with self._lock:
+            if self._is_primary:  # who sends this is not: it is lost, and nobody was told of this entry
+                raise NotHeldError("this server has taken over the shard.")
+            if number is not None and entry is not None:
+                self._early[number] = (entry, future)
+            if self._shard is not None:
+                for old in [one for one in self._early if one <= self._number]:  # they are in what was installed
+                    applied.append(self._early.pop(old)[1])
+                while self._shard is not None and self._number + 1 in self._early:
+                    next_entry, its_future = self._early.pop(self._number + 1)
+                    self._apply(self._shard, next_entry)
+                    applied.append(its_future)
+        for one in applied:
+            one.set_result(None)
+        return future
+
+    def _choose_replica(self) -> None:
+        """Give the next server that is there a copy, if there is one."""
+        assert self._shard is not None
+        spec = self._shard.spec
+        me = self._agent.me
+        self._replica, self._installed = None, None
+        if spec.replicate:
+            after = ring(spec.servers, spec.servers.index(me.info.name))[1:]
+            self._replica = next((one for one in after if not self._why_lost(one)), None)
+        if self._replica is not None:
+            arguments = (self._name, self._index, me.uid, self._number, self._shard.snapshot())
+            self._installed = self._send(self._replica, install, arguments)
+
+    def _send(self, to: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+        try:
+            return rpc_async(to, function, arguments)
+        except PhalanxError as error:  # it is lost, and known to be
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _ack(self, told: Future[Any] | None) -> Future[Any] | None:
+        """Done when the replica, or the one that takes its place, has what it was `told`."""
+        if told is None:
+            return None
+        ack: Future[Any] = Future()
+        told.add_done_callback(partial(self._hear_replica, ack, self._replica))
+        return ack
+
+    def _hear_replica(self, ack: Future[Any], replica: str | None, told: Future[Any]) -> None:
+        try:
+            told.value()
+        except PeerLostError:
+            _on_thread(partial(self._replace_replica, ack, replica))
+        except Exception as error:
+            ack.set_exception(error)
+        else:
+            ack.set_result(None)
+
+    def _replace_replica(self, ack: Future[Any], replica: str | None) -> None:
+        with self._lock:
+            if self._replica == replica:
+                self._choose_replica()
+            next_one = self._ack(self._installed)
+        if next_one is None:
+            ack.set_result(None)
+        else:
+            next_one.add_done_callback(partial(_pass_on, ack))
+
+    def hear_lost(self, member: Member) -> None:
+        """A worker is gone: take over from it, replace it, or tell who waits for it."""
+        with self._lock:
+            if self._shard is not None:
+                if not self._is_primary and self._primary == member.uid:
+                    self._is_primary = True
+                    self._early.clear()  # between these and the last one applied some are missing: nobody was told
+                    self._choose_replica()
+                elif self._is_primary and self._replica == member.info.name:
+                    self._choose_replica()
+        self.settle()
+
+
+def _pass_on(future: Future[Any], done: Future[Any]) -> None:
+    try:
+        result = done.value()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _on_thread(work: Callable[[], None]) -> None:
+    """Do it, but not on the thread that reads."""
+
+    def run() -> None:
+        try:
+            work()
+        except ClosedError:  # this worker is at its end, too
+            pass
+
+    threading.Thread(target=run, name="phalanx-parameter-server", daemon=True).start()
+
+
+# -- what is called from elsewhere -------------------------------------------------------------------------------------
+
+_registry = threading.Lock()
+_hosted: dict[int, dict[tuple[str, int], Hosted]] = {}  # by the agent's uid: a process may be one worker after another
+
+
+def _host(name: str, index: int) -> Hosted:
+    agent = current.agent()
+    uid = agent.me.uid
+    with _registry:
+        if uid not in _hosted:
+            _hosted[uid] = {}
+            agent.on_lost.append(partial(_hear_lost, agent))
+            agent.on_close.append(lambda: _forget(uid))
+        places = _hosted[uid]
+        if (name, index) not in places:
+            places[name, index] = Hosted(agent, name, index)
+        return places[name, index]
+
+
+def _forget(uid: int) -> None:
+    with _registry:
+        _hosted.pop(uid, None)
+
+
+def _hear_lost(agent: Agent, member: Member) -> None:
+    if agent.closing or agent.closed:  # all go
+        return
+    with _registry:
+        places = list(_hosted.get(agent.me.uid, {}).values())
+    for place in places:
+        _on_thread(partial(place.hear_lost, member))
+
+
+@async_execution
+def create(name: str, index: int, spec: Spec, state: State) -> Future[Any]:
+    """The first trainer has these values."""
+    place = _host(name, index)
+    return place.request(partial(place.create, spec, state))
+
+
+@async_execution
+def attach(name: str, index: int, trainer: str, described: str, load_number: int) -> Future[Any]:
+    """Another trainer waits for them."""
+    place = _host(name, index)
+    return place.request(partial(place.attach, trainer, described, load_number))
+
+
+@async_execution
+def push(name: str, index: int, trainer: str, clock: int, gradients: Gradients) -> Future[Any]:
+    """All gradients that a trainer has for this server."""
+    place = _host(name, index)
+    return place.request(partial(place.write, ("push", trainer, clock, gradients)))
+
+
+@async_execution
+def leave(name: str, index: int, trainer: str) -> Future[Any]:
+    """A trainer has done its work."""
+    place = _host(name, index)
+    return place.request(partial(place.write, ("leave", trainer)))
+
+
+@async_execution
+def load(name: str, index: int, number: int, state: State) -> Future[Any]:
+    """Go on from this state."""
+    place = _host(name, index)
+    return place.request(partial(place.write, ("load", number, state)))
+
+
+@async_execution
+def pull(name: str, index: int, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Future[Any]:
+    """What a trainer needs from this server for its next step."""
+    place = _host(name, index)
+    return place.request(partial(place.pull, trainer, clock, dense, rows))
+
+
+@async_execution
+def state(name: str, index: int, trainer: str, clock: int) -> Future[Any]:
+    """All that this server has."""
+    place = _host(name, index)
+    return place.request(partial(place.state, trainer, clock))
+
+
+def clocks(name: str, index: int) -> dict[str, int]:
+    """How far the trainers are."""
+    return _host(name, index).clocks()
+
+
+def install(name: str, index: int, primary: int, number: int, snapshot: tuple[Any, ...]) -> None:
+    """From a primary to its replica."""
+    _host(name, index).install(primary, number, snapshot)
+
+
+@async_execution
+def receive(name: str, index: int, number: int, entry: tuple[Any, ...]) -> Future[Any]:
+    """From a primary to its replica."""
+    return _host(name, index).receive(number, entry)

@@ -1,0 +1,101 @@
+"""Which server has what: dense tensors are whole on one server, row r of a table is on server r modulo their number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Any]  # "step", "dense" and "tables" by name, "optimizer": by name what the optimizer keeps of it
+
+
+def plan_dense(sizes: Mapping[str, int], num_servers: int) -> dict[str, int]:
+    """The server of each dense tensor: the largest first, each to the one that has least."""
+    load = [0] * num_servers
+    place = {}
+    for name, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
+        server = load.index(min(load))
+        place[name] = server
+        load[server] += size
+    return place
+
+
+def ring(servers: Sequence[str], index: int) -> list[str]:
+    """The servers that may hold shard `index`, in order: its own one, then who would take over from it."""
+    return [*servers[index:], *servers[:index]]
+
+
+def take_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
+    """The rows that are on server `index`."""
+    if table.is_sparse:  # the momentum of SGD
+        ids, values = table._indices(), table._values()
+        here = ids[0] % num_servers == index
+        shape = (len(range(index, len(table), num_servers)), *table.shape[1:])
+        return _sparse(ids[:, here] // num_servers, values[here], shape, table.is_coalesced())
+    return table[index::num_servers].clone()
+
+
+def join_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The table whose rows these are."""
+    num_rows = sum(len(part) for part in parts)
+    if parts[0].is_sparse:
+        ids = torch.cat([part._indices() * len(parts) + index for index, part in enumerate(parts)], 1)
+        values = torch.cat([part._values() for part in parts])
+        order = ids[0].argsort(stable=True)  # by row, as torch's addition of sparse tensors keeps them
+        is_coalesced = all(part.is_coalesced() for part in parts)
+        return _sparse(ids[:, order], values[order], (num_rows, *parts[0].shape[1:]), is_coalesced)
+    table = parts[0].new_empty((num_rows, *parts[0].shape[1:]))
+    for index, part in enumerate(parts):
+        table[index :: len(parts)] = part
+    return table
+
+
+def _sparse(ids: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool) -> Tensor:
+    """A sparse tensor of these entries, as they are: whether it is coalesced decides in which order they are summed."""
+    return torch.sparse_coo_tensor(ids, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+
+
+def split_state(state: State, place: Mapping[str, int], num_servers: int) -> list[State]:
+    """What each server has of a whole state."""
+    shards: list[State] = []
+    tables: Mapping[str, Tensor] = state["tables"]
+    for index in range(num_servers):
+        dense = {name: value for name, value in state["dense"].items() if place[name] == index}
+        kept = {}
+        for name, values in state["optimizer"].items():
+            if name in dense:
+                kept[name] = values
+            elif name in tables:
+                rows = len(tables[name])
+                kept[name] = {
+                    key: take_rows(one, index, num_servers) if _is_by_row(one, rows) else one
+                    for key, one in values.items()
+                }
+        own = {name: take_rows(table, index, num_servers) for name, table in tables.items()}
+        shards.append({"step": state["step"], "dense": dense, "tables": own, "optimizer": kept})
+    return shards
+
+
+def join_states(shards: Sequence[State]) -> State:
+    """The opposite of `split_state`."""
+    first = shards[0]
+    dense = {name: value for shard in shards for name, value in shard["dense"].items()}
+    kept: dict[str, Any] = {
+        name: values for shard in shards for name, values in shard["optimizer"].items() if name in shard["dense"]
+    }
+    for name, table in first["tables"].items():
+        if name in first["optimizer"]:
+            kept[name] = {
+                key: join_rows([shard["optimizer"][name][key] for shard in shards])
+                if _is_by_row(one, len(table))
+                else one
+                for key, one in first["optimizer"][name].items()
+            }
+    tables = {name: join_rows([shard["tables"][name] for shard in shards]) for name in first["tables"]}
+    return {"step": first["step"], "dense": dense, "tables": tables, "optimizer": kept}
+
+
+def _is_by_row(value: Any, num_rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == num_rows

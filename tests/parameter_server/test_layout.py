@@ -1,0 +1,38 @@
+"""Where values are, without a server."""
+
+import pytest
+import torch
+
+from phalanx.parameter_server.layout import join_states, plan_dense, ring, split_state
+
+
+def test_dense_tensors_go_to_the_server_that_has_least():
+    assert plan_dense({"a": 1, "b": 5, "c": 4, "d": 2}, 2) == {"b": 0, "c": 1, "d": 1, "a": 0}
+    assert plan_dense({}, 3) == {}
+
+
+def test_who_takes_over_comes_next_in_the_ring():
+    assert ring(["a", "b", "c"], 1) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 4])
+def test_a_state_that_is_split_and_joined_is_the_same(num_servers):
+    state = {
+        "step": 7,
+        "dense": {name: torch.randn(n, 2) for name, n in (("a", 3), ("b", 1), ("c", 5))},
+        "tables": {name: torch.randn(n, 2) for name, n in (("t", 7), ("u", 2))},
+        "optimizer": {
+            "a": {"step": torch.tensor(3.0), "m": torch.randn(3, 2)},
+            "t": {"step": 3, "m": torch.randn(7, 2)},
+            "u": {"step": torch.tensor(2.0), "sum": torch.randn(2, 2)},
+        },
+    }
+    state["optimizer"]["u"]["momentum"] = torch.sparse_coo_tensor(
+        [[1, 0, 1]], torch.randn(3, 2), (2, 2), check_invariants=True
+    )
+    shards = split_state(state, plan_dense({"a": 6, "b": 2, "c": 10}, num_servers), num_servers)
+    assert len(shards) == num_servers
+    joined = join_states(shards)
+    for one in (state, joined):
+        one["optimizer"]["u"]["momentum"] = one["optimizer"]["u"]["momentum"].to_dense()
+    torch.testing.assert_close(joined, state, rtol=0, atol=0)

@@ -1,0 +1,364 @@
+"""Parameters on servers: equal to one process, bounded in staleness, restored, and alive after a server's loss."""
+
+import contextlib
+import os
+import signal
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo  # every optimizer loads it: once here, and not once in each worker
+from tests.rpc.workers import event, pid, run_workers, set_event, wait_event
+
+import phalanx
+from phalanx import rpc
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError
+from phalanx.rpc import current
+
+SERVERS = ["s0", "s1", "s2"]
+TRAINERS = ["t0", "t1"]
+
+
+@contextlib.contextmanager
+def join(name, rank, world_size, folder, *, loses=False):
+    """This process as a worker until all have come to the end; with `loses` some of them never do."""
+    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    try:
+        yield
+    except BaseException:
+        rpc.shutdown(graceful=False)
+        raise
+    if loses:
+        with pytest.raises(PeerLostError):
+            rpc.shutdown()
+    else:
+        rpc.shutdown()
+
+
+def meet(me, key):
+    """Both trainers have come here."""
+    for one in TRAINERS:
+        rpc.rpc_sync(one, set_event, (f"{key} {me}",))
+    for one in TRAINERS:
+        wait_event(f"{key} {one}")
+
+
+# -- synchronous -------------------------------------------------------------------------------------------------------
+
+CASES = [
+    (torch.optim.SGD, torch.optim.SGD, {"lr": 0.1}, {"lr": 0.5}),
+    (partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01), torch.optim.SparseAdam, {"lr": 0.1}, {"lr": 0.05}),
+    (torch.optim.Adam, torch.optim.SparseAdam, {"lr": 0.01}, {"lr": 0.01}),
+    (torch.optim.AdamW, torch.optim.Adagrad, {"lr": 0.01}, {"lr": 0.1}),
+    (torch.optim.Adafactor, partial(torch.optim.SGD, momentum=0.5), {"lr": 0.01}, {"lr": 0.1}),
+]
+
+
+class Model(torch.nn.Module):
+    """Two tables, and a network over rows of them."""
+
+    def __init__(self, seed):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            dim, hidden = 1 + seed % 5, 3 + seed % 4
+            self.one = torch.nn.Embedding(5 + 7 * seed % 11, dim, sparse=True)
+            self.other = torch.nn.Embedding(2 + seed, dim, sparse=True)
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(2 * dim, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1)
+            )
+
+    def batch(self, seed):
+        """Ids with repeats, and what to learn."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = [torch.randint(len(table.weight), (8,), generator=generator) for table in (self.one, self.other)]
+        return *ids, torch.randn(8, 1, generator=generator)
+
+
+def loss_of(net, one, other, target):
+    return (net(torch.cat([one, other], 1)) - target).square().mean()
+
+
+def train_alone(model, case, steps):
+    """One process that adds the gradients of the trainers' parts, in their order."""
+    make, make_rows, options, row_options = case
+    tables = [model.one.weight, model.other.weight]
+    optimizers = [make(model.net.parameters(), **options), make_rows(tables, **row_options)]
+    for step in steps:
+        totals = [None] * len(list(model.parameters()))
+        for trainer in range(2):
+            one, other, target = model.batch(2 * step + trainer)
+            loss = loss_of(model.net, model.one(one), model.other(other), target)
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            grads = [g.coalesce() if g.is_sparse else g for g in grads]
+            totals = [g if t is None else t + g for t, g in zip(totals, grads, strict=True)]
+        for parameter, total in zip(model.parameters(), totals, strict=True):
+            parameter.grad = total / 2
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def make_server(model, case, servers, **options):
+    make, make_rows, dense_options, row_options = case
+    return phalanx.ParameterServer(
+        servers,
+        TRAINERS,
+        dense=dict(model.net.named_parameters()),
+        tables={"one": model.one.weight, "other": model.other.weight},
+        optimizer=partial(make, **dense_options),
+        row_optimizer=partial(make_rows, **row_options),
+        **options,
+    )
+
+
+def train(server, model, number, steps):
+    names = [name for name, _ in model.net.named_parameters()]
+    for step in steps:
+        one, other, target = model.batch(2 * step + number)
+        pulled = server.pull({"one": one, "other": other})
+        net = partial(torch.func.functional_call, model.net, {name: pulled[name] for name in names})
+        loss_of(lambda x, net=net: net((x,)), pulled["one"], pulled["other"], target).backward()
+        server.push(pulled)
+
+
+def check_equal(state, model):
+    for name, parameter in model.net.named_parameters():
+        assert torch.equal(state["dense"][name], parameter), name
+    assert torch.equal(state["tables"]["one"], model.one.weight)
+    assert torch.equal(state["tables"]["other"], model.other.weight)
+
+
+def _synchronous(rank, folder):
+    name = [*TRAINERS, *SERVERS][rank]
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # Adagrad, at each step
+    with join(name, rank, 5, folder):
+        if rank > 1:
+            return
+        for seed, case in enumerate(CASES):
+            model = Model(seed)
+            with make_server(model, case, SERVERS[: 1 + seed % 3]) as server:
+                train(server, model, rank, range(6))
+                state = server.state_dict()
+                assert server.step == state["step"] == 6
+                phalanx.save_checkpoint(f"{folder}/{name}.pt", {"server": state})
+                meet(name, f"saved {seed}")
+                train(server, model, rank, range(6, 9))
+                first_run = server.state_dict()
+                meet(name, f"first run {seed}")
+            meet(name, f"closed {seed}")
+            # Another number of servers goes on from the file with the same bits.
+            with make_server(Model(seed), case, SERVERS[: 1 + (seed + 1) % 3]) as server:
+                server.load_state_dict(phalanx.load_checkpoint(f"{folder}/{name}.pt")["server"])
+                assert server.step == 6
+                train(server, model, rank, range(6, 9))
+                check_equal_states(server.state_dict(), first_run)
+                meet(name, f"second run {seed}")
+            train_alone(model, case, range(9))
+            check_equal(first_run, model)
+
+
+def check_equal_states(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_synchronous_training_has_the_bits_of_one_process_also_from_a_checkpoint_on_other_servers():
+    run_workers(_synchronous, 5)
+
+
+# -- who dies, who is late, who is wrong -------------------------------------------------------------------------------
+
+
+def _counting(servers, trainers=TRAINERS, **options):
+    """A table and a vector from which every push of ones takes one."""
+    return phalanx.ParameterServer(
+        servers,
+        trainers,
+        dense={"d": torch.zeros(3)},
+        tables={"t": torch.zeros(7, 2)},
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        **options,
+    )
+
+
+def _ones(ids):
+    return {"d": torch.ones(3)}, {"t": (ids, torch.ones(len(ids), 2))}
+
+
+def _trainer_dies(rank, folder):
+    name = ["t0", "t1", "s0", "s1"][rank]
+    with join(name, rank, 4, folder, loses=True):
+        if rank > 1:
+            return
+        server = _counting(["s0", "s1"])
+        server.pull()
+        server.push_gradients(*_ones(torch.arange(7)))
+        server.pull()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        server.push_gradients(*_ones(torch.arange(7)))
+        message = r"synchronous step 1: trainer 't1' is lost: .*\nGo on from a checkpoint"
+        for use in (server.pull, server.state_dict):
+            with pytest.raises(PeerLostError, match=message) as raised:
+                use()
+            assert raised.value.ranks == (1,)
+
+
+def test_a_trainer_that_dies_in_a_synchronous_step_is_named():
+    run_workers(_trainer_dies, 4, lost=[1])
+
+
+def _stale(rank, folder):
+    name = ["t0", "t1", "s0", "s1"][rank]
+    with join(name, rank, 4, folder):
+        if rank > 1:
+            return
+        bound = 3
+        server = _counting(["s0", "s1"], synchronous=False, max_staleness=bound)
+        if rank == 1:
+            wait_event("t0 is far ahead")
+        seen = []
+        while server.step < 40:
+            if rank == 0 and server.step == bound + 1:
+                # t1 has not begun: this is as far as it goes.
+                waits = rpc.rpc_async("t0", _pull_of, ("t0", server.step), timeout=0)
+                assert not waits.done()
+                clocks = rpc.rpc_sync("s0", _clocks)
+                assert clocks == {"t0": bound + 1, "t1": 0}
+                rpc.rpc_sync("t1", set_event, ("t0 is far ahead",))
+                waits.wait()
+            seen.append(server.pull({"t": torch.tensor([rank])}).staleness)
+            server.push_gradients(*_ones(torch.tensor([rank, 6])))
+        if rank == 0:
+            assert seen[: bound + 1] == [0, 1, 2, 3]
+        assert max(seen) <= bound
+        meet(name, "done")
+        state = server.state_dict()
+        assert state["dense"]["d"].tolist() == [-80] * 3
+        assert state["tables"]["t"][:, 0].tolist() == [-40, -40, 0, 0, 0, 0, -80]
+        meet(name, "looked")
+        server.close()
+
+
+def _pull_of(name, step):
+    from phalanx.parameter_server import hosting
+
+    return rpc.rpc_sync("s0", hosting.pull, ("parameters", 0, name, step, ["d"], {}), timeout=0)[2]
+
+
+def _clocks():
+    from phalanx.parameter_server import hosting
+
+    return hosting.clocks("parameters", 0)
+
+
+def test_no_trainer_is_further_ahead_than_the_bound():
+    run_workers(_stale, 4)
+
+
+def _wrong(rank, folder):
+    name = ["t0", "t1", "s0"][rank]
+    with join(name, rank, 3, folder):
+        if rank == 2:
+            return
+        sgd = partial(torch.optim.SGD, lr=1.0)
+        wrong = partial(phalanx.ParameterServer, ["s0"], TRAINERS)
+        with pytest.raises(ValueError, match=r"row_optimizer .*Adam.* makes no step with gradients of rows"):
+            wrong(tables={"t": torch.zeros(3, 2)}, optimizer=torch.optim.Adam)
+        with pytest.raises(ValueError, match=r"optimizer .*LBFGS.* makes no step"):
+            wrong(dense={"d": torch.zeros(3)}, optimizer=torch.optim.LBFGS)
+        with pytest.raises(ValueError, match=r"neither .*; max_staleness .*; reduction .*; replicate=True needs"):
+            wrong(optimizer=sgd, max_staleness=1, reduction="max", replicate=True)
+        with pytest.raises(ValueError, match=r"not among the trainers \('t9',\)"):
+            phalanx.ParameterServer(["s0"], ["t9"], dense={"d": torch.zeros(3)}, optimizer=sgd)
+        server = _counting(["s0"])
+        with pytest.raises(ValueError, match=r"has no \['x', 'y'\]"):
+            server.pull({"y": torch.tensor([1])}, ["x"])
+        with pytest.raises(ValueError, match="ids of 't' must be from 0 to 6, got 0 to 7"):
+            server.pull({"t": torch.arange(8)})
+        with pytest.raises(TypeError, match="must be int64 or int32"):
+            server.pull({"t": torch.ones(2)})
+        with pytest.raises(ValueError, match=r"'d' is of shape \(3,\), its gradient of \(1,\)"):
+            server.push_gradients({"d": torch.ones(1)})
+        with pytest.raises(ValueError, match=r"2 ids of 't' need gradients of shape \(2, 2\), got \(2, 3\)"):
+            server.push_gradients(None, {"t": (torch.tensor([1, 1]), torch.ones(2, 3))})
+        with pytest.raises(ValueError, match="the state's tables parameters are"):
+            server.load_state_dict({"dense": {"d": torch.zeros(3)}, "tables": {}})
+        assert server.pull({"t": torch.empty(2, 0, dtype=torch.int64)})["t"].shape == (2, 0, 2)
+        if rank == 1:
+            _check_different()
+        meet(name, "t1 has made another one")
+        server.push_gradients(None, {"t": (torch.tensor([1, 1, 2]), torch.ones(3, 2))})
+        assert server.pull({"t": torch.tensor([[2, 1]])})["t"].tolist() == [[[-1, -1], [-2, -2]]]
+        if rank == 0:
+            server.push_gradients()
+            agent_default, current.agent().default_timeout_s = current.agent().default_timeout_s, 0.2
+            with pytest.raises(DeadlineError, match=r"'t0' has pushed 2 and waits .*: trainer 't1' has pushed 1 steps"):
+                server.pull()
+            current.agent().default_timeout_s = agent_default
+            server.close()
+            with pytest.raises(phalanx.PhalanxError, match="was closed by this trainer"):
+                server.pull()
+            rpc.rpc_sync("t1", set_event, ("closed",))
+        else:
+            wait_event("closed")
+            for _ in range(3):  # alone: t0 has left
+                server.pull()
+                server.push_gradients({"d": torch.ones(3)})
+            assert server.pull()["d"].tolist() == [-2.5, -2.5, -2.5]
+            server.close()
+
+
+def _check_different():
+    with pytest.raises(MismatchError, match=r"(?s)different arguments.*t0: .*reduction='mean'.*t1: .*reduction='sum'"):
+        _counting(["s0"], reduction="sum")
+
+
+def test_what_is_wrong_or_late_is_told():
+    run_workers(_wrong, 3)
+
+
+# -- servers that die --------------------------------------------------------------------------------------------------
+
+
+def _servers_die(rank, folder, synchronous):
+    name = [*TRAINERS, *SERVERS][rank]
+    with join(name, rank, 5, folder, loses=True):
+        if rank > 1:
+            return
+        server = _counting(SERVERS, synchronous=synchronous, reduction="sum")
+        ids = torch.tensor([0, 1, 2, 5 - rank])
+        for step in range(300):
+            if rank == 1 and step in (70, 150):  # s0, then s1, which has taken over from it
+                victim = SERVERS[step // 100]
+                os.kill(rpc.rpc_sync(victim, pid), signal.SIGKILL)
+            server.pull({"t": ids})
+            server.push_gradients(*_ones(ids))  # returns: it counts
+        meet(name, "all is pushed")
+        state = server.state_dict()
+        assert state["dense"]["d"].tolist() == [-600] * 3, "each push once"
+        assert state["tables"]["t"][:, 1].tolist() == [-600, -600, -600, 0, -300, -300, 0]
+        meet(name, "looked")
+        server.close()
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_no_acknowledged_push_is_lost_or_applied_twice_when_two_of_three_servers_are_killed(synchronous):
+    run_workers(_servers_die, 5, synchronous, lost=[2, 3])
+
+
+def _no_replica(rank, folder):
+    name = ["t0", "s0", "s1"][rank]
+    with join(name, rank, 3, folder, loses=True):
+        if rank > 0:
+            event("never")
+            return
+        server = _counting(["s0", "s1"], ["t0"], replicate=False)
+        os.kill(rpc.rpc_sync("s1", pid), signal.SIGKILL)
+        with pytest.raises(PeerLostError, match=r"shard 1 is lost: none of the servers s1, s0 .*\nGo on from a check"):
+            server.pull()
+
+
+def test_without_a_replica_the_loss_of_a_server_is_told():
+    run_workers(_no_replica, 3, lost=[2])
