@@ -41,17 +41,17 @@ TIMEOUT_S = 600.0
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 
 
-def measure(steps: int, step: Callable[[], Any]) -> float:
-    """The median time of a step, after two that nobody counts; between barriers where there are several ranks."""
+def measure(steps: int, step: Callable[[], Any], *, uncounted: int = 2) -> float:
+    """The median time of a step, after some that nobody counts; between barriers where there are several ranks."""
     times = []
-    for turn in range(steps + 2):
+    for turn in range(steps + uncounted):
         if dist.is_initialized():
             dist.barrier()
         began = time.perf_counter()
         step()
         if dist.is_initialized():
             dist.barrier()
-        if turn > 1:
+        if turn >= uncounted:
             times.append(time.perf_counter() - began)
     return statistics.median(times)
 
@@ -161,16 +161,16 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _cuts(rank: int, world_size: int, rounds: int, steps: int) -> tuple[list[int], dict[int, list[float]]]:
-    x = torch.randn(8 * 128, 256)
+    x = torch.randn(8 * 64, 256)
     pipes = {
         cut: phalanx.Pipeline(unequal(), balance=[cut, len(COSTS) - cut], loss_fn=functional.mse_loss)
         for cut in range(1, len(COSTS))
     }
-    pipes[0] = phalanx.Pipeline(unequal(), balance="auto", example=x[:128], loss_fn=functional.mse_loss)
+    pipes[0] = phalanx.Pipeline(unequal(), balance="auto", example=x[:64], loss_fn=functional.mse_loss)
     samples: dict[int, list[float]] = {cut: [] for cut in pipes}
-    for _ in range(rounds):
+    for turn in range(rounds):  # twelve pipes: few steps of each in a turn, or it takes minutes
         for cut, pipe in pipes.items():
-            samples[cut].append(measure(steps, partial(pipe.step, x, target=x)))
+            samples[cut].append(measure(min(steps, 2), partial(pipe.step, x, target=x), uncounted=0 if turn else 2))
     return pipes[0].plan.counts, samples
 
 
