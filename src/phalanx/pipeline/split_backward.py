@@ -7,17 +7,13 @@ model does. They get their gradients with the inputs.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass
@@ -51,12 +47,11 @@ def backward_input(
 
     A stage without such leaves, the first, leaves all for later: there is nobody who waits.
     """
-    with _environment_kept():
-        from torch.distributed.pipelining._backward import (  # a second, and much of torch's compiler: who needs it
-            _get_grad_fn_or_grad_acc,
-            construct_reverse_graph,
-            get_param_groups,
-        )
+    from torch.distributed.pipelining._backward import (  # a second, and much of torch's compiler: only who needs it
+        _get_grad_fn_or_grad_acc,
+        construct_reverse_graph,
+        get_param_groups,
+    )
 
     def nodes_of(tensors: Sequence[Tensor]) -> list[Node]:
         return [node for t in tensors if (node := _get_grad_fn_or_grad_acc(t)) is not None]
@@ -91,17 +86,6 @@ def backward_input(
         group["intermediates"] = [group["intermediates"][at] for at in reached]
         group["grads"] = [group["grads"][at] for at in reached]
     return WeightsBackward(parameters, [group for group in groups if group["grads"]])
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Torch's compiler sets the folder of its cache for all child processes when it is imported; nobody asked it to."""
-    before = os.environ.get(_CACHE)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_CACHE, None)
 
 
 def _accumulate(
