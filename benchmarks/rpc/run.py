@@ -1,4 +1,4 @@
-"""How long is a call, how many are there in a second, and how fast do tensors go, beside torch.distributed.rpc?"""
+"""How long are a call, a tensor's way and a distributed training step, beside torch.distributed.rpc?"""
 
 from __future__ import annotations
 
@@ -72,6 +72,51 @@ def interval(rpc: Any, count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
+class Layer:
+    """A part of the model of the training step."""
+
+    def __init__(self) -> None:
+        self.weight = torch.rand(16, 16).requires_grad_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Its output."""
+        return torch.tanh(x @ self.weight)
+
+    def get_weight(self) -> torch.Tensor:
+        """Its parameter."""
+        return self.weight
+
+
+def training_step(rpc: Any, count: int) -> dict[str, float]:
+    """The medians of `count` iterations over the layers of three workers: forward, and backward with a step."""
+    ours = rpc.__name__.startswith("phalanx")
+    autograd = importlib.import_module("phalanx.rpc.autograd" if ours else "torch.distributed.autograd")
+    optim = importlib.import_module("phalanx.optim" if ours else "torch.distributed.optim")
+    here = Layer()
+    layers = [rpc.remote(name, Layer) for name in ("callee", "third")]
+    parameters = [rpc.RRef(here.weight), *(layer.remote().get_weight() for layer in layers)]
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01)
+    x = torch.rand(8, 16)
+    whole, backward = [], []
+    for _ in range(count + 20):
+        begin = time.perf_counter()
+        with autograd.context() as context_id:
+            y = here.forward(x)
+            for layer in layers:
+                y = layer.rpc_sync().forward(y)
+            loss = y.sum()
+            middle = time.perf_counter()
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+            end = time.perf_counter()
+        whole.append(time.perf_counter() - begin)
+        backward.append(end - middle)
+    return {
+        "backward over three workers, and step": summarise(backward[20:]).median,
+        "the whole training step": summarise(whole[20:]).median,
+    }
+
+
 def measure(rpc: Any, quick: int) -> dict[str, float]:
     """Each case once, in seconds."""
     small, large = torch.ones(KIB // 4), torch.ones(64 * MIB // 4)
@@ -86,14 +131,15 @@ def measure(rpc: Any, quick: int) -> dict[str, float]:
         "1 KiB tensor as argument": latency(rpc, take, (small,), 2000 // quick),
         "64 MiB tensor as argument": latency(rpc, take, (large,), 20),
         "64 MiB tensor there and back": latency(rpc, give_back, (large,), 20),
+        **training_step(rpc, 400 // quick),
     }
 
 
 def worker(rank: int, world_size: int, module: str, folder: str, quick: int) -> dict[str, float] | None:
-    """One of the two; the first one calls."""
+    """One of the three; the first one calls, and the third one takes part in the training step alone."""
     rpc = importlib.import_module(module)
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
-    name = ["caller", "callee"][rank]
+    name = ["caller", "callee", "third"][rank]
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
     try:
         return measure(rpc, quick) if rank == 0 else None
@@ -114,7 +160,7 @@ def main() -> None:
         for name in order:
             with tempfile.TemporaryDirectory() as folder:
                 results = run_ranks(
-                    worker, 2, MODULES[name], folder, arguments.quick, init=False, start="fork", timeout=600
+                    worker, 3, MODULES[name], folder, arguments.quick, init=False, start="fork", timeout=600
                 )
             for case, seconds in results[0].items():
                 samples[name].setdefault(case, []).append(seconds)
