@@ -92,6 +92,11 @@ def test_a_state_loads_into_another_split_and_into_the_unsplit_model(tmp_path):
             pipe.step(*_letters()[:1], target=_letters()[1])
             optimizer.step()
         phalanx.save_checkpoint(path, {"model": pipe.state_dict(rank0_only=True)})
+        # It saved the state of rank 0's optimizer, and every rank loaded that: other moments for other parameters.
+        with phalanx.CheckpointManager(path.parent / "kept") as manager:
+            with pytest.raises(phalanx.CheckpointError, match="'optimizer' updates other parameters on rank 1"):
+                manager.save(3, {"model": pipe, "optimizer": optimizer})
+            manager.save(3, {"model": pipe})
         pipe.eval()
         names = [name for name, _ in pipe.named_parameters()]
         return pipe(inputs), names, pipe.plan.counts, list(pipe.state_dict(rank0_only=True))

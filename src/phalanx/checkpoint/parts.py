@@ -51,6 +51,17 @@ def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[
     return {name: _state_of(part, peers, sharded=sharded) for name, part in parts.items()}
 
 
+def describe_optimizers(parts: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Which parameters each optimizer updates that has all of its state on every rank: their names, if they say them
+    (those of a pipeline's stage do), and their shapes.
+    """
+    return {
+        name: [(getattr(p, "whole_model_name", ""), tuple(p.shape)) for g in part.param_groups for p in g["params"]]
+        for name, part in parts.items()
+        if isinstance(part, torch.optim.Optimizer) and not hasattr(part, "consolidate_state_dict")
+    }
+
+
 def _state_of(part: Any, peers: Peers, *, sharded: bool) -> Any:
     if isinstance(part, nn.Module):
         return module_state(part)

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from phalanx.checkpoint.background import Saving, Work
 from phalanx.checkpoint.history import Draft, Entry, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
-from phalanx.checkpoint.parts import buffer_names, states_of
+from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.restore import Restored, VanishedError, restore
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
 from phalanx.checkpoint.structure import encode_structure, merge_structures
 from phalanx.checkpoint.tree import Tree, is_dtensor
 from phalanx.checkpoint.whole import write_whole
-from phalanx.checkpoint.write_problems import explain_unseen, explain_unwritten, may_write
+from phalanx.checkpoint.write_problems import explain_optimizers_apart, explain_unseen, explain_unwritten, may_write
 from phalanx.errors import CheckpointError
 from phalanx.log import get_logger
 
@@ -209,11 +209,13 @@ class CheckpointManager:
             wants = wants or (has_shards and self.sharded is None)
         except Exception as error:
             problem, cause = f"{peers.what} on rank {peers.rank}: {type(error).__name__}: {error}", error
-        told = peers.all_gather((problem, wants))
-        first = next((text for text, _ in told if text is not None), None)
+        told = peers.all_gather((problem, wants, describe_optimizers(parts)))
+        first = next((text for text, *_ in told if text is not None), None)
         if first is not None:
             raise CheckpointError(first) from cause
-        kind: Kind = "sharded" if any(wants for _, wants in told) else "whole"
+        if apart := explain_optimizers_apart(peers.what, [optimizers for *_, optimizers in told]):
+            raise CheckpointError(apart)
+        kind: Kind = "sharded" if any(wants for _, wants, _ in told) else "whole"
         return state, kind, buffer_names(parts)
 
     def _open_draft(self, peers: Peers, step: int, kind: Kind) -> tuple[Draft | None, Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +57,19 @@ def explain_unwritten(
         fact += value and f" ({value})"
     text = f"{peers.what}: step {step} to {folder} on rank {peers.rank}: {fact}. {kept} {advice}"
     return text.rstrip()
+
+
+def explain_optimizers_apart(what: str, told: Sequence[Mapping[str, Any]]) -> str:
+    """Why optimizers of which each rank holds another part cannot be saved as one; nothing if they are alike.
+
+    `told` has, by rank, what `describe_optimizers` says.
+    """
+    for rank, theirs in enumerate(told):
+        for name in told[0]:
+            if theirs.get(name) != told[0][name]:
+                return (
+                    f"{what}: {name!r} updates other parameters on rank {rank} than on rank 0, whose state alone would "
+                    "be saved (the stages of a pipeline, say). Nothing was written. Save the model here, and the "
+                    f"optimizer of each rank in a file of its own: torch.save({name}.state_dict(), '{name}-{rank}.pt')."
+                )
+    return ""

@@ -202,6 +202,8 @@ class Pipeline(nn.Module):
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
 
         self._random = RandomState(self._device)
+        for name, parameter in self.named_parameters():
+            parameter.whole_model_name = name  # type: ignore[attr-defined]  # who saves an optimizer compares them
         self._wire = Wire(self._group, [*rank_of, *range(self._size)], self._device, number)
         self._shared = False
         stages = [
