@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,11 @@ class Job:
     draws: bool = True
     checkpoint: str = ""
     resume: str = ""
+    batch_of: str | None = None
+    clip: bool = False
+    zero_first: bool = False
+    layer_norm: bool = False
+    wait_at: int = -1  # at that step for the file `come`, once a rank has been lost
 
     # -- faults --------------------------------------------------------------------------------------------------
 
@@ -78,6 +84,13 @@ class Job:
                 except FileExistsError:
                     continue
                 os.kill(os.getpid(), one.signal)
+
+    def wait(self, step: int) -> None:
+        """Say that this rank waits, and wait."""
+        if step == self.wait_at and not os.path.exists(f"{self.folder}/come"):
+            Path(f"{self.folder}/waits-{os.getpid()}").touch()
+            while not os.path.exists(f"{self.folder}/come"):
+                time.sleep(0.01)
 
     # -- what it leaves ------------------------------------------------------------------------------------------
 
@@ -107,9 +120,8 @@ class Job:
 def build(job: Job) -> tuple[nn.Module, Any, Any]:
     """The same on every rank, but for what is drawn in training."""
     torch.manual_seed(1)
-    model = nn.Sequential(
-        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3 if job.draws else 0.0), nn.Linear(16, 1)
-    )
+    norm = nn.LayerNorm(16) if job.layer_norm else nn.BatchNorm1d(16)
+    model = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.3 if job.draws else 0.0), nn.Linear(16, 1))
     kinds: dict[str, Callable[..., Any]] = {
         "adam": torch.optim.Adam,
         "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
@@ -146,7 +158,7 @@ def train_job(job: Job) -> dict[str, Any]:
             things["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
         if job.amp:
             things["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
-        state = elastic.State(**things)
+        state = elastic.State(batch=job.batch_of, **things)
         objects = [id(thing) for thing in things.values() if not isinstance(thing, list)]
         model[0].register_forward_hook(lambda *_: job.strike("forward", state.step))
         model[4].register_full_backward_hook(lambda *_: job.strike("backward", state.step))
@@ -165,10 +177,13 @@ def train_job(job: Job) -> dict[str, Any]:
                 for number, (ids, x, y) in enumerate(loader, start=1):
                     job.strike("batch", state.step)
                     job.log(state.step, epoch, ids.tolist())
+                    job.wait(state.step)
                     is_last = number % job.accumulate == 0 or number == len(loader)
                     ddp.require_backward_grad_sync = is_last
                     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.amp):
                         loss = (ddp(x).squeeze(1) - y).float().pow(2).mean() / job.accumulate
+                    if job.zero_first:  # behind the forward, where PyTorch's tutorials have it
+                        optimizer.zero_grad()
                     if job.draws:
                         loss = loss * (1.0 + 0.01 * random.Random(random.getrandbits(32)).random())
                     if job.amp:
@@ -177,18 +192,24 @@ def train_job(job: Job) -> dict[str, Any]:
                         loss.backward()
                     if not is_last:
                         continue
+                    if job.clip:
+                        if job.amp:
+                            state.scaler.unscale_(optimizer)
+                        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
                     if job.amp:
                         state.scaler.step(optimizer)
                         state.scaler.update()
                     else:
                         optimizer.step()
-                    optimizer.zero_grad()
+                    if not job.zero_first:
+                        optimizer.zero_grad()
                     if job.scheduler:
                         state.scheduler.step()
                     if job.late_collective:
                         loss_sum += loss.detach()
                         dist.all_reduce(loss_sum)
-                    state.history.append(state.step)
+                    if job.batch_of is None or state.step not in state.history:
+                        state.history.append(state.step)
                     state.commit()
 
         train(state)

@@ -318,12 +318,18 @@ def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ra
 
 # -- once an elastic job has a sampler ---------------------------------------------------------------------------------
 
-_loader_listeners: weakref.WeakKeyDictionary[Any, Callable[[Any, Any, Any, bool], None]] = weakref.WeakKeyDictionary()
+_LoaderListener = tuple[Callable[[Any, Any], None], Callable[[Any, Any, Any, bool], None]]
+_loader_listeners: weakref.WeakKeyDictionary[Any, _LoaderListener] = weakref.WeakKeyDictionary()
 
 
-def observe_loaders(owner: Any, listener: Callable[[Any, Any, Any, bool], None]) -> None:
-    """Call `listener(owner, loader, iterator, is_new)` whenever a DataLoader is iterated, as long as `owner` lives."""
-    _loader_listeners[owner] = listener
+def observe_loaders(
+    owner: Any, before: Callable[[Any, Any], None], listener: Callable[[Any, Any, Any, bool], None]
+) -> None:
+    """Call `before(owner, loader)` and `listener(owner, loader, iterator, is_new)` whenever a DataLoader is iterated.
+
+    As long as `owner` lives. Workers take indices already between the two.
+    """
+    _loader_listeners[owner] = before, listener
     _observe_loaders()
 
 
@@ -336,8 +342,10 @@ def _observe_loaders() -> None:
     @functools.wraps(original)
     def __iter__(self: Any) -> Any:
         kept = getattr(self, "_iterator", None)
+        for owner, (before, _) in list(_loader_listeners.items()):
+            before(owner, self)
         iterator = original(self)
-        for owner, listener in list(_loader_listeners.items()):
+        for owner, (_, listener) in list(_loader_listeners.items()):
             listener(owner, self, iterator, kept is None)
         return iterator
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -32,6 +32,11 @@ class IndexStream:
         return self._computed - operator.length_hint(self._block)
 
     @property
+    def length(self) -> int:
+        """How many indices the pass has."""
+        return self.partition.count
+
+    @property
     def is_over(self) -> bool:
         """Whether all of the partition has been handed out."""
         return self.taken >= self.partition.count
@@ -40,12 +45,13 @@ class IndexStream:
         """Iterators over the consecutive blocks; chained together they are the pass."""
         while self._computed < self.partition.count:
             size = min(BLOCK, self.partition.count - self._computed)
-            indices = self._compute(self._computed, size).tolist()
+            indices = self.compute(self._computed, size).tolist()
             self._computed += size
             self._block = iter(indices)
             yield self._block
 
-    def _compute(self, first: int, size: int) -> Indices:
+    def compute(self, first: int, size: int) -> Indices:
+        """The `size` indices from the `first` on."""
         partition = self.partition
         positions = np.arange(size, dtype=np.uint64)
         positions *= np.uint64(partition.step)
@@ -53,3 +59,53 @@ class IndexStream:
         if partition.start + (first + size - 1) * partition.step >= partition.length:
             positions %= np.uint64(partition.length)
         return positions if self._order is None else self._order.take(positions)
+
+
+class TurnStream:
+    """One pass over several partitions of equal length by turns: `turn` indices of the first, as many of the next ...
+
+    After a turn that is shorter, at the end, it says once that it is over, and goes on when it is asked again: there
+    PyTorch's `BatchSampler` ends the batch, so that no batch has samples of two partitions.
+    """
+
+    def __init__(self, streams: Sequence[IndexStream], turn: int) -> None:
+        self.partition = streams[0].partition
+        self._streams, self._turn = streams, turn
+        self._number = 0  # of the turn that comes next
+        self._block: Iterator[int] = iter(())
+        self._is_short = False
+
+    @property
+    def length(self) -> int:
+        """How many indices the pass has."""
+        return sum(stream.partition.count for stream in self._streams)
+
+    @property
+    def turns(self) -> int:
+        """How many turns have been begun."""
+        return self._number
+
+    @property
+    def taken(self) -> int:
+        """How many indices of each partition have been handed out, counting rounds in which all had their turn."""
+        return min(self._number // len(self._streams) * self._turn, self.partition.count)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has been handed out."""
+        return self.taken >= self.partition.count
+
+    def __next__(self) -> int:
+        for index in self._block:
+            return index
+        if self._is_short:
+            self._is_short = False
+            raise StopIteration
+        turn, which = divmod(self._number, len(self._streams))
+        size = min(self._turn, self.partition.count - turn * self._turn)
+        if size <= 0:
+            raise StopIteration
+        self._block = iter(self._streams[which].compute(turn * self._turn, size).tolist())
+        self._number += 1
+        self._is_short = size < self._turn
+        return next(self._block)

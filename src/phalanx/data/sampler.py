@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import distributed as torch_sampler
 
-from phalanx.data.index_stream import IndexStream
+from phalanx.data.index_stream import IndexStream, TurnStream
 from phalanx.data.partition import Partition, plan_partition
 from phalanx.data.permutation import Permutation
 from phalanx.errors import CheckpointError
@@ -62,19 +62,23 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         num_replicas, rank = _place(num_replicas, rank)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.padding = padding
-        self.num_samples = self._plan_partition(consumed=0).count
+        self._parts: Sequence[int] = (rank,)  # of `num_replicas`, those that this rank reads
+        self._turn = 1  # how many samples it reads of one before it reads the next
+        self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
         self._consumed = 0  # of epoch `self.epoch`, before the pass to come
-        self._pass: IndexStream | None = None  # the latest; None while the pass to come is to be epoch `self.epoch`
+        self._pass: IndexStream | TurnStream | None = (
+            None  # the latest; None while the pass to come is to be epoch `self.epoch`
+        )
 
     def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._begin())
+        return chain.from_iterable(self._begin()) if len(self._parts) == 1 else _Turns(self)
 
     def __len__(self) -> int:
         """How many indices this rank gets in the pass at hand, or else in the next; fewer if the epoch was taken up."""
         if self._pass is None:
-            return self._plan_partition(self._consumed).count
-        return self.num_samples if self._pass.is_over else self._pass.partition.count
+            return self._count(self._consumed)
+        return self.num_samples if self._pass.is_over else self._pass.length
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`: from its start, unless `load_state_dict` put us inside that epoch."""
@@ -122,36 +126,82 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._consumed = state["consumed"]
         self._pass = None
 
-    def regroup(self, num_replicas: int, rank: int) -> None:
+    def regroup(self, num_replicas: int, rank: int, *, num_readers: int | None = None) -> None:
         """Share the data among another number of ranks, from the next iteration on, which `load_state_dict` may place.
 
+        With `num_readers`, the parts of `num_replicas` ranks are read by so many, at most as many: rank 0 of two that
+        read three reads parts 0 and 2 by turns, as many samples of each as `read_in_turns_of` says.
+
         Raises:
-            ValueError: `rank` is not one of `num_replicas`.
+            ValueError: `rank` is not one of `num_replicas`, or of the readers.
         """
+        readers = num_replicas if num_readers is None else num_readers
+        if not 0 < readers <= num_replicas or (num_readers is not None and not 0 <= rank < readers):
+            raise ValueError(f"regroup: rank {rank} of {readers} readers of {num_replicas} parts: some would read none")
         if not 0 <= rank < num_replicas:
             raise ValueError(f"regroup: rank {rank} of {num_replicas}: ranks are 0 to num_replicas - 1")
         self.num_replicas, self.rank = num_replicas, rank
-        self.num_samples = self._plan_partition(consumed=0).count
+        self._parts = range(rank, num_replicas, readers)
+        self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if self.padding or self.drop_last else self.length
+
+    def read_in_turns_of(self, batch_size: int) -> None:
+        """Of each part so many samples, where this rank reads several, from the next iteration on."""
+        self._turn = batch_size
+
+    @property
+    def num_parts(self) -> int:
+        """How many ranks' parts this rank reads."""
+        return len(self._parts)
 
     def _begin(self) -> Iterator[Iterator[int]]:
         # A generator, so that this runs when the first index is asked for: a DataLoader with workers calls iter()
         # twice for one epoch.
+        self._pass = stream = IndexStream(self._plan_partition(self._consumed_before_pass(), self.rank), self._order())
+        yield from stream.blocks()
+
+    def _begin_turns(self) -> TurnStream:
+        consumed = self._consumed_before_pass()
+        partitions = [self._plan_partition(consumed, part) for part in self._parts]
+        self._pass = stream = TurnStream([IndexStream(one, self._order()) for one in partitions], self._turn)
+        return stream
+
+    def _consumed_before_pass(self) -> int:
         if self._pass is not None:
             self.epoch, self._consumed = self.epoch + 1, 0
-        order = Permutation(self.length, f"seed {self.seed}, epoch {self.epoch}") if self.shuffle else None
-        self._pass = IndexStream(self._plan_partition(self._consumed), order)
-        yield from self._pass.blocks()
+        return self._consumed
 
-    def _plan_partition(self, consumed: int) -> Partition:
+    def _order(self) -> Permutation | None:
+        return Permutation(self.length, f"seed {self.seed}, epoch {self.epoch}") if self.shuffle else None
+
+    def _count(self, consumed: int) -> int:
+        return sum(self._plan_partition(consumed, part).count for part in self._parts)
+
+    def _plan_partition(self, consumed: int, part: int) -> Partition:
         return plan_partition(
             self.length,
             self.num_replicas,
-            self.rank,
+            part,
             consumed=consumed,
             padding=self.padding,
             drop_last=self.drop_last,
         )
+
+
+class _Turns:
+    """A pass that begins when its first index is asked for."""
+
+    def __init__(self, sampler: DistributedSampler) -> None:
+        self._sampler = sampler
+        self._stream: TurnStream | None = None
+
+    def __iter__(self) -> _Turns:
+        return self
+
+    def __next__(self) -> int:
+        if self._stream is None:
+            self._stream = self._sampler._begin_turns()
+        return next(self._stream)
 
 
 def _length_of(dataset: Dataset[Any]) -> int:

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import BatchSampler
+
 from phalanx.backend.torch_patches import observe_loaders
 from phalanx.data import DistributedSampler
+from phalanx.data.index_stream import TurnStream
 from phalanx.data.partition import Partition
+
+_BATCHES = BatchSampler.__iter__
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,17 @@ class DataPosition:
         self._on_iterator = on_iterator
         self._iterator: Callable[[], Any] = lambda: None
         self._batch_size = 1
-        observe_loaders(self, DataPosition._observe)
+        self.keeps_global_batch = False
+        observe_loaders(self, DataPosition._learn_batch_size, DataPosition._observe)
 
-    def _observe(self, loader: Any, iterator: Any, is_new: bool) -> None:
+    def _is_over_mine(self, loader: Any) -> bool:
         batch_sampler = getattr(loader, "batch_sampler", None)
-        if self.sampler not in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        return self.sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+
+    def _learn_batch_size(self, loader: Any) -> None:
+        if not self._is_over_mine(loader):
             return
-        self._iterator = weakref.ref(iterator)
+        batch_sampler = getattr(loader, "batch_sampler", None)
         size = getattr(batch_sampler, "batch_size", None) if batch_sampler is not None else 1
         if not isinstance(size, int):
             raise ValueError(
@@ -58,12 +67,23 @@ class DataPosition:
                 "many samples a batch has used up. Give it the attribute `batch_size`."
             )
         self._batch_size = size
+        if self.keeps_global_batch and batch_sampler is not None and type(batch_sampler).__iter__ is not _BATCHES:
+            raise ValueError(
+                f"phalanx.elastic: {type(batch_sampler).__name__} makes batches of its own, and with batch='global' a "
+                "rank may have to make those of another. Give the DataLoader batch_size, and no batch_sampler."
+            )
+        self.sampler.read_in_turns_of(size)
+
+    def _observe(self, loader: Any, iterator: Any, is_new: bool) -> None:
+        if not self._is_over_mine(loader):
+            return
+        self._iterator = weakref.ref(iterator)
         self._on_iterator(is_new and bool(getattr(loader, "persistent_workers", False)))
 
     @property
-    def batch_size(self) -> int:
-        """Of the latest loader."""
-        return self._batch_size
+    def samples_per_step(self) -> int:
+        """Of this rank, with the latest loader."""
+        return self._batch_size * self.sampler.num_parts
 
     def mark(self) -> Mark:
         """Where this rank is."""
@@ -72,8 +92,22 @@ class DataPosition:
         if stream is None:
             return Mark(sampler.epoch, None, sampler._consumed)
         iterator = self._iterator()
-        used = stream.taken if iterator is None else iterator._num_yielded * self._batch_size
+        if iterator is None:
+            used = stream.taken
+        else:
+            used = iterator._num_yielded // sampler.num_parts * self._batch_size
         return Mark(sampler.epoch, stream.partition, used)
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the batch that the loop has got latest is the last that this rank has in its step."""
+        stream = self.sampler._pass
+        if not isinstance(stream, TurnStream):
+            return True
+        iterator = self._iterator()
+        if iterator is None:  # the loop over it has ended, or there was none
+            return isinstance(self._iterator, weakref.ref) or stream.turns % self.sampler.num_parts == 0
+        return bool(iterator._num_yielded % self.sampler.num_parts == 0)
 
     def go_to(self, epoch: int, consumed: int) -> None:
         """The next pass is the rest of that epoch."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -21,9 +22,11 @@ from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
 from phalanx.ddp.graph import tensors_in
 from phalanx.diagnostics.progress_page import open_page
+from phalanx.elastic.global_batch import GlobalBatch
 from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart, ValuePart
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
+from phalanx.elastic.rebind import averaging_modules
 from phalanx.elastic.undo import Followers, Undo
 from phalanx.log import get_logger
 from phalanx.optim import ZeroRedundancyOptimizer
@@ -67,17 +70,24 @@ class State:
     its own) loses what it has taken and not used. Parameters that change in forward (a momentum encoder) do not go back
     to the latest commit on ranks that survive; let them change behind the optimizer's step.
 
+    With `batch="global"` a step keeps the samples that it had at the start, as many batches as there were ranks: with
+    fewer ranks some do several, one after the other, before the update. The loop stays as it is. It needs a sampler,
+    and `phalanx.DistributedDataParallel`; docs/elastic.md says what such a loop may not do.
+
     `commit()` says that a step is done. Without `phalanx.elastic.run` it only counts.
 
     Raises:
         TypeError: a sampler that cannot say where it stands.
+        ValueError: a name that is taken, several samplers, or what `batch="global"` does not go with.
     """
 
     _things: dict[str, Any]
     _values: dict[str, Any]
     _mutable: set[str]
 
-    def __init__(self, **things: Any) -> None:
+    def __init__(self, *, batch: str | None = None, **things: Any) -> None:
+        if batch not in (None, "global"):
+            raise ValueError(f"State: batch must be 'global' or None, got {batch!r}; a value needs another name")
         reserved = [name for name in things if name.startswith("_") or hasattr(type(self), name)]
         if reserved:
             raise ValueError(f"State: {reserved[0]!r} is a name of its own: give the argument another")
@@ -113,6 +123,7 @@ class State:
             raise ValueError("State: one sampler says where the job stands, and it was given several")
         if samplers:
             self._position = DataPosition(samplers[0], self._on_iterator)
+        self._global = self._keep_global_batch() if batch is not None else None
         trained = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
         self._trained = [m for m in self._modules if not trained or any(id(p) in trained for p in m.parameters())]
         for module in self._trained if not self._pipelines else ():
@@ -130,6 +141,26 @@ class State:
         self._at_update: tuple[int, int] | None = None
         self._modes: list[bool] = []  # of all modules: whether they train; as at the first commit of an epoch
         self._save()
+
+    def _keep_global_batch(self) -> GlobalBatch:
+        if self._position is None:
+            raise ValueError("State: batch='global' shares out the batches of a step through a sampler: give it one")
+        if self._pipelines:
+            raise ValueError("State: batch='global' shares batches among replicas, and a pipeline's ranks are none")
+        if self._rounds:
+            raise ValueError(
+                "State: batch='global' is of steps that ranks make together; LocalSGD and DiLoCo have none"
+            )
+        followers: list[tuple[Any, str]] = [(scheduler, "step") for scheduler in self._schedulers]
+        for scaler in self._scalers:
+            followers += [(scaler, "unscale_"), (scaler, "step"), (scaler, "update")]
+        return GlobalBatch(
+            dist.get_world_size() if dist.is_initialized() else 1,
+            self._position,
+            averaging_modules(self._modules),
+            self._optimizers,
+            followers,
+        )
 
     # -- attributes ----------------------------------------------------------------------------------------------
 
@@ -172,7 +203,11 @@ class State:
         Cost: where ranks wait for each other between an update and its commit (a second optimizer's backward, a loss
         that is reduced), a copy of the models and of the optimizers' states in each step, to take it back with.
         """
-        self._commit(is_step=True)
+        if self._global is None:
+            self._commit(is_step=True)
+        elif self._global.ends_step:
+            self._global.end_step()
+            self._commit(is_step=True)
 
     def _commit(self, *, is_step: bool) -> None:
         reached(COMMIT)
@@ -189,7 +224,7 @@ class State:
             if not self._modes:
                 self._modes = [layer.training for layer in self._layers()]
             self._values["step"] += 1
-            self._page.commit(self._values["step"], 0 if self._position is None else self._position.batch_size)
+            self._page.commit(self._values["step"], 0 if self._position is None else self._position.samples_per_step)
             if self._position is not None:
                 self._mark = self._position.mark()
         else:
@@ -251,7 +286,8 @@ class State:
             mark = self._mark or self._position.mark()
             own = self._position.sampler.state_dict()
             position = {**own, "epoch": mark.epoch, "consumed": mark.consumed}
-        return {"objects": objects, "values": dict(self._values), "position": position}
+        whole = {"objects": objects, "values": dict(self._values), "position": position}
+        return whole if self._global is None else {**whole, "micro_batches": self._global.num_micro_batches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, on every rank, before `phalanx.elastic.run`; with any number of ranks.
@@ -271,6 +307,10 @@ class State:
         if self._position is not None and position is not None:
             self._position.sampler.load_state_dict(position)
             self._mark = Mark(position["epoch"], None, position["consumed"])
+        if self._global is not None and "micro_batches" in state_dict:
+            self._global.num_micro_batches = state_dict["micro_batches"]
+            if dist.is_initialized():
+                self._global.spread(dist.get_rank(), dist.get_world_size())
         self._save()
 
     # -- hooks ---------------------------------------------------------------------------------------------------
@@ -393,6 +433,7 @@ class State:
             "where": where,
             "modes": self._modes,
             "late": (self._has_late, self._was_late),
+            "micro_batches": None if self._global is None else self._global.num_micro_batches,
         }
 
     def _put_progress(self, progress: Any) -> None:
@@ -402,6 +443,8 @@ class State:
         self._saved = progress["values"]
         self._modes = progress["modes"]
         self._has_late, self._was_late = progress["late"]
+        if self._global is not None:
+            self._global.num_micro_batches = progress["micro_batches"]
         where = progress["where"]
         self._mark = None if where is None else Mark(where[0], None, where[1])
 
@@ -419,7 +462,9 @@ class State:
             for parameter in module.parameters():
                 parameter.grad = None
         if self._position is not None:
-            if not self._pipelines:  # their ranks are no replicas, and read as the sampler was told
+            if self._global is not None:
+                self._global.spread(rank, world_size)
+            elif not self._pipelines:  # their ranks are no replicas, and read as the sampler was told
                 self._position.sampler.regroup(world_size, rank)
             if self._mark is not None:
                 self._position.go_to(self._mark.epoch, self._mark.consumed)

@@ -1,0 +1,189 @@
+"""`batch="global"`: with fewer ranks a step is the same step, up to rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.elastic.jobs import Job, Strike, train_job
+from tests.elastic.small_agent import Ended, SmallAgent
+from torch import nn
+from torch.utils.data import DataLoader
+
+import phalanx
+from phalanx import elastic
+from phalanx.data import DistributedSampler
+from phalanx.testing import run_ranks
+
+
+def samples_of_steps(folder: Path) -> dict[int, list[int]]:
+    """What each step used the last time that it was done, by all ranks."""
+    of_generation: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for path in folder.glob("samples-*"):
+        for line in path.read_text().splitlines():
+            generation, step, _, _, samples = line.split()
+            of_generation[int(step)][int(generation)] += map(int, samples.split(","))
+    return {step: sorted(by[max(by)]) for step, by in of_generation.items()}
+
+
+PLAIN = Job("", batch_of="global", draws=False, layer_norm=True)
+KINDS = {
+    # ranks, kills, job: its samples leave a last step of each epoch with fewer
+    "3 to 2": (3, (Strike(1, "backward", 3),), dataclasses.replace(PLAIN, samples=101, workers=2)),
+    "2 to 1": (2, (Strike(0, "updated", 5),), dataclasses.replace(PLAIN, samples=58, zero_first=True)),
+    "4 to 2": (
+        4,
+        (Strike(3, "backward", 2), Strike(0, "commit", 7)),
+        dataclasses.replace(PLAIN, samples=140, amp=True, scheduler=True, clip=True, zero_first=True),
+    ),
+    "3 to 2, in shards": (
+        3,
+        (Strike(2, "forward", 4),),
+        dataclasses.replace(PLAIN, samples=97, optimizer="zero", scheduler=True, clip=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_fewer_ranks_each_step_has_the_samples_that_it_had_and_ends_in_the_same_weights(
+    kind: str, tmp_path: Path
+) -> None:
+    world_size, strikes, job = KINDS[kind]
+
+    def run_job(name: str, strikes: tuple[Strike, ...]) -> Ended:
+        folder = tmp_path / name
+        folder.mkdir()
+        mine = dataclasses.replace(job, folder=str(folder), strikes=strikes)
+        return SmallAgent(train_job, world_size, mine, folder=folder, replace=False).run()
+
+    expected, ended = run_job("undisturbed", ()), run_job("disturbed", strikes)
+    assert (len(expected.results), len(ended.results)) == (world_size, world_size - len(strikes))
+    steps = samples_of_steps(tmp_path / "undisturbed")
+    assert samples_of_steps(tmp_path / "disturbed") == steps
+    assert len(steps) == job.epochs * -(-job.samples // (world_size * job.batch))
+    theirs = expected.results[0]
+    for mine in ended.results:
+        assert (mine["step"], mine["rate"], mine["scale"]) == (theirs["step"], theirs["rate"], theirs["scale"])
+        torch.testing.assert_close(mine["weights"], theirs["weights"], rtol=1e-3, atol=1e-5)
+
+
+def test_ranks_that_come_back_take_their_batches_back(tmp_path: Path) -> None:
+    job = dataclasses.replace(PLAIN, samples=240, optimizer="momentum")
+
+    def welcome_another(agent: SmallAgent) -> None:
+        if agent.generation == 1 and len(list((tmp_path / "disturbed").glob("waits-*"))) == 2:
+            agent.regroup(add=1)
+            (tmp_path / "disturbed" / "come").touch()
+
+    ended = []
+    for name in ("undisturbed", "disturbed"):
+        (tmp_path / name).mkdir()
+        strikes = (Strike(1, "backward", 3),) if name == "disturbed" else ()
+        wait_at = 8 if strikes else -1
+        mine = dataclasses.replace(job, folder=str(tmp_path / name), strikes=strikes, wait_at=wait_at)
+        agent = SmallAgent(
+            train_job, 3, mine, folder=tmp_path / name, replace=False, on_turn=welcome_another if strikes else None
+        )
+        ended.append(agent.run())
+    assert (ended[1].generations, len(ended[1].results)) == (2, 3)
+    assert samples_of_steps(tmp_path / "disturbed") == samples_of_steps(tmp_path / "undisturbed")
+    for mine, theirs in zip(ended[1].results, ended[0].results, strict=True):
+        torch.testing.assert_close(mine["weights"], theirs["weights"], rtol=1e-3, atol=1e-5)
+
+
+def test_more_ranks_than_at_the_start_are_refused_on_all(tmp_path: Path) -> None:
+    job = dataclasses.replace(PLAIN, folder=str(tmp_path), samples=40_000)
+
+    def welcome_another(agent: SmallAgent) -> None:
+        if agent.generation == 0 and any(tmp_path.glob("samples-*")):
+            agent.regroup(add=1)
+
+    with pytest.raises(RuntimeError, match="the job began with 2 ranks, so a step has so many batches, and 3 ranks"):
+        SmallAgent(train_job, 2, job, folder=tmp_path, on_turn=welcome_another).run()
+
+
+def batches_of(
+    case: tuple[int, bool, bool, int, int], rank: int, readers: int | None
+) -> tuple[list[list[list[int]]], DistributedSampler]:
+    """Two epochs of one rank."""
+    length, padding, drop_last, batch, parts = case
+    data = list(range(length))
+    sampler = DistributedSampler(data, parts, 0, drop_last=drop_last, padding=padding)
+    sampler.regroup(parts, rank, num_readers=readers)
+    sampler.read_in_turns_of(batch)
+    loader = DataLoader(data, batch, sampler=sampler)
+    return [[one.tolist() for one in loader] for _ in range(2)], sampler
+
+
+@pytest.mark.parametrize(
+    "case", [(97, True, False, 4, 3), (96, False, False, 5, 4), (50, True, True, 4, 3), (7, True, False, 4, 4)]
+)
+def test_each_batch_of_a_full_job_is_made_by_one_of_fewer_readers_in_the_same_step(case: Any) -> None:
+    parts = case[-1]
+    whole = [batches_of(case, rank, None)[0] for rank in range(parts)]
+    for readers in range(1, parts + 1):
+        for rank in range(readers):
+            mine, sampler = batches_of(case, rank, readers)
+            for epoch in range(2):
+                steps = zip(*(whole[part][epoch] for part in range(rank, parts, readers)), strict=True)
+                assert mine[epoch] == [batch for step in steps for batch in step]
+                assert sum(map(len, mine[epoch])) == len(sampler)
+            assert sampler.state_dict()["epoch"] == 2 or case[2]
+    with pytest.raises(ValueError, match="some would read none"):
+        sampler.regroup(parts, 0, num_readers=parts + 1)
+
+
+def on_two_ranks(rank: int, world_size: int) -> None:
+    """What is refused at the door; and one step of a GAN's discriminator, two backwards, as on three."""
+    net = nn.Linear(3, 1)
+    ddp = phalanx.DistributedDataParallel(net, check=False)
+    data = torch.randn(24, 3, generator=torch.Generator().manual_seed(5))
+    sampler = phalanx.DistributedSampler(data, padding=False, shuffle=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.5)
+    for problem, things in {
+        "through a sampler": {"model": ddp},
+        "no model is one": {"model": net, "sampler": sampler},
+        "PyTorch's DistributedDataParallel": {
+            "model": nn.parallel.DistributedDataParallel(nn.Linear(3, 1)), "sampler": sampler
+        },
+        "do not divide by 2": {"model": ddp, "sampler": DistributedSampler([1, 2, 3], padding=False)},
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=problem):
+            elastic.State(batch="global", **things)
+    with pytest.raises(ValueError, match="'global' or None, got 16"):
+        elastic.State(batch=16, model=ddp)  # type: ignore[arg-type]
+
+    state = elastic.State(batch="global", model=ddp, optimizer=optimizer, sampler=sampler)
+    with pytest.raises(RuntimeError, match="inside no_sync"), ddp.no_sync():
+        ddp(data)
+    saved = state.state_dict()
+    state.load_state_dict({**saved, "micro_batches": 3})  # as a job of three ranks has left it
+    start = [parameter.detach().clone() for parameter in ddp.parameters()]
+    for x in DataLoader(data, 4, sampler=sampler):
+        optimizer.zero_grad()
+        ddp(x).mean().backward()
+        (-ddp(x * 2).pow(2)).mean().backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 3.0)
+        optimizer.step()
+        state.commit()
+    assert state.step == 2
+    alone = nn.Linear(3, 1)
+    with torch.no_grad():
+        for parameter, value in zip(alone.parameters(), start, strict=True):
+            parameter.copy_(value)
+    for x in data.chunk(2):
+        alone.zero_grad()
+        (alone(x).mean() - alone(x * 2).pow(2).mean()).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 3.0)
+        with torch.no_grad():
+            for parameter in alone.parameters():
+                parameter -= 0.5 * parameter.grad
+    torch.testing.assert_close(list(ddp.parameters()), list(alone.parameters()), rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_go_with_it_is_refused_and_several_backwards_in_a_step_do() -> None:
+    run_ranks(on_two_ranks, 2)
