@@ -6,7 +6,7 @@ import torch
 from tests.rpc.workers import run_workers, same, worker
 
 from phalanx import rpc
-from phalanx.rpc import call_hook, current
+from phalanx.rpc import call_hook, current, start
 
 
 class _Notes:
@@ -50,7 +50,7 @@ def _is_inside(*tensors):
 
 
 def _look(rank, folder):
-    call_hook.set_call_hook(_notes)
+    start.on_start.append(lambda agent: call_hook.set_call_hook(_notes))  # after that of phalanx.rpc.autograd
     with worker(rank, 2, folder):
         if rank:
             return
@@ -71,8 +71,6 @@ def test_a_hook_sees_the_tensors_of_calls_on_both_sides():
 
 
 def _extend(rank, folder):
-    from phalanx.rpc import start
-
     start.on_start.append(lambda agent: agent.controls.update(whoami=lambda member, argument: (member.info, argument)))
     with worker(rank, 2, folder):
         agent = current.agent()

@@ -28,6 +28,12 @@ class Finished:
     def lines(self) -> list[str]:
         return self.out.splitlines()
 
+    @property
+    def by_rank(self) -> list[tuple[int, str]]:
+        """Each line of each rank, sorted; equal lines are folded into one only if they come at nearly the same time."""
+        said = [(said_by(line), line.partition("] ")[2]) for line in self.lines]
+        return sorted((rank, text) for ranks, text in said for rank in ranks)
+
 
 def said_by(line: str) -> set[int]:
     """The ranks in front of a line: 0, 1, 2 and 5 for `[0-2,5] text`, or for `[0-2,5 host] text`."""

@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import struct
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -162,8 +163,14 @@ def board_of(folder: Path, allowed: int) -> Iterator[memoryview]:
 def soak(folder: Path, options: dict[str, object], epochs: int, strikes: int, seed: int) -> tuple[Finished, Striker]:
     """Run the job to its end; `strikes` may be 0."""
     folder.mkdir()
-    (folder / "tmp").mkdir()
-    env = {"PYTHONPATH": ROOT, "TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    with tempfile.TemporaryDirectory() as short:  # pytest's folders are too long for the path of a worker's socket
+        return _soak(folder, Path(short), options, epochs, strikes, seed)
+
+
+def _soak(
+    folder: Path, tmpdir: Path, options: dict[str, object], epochs: int, strikes: int, seed: int
+) -> tuple[Finished, Striker]:
+    env = {"PYTHONPATH": ROOT, "TMPDIR": str(tmpdir), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     evict_after_s = 0.5 if strikes >= MANY else 2.0
     words = ["run", "--nproc-per-node", str(RANKS), "--evict-after", str(evict_after_s)]
     script = [SCRIPT, str(folder), str(epochs), json.dumps(options)]
@@ -189,7 +196,7 @@ def soak(folder: Path, options: dict[str, object], epochs: int, strikes: int, se
         finished = Finished(running.process.returncode, out, "".join(said))
         assert finished.code == 0, f"seed {seed}: {striker.done}\n{finished.err[-8000:]}\n{finished.out[-8000:]}"
         assert running.survivors() == []
-    assert list((folder / "tmp").iterdir()) == []
+    assert list(tmpdir.iterdir()) == []
     return finished, striker
 
 

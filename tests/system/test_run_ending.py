@@ -80,7 +80,7 @@ def test_keyboard_interrupt_runs_the_scripts_own_clean_up(tmp_path: Path) -> Non
         running.read_until_all("ready", 2)
         running.process.send_signal(signal.SIGINT)
         finished = running.finish()
-    assert finished.out == "[0-1] saved\n"
+    assert finished.by_rank == [(0, "saved"), (1, "saved")]
     assert finished.code == 0  # as `python script.py` would return
     assert "stopping 2 ranks, with 10 s to end by themselves (again: kill at once)" in finished.err
 
@@ -157,7 +157,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_lets_them_go_on(tmp_path: Path) -> None:
         flag.touch()
         running.process.send_signal(signal.SIGCONT)
         finished = running.finish()
-    assert finished.out == "[0-1] on\n"
+    assert finished.by_rank == [(0, "on"), (1, "on")]
     assert finished.code == 0
 
 

@@ -72,7 +72,7 @@ def test_a_last_line_without_an_end_is_shown(tmp_path: Path) -> None:
 
 def test_standard_input_that_is_a_terminal_or_nothing_reads_as_empty(tmp_path: Path) -> None:
     script = write_script(tmp_path, "import sys; print(repr(sys.stdin.read()))")
-    assert run("--no-preload", "--nproc-per-node", "2", script).lines == ["[0-1] ''"]
+    assert run("--no-preload", "--nproc-per-node", "2", script).by_rank == [(0, "''"), (1, "''")]
 
 
 def test_modules_of_the_working_directory_do_not_shadow_ours(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_script_for_torchrun_runs_unchanged_and_ranks_do_not_share_random_numb
     script = write_script(tmp_path, RANDOM_AND_GLOO)
     finished = run("--nproc-per-node", "3", script)
     assert finished.code == 0, finished.err
-    assert "[0-2] sum 6.0 3" in finished.lines
+    assert [text for _, text in finished.by_rank].count("sum 6.0 3") == 3
     numbers = [word for line in finished.lines if "random" in line for word in line.split()[2:]]
     assert len(numbers) == 9
     assert len(set(numbers)) == 9
@@ -175,7 +175,8 @@ def test_the_store_is_a_file_without_a_name_that_all_ranks_open(tmp_path: Path) 
         "    while os.pread(file.fileno(), 2, 0) != bytes([1, 2]): pass\n"
         "print(os.readlink(path))\n",
     )
-    assert run("--no-preload", "--nproc-per-node", "2", script).lines == ["[0-1] /memfd:phalanx-store (deleted)"]
+    finished = run("--no-preload", "--nproc-per-node", "2", script)
+    assert finished.by_rank == [(rank, "/memfd:phalanx-store (deleted)") for rank in range(2)]
 
 
 def test_ranks_are_placed_on_their_cores(tmp_path: Path) -> None:
