@@ -31,7 +31,7 @@ NOW = 5_000 * MS
 
 
 def all_reduce(seq, enter_ms, leave_ms, kind=ALL_REDUCE, root=-1):
-    label = f"all_reduce #{seq} (/home/me/train.py:8)"
+    label = f"all_reduce #{seq} (/data/train.py:8)"
     return Operation(seq, kind, root, enter_ms * MS, leave_ms * MS, label)
 
 
@@ -58,7 +58,7 @@ def host(
         node=node,
         num_nodes=num_nodes,
         agent=7,
-        target="/home/me/train.py",
+        target="/data/train.py",
         world_size=size,
         restart_count=0,
         max_restarts=0,
@@ -261,9 +261,9 @@ def test_a_rank_that_has_ended_or_stopped_is_said():
 
 
 def test_a_job_is_called_by_its_script():
-    for name in ("/home/me/train.py", "train.py", "train"):
-        assert is_called("/home/me/train.py", name)
-    assert not is_called("/home/me/train.py", "rain")
+    for name in ("/data/train.py", "train.py", "train"):
+        assert is_called("/data/train.py", name)
+    assert not is_called("/data/train.py", "rain")
 
 
 def test_memory_is_the_fair_share_and_asked_for_every_ten_seconds_at_most(monkeypatch):

@@ -220,7 +220,7 @@ def _least_waiting(rank: RankView) -> tuple[float, int]:
 
 
 def _without_folder(text: str) -> str:
-    """`all_reduce #3 (/home/me/train.py:88)` and `/home/me/train.py` without the folders."""
+    """`all_reduce #3 (/data/train.py:88)` and `/data/train.py` without the folders."""
     return _FOLDER.sub("(", text) if "(" in text else text.rpartition("/")[2]
 
 
