@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,18 +55,18 @@ def make_state(nbytes: int) -> dict[str, Any]:
     }
 
 
-class Contestant:
+class Contestant(ABC):
     """Saves and loads one state. `save` returns how long the caller waited, and how long it took in all."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self.rank = rank
 
-    def save(self, state: dict[str, Any]) -> tuple[float, float]:
-        raise NotImplementedError
+    @abstractmethod
+    def save(self, state: dict[str, Any]) -> tuple[float, float]: ...
 
-    def load(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def load(self) -> None: ...
 
 
 class TorchSave(Contestant):
