@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from phalanx.backend.dynamo import untraced
 from phalanx.ddp import DistributedDataParallel
-from phalanx.ddp.graph import tensors_in
+from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.position import DataPosition
 
 
@@ -112,11 +112,7 @@ class GlobalBatch:
         wrapper.require_backward_grad_sync = True
         if self.scale == 1.0 or output is None or not torch.is_grad_enabled():
             return  # None: it has raised
-        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(self._before_backward)
-        if not nodes:  # hidden in an object of the user's own
-            self._before_backward()
+        call_before_backward(output, self._before_backward)
 
     @untraced
     def _before_backward(self, *_: Any) -> None:

@@ -20,8 +20,8 @@ from phalanx.backend import rendezvous
 from phalanx.backend.dynamo import untraced
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.ddp.graph import tensors_in
 from phalanx.diagnostics.progress_page import open_page
+from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.global_batch import GlobalBatch
 from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart, ValuePart
 from phalanx.elastic.points import COMMIT, reached
@@ -329,11 +329,7 @@ class State:
     def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._runner is None or not module.training or not torch.is_grad_enabled():
             return
-        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(self._before_backward)
-        if not nodes:  # hidden in an object of the user's own
-            self._before_backward()
+        call_before_backward(output, self._before_backward)
 
     @untraced
     def _before_backward(self, *_: Any) -> None:

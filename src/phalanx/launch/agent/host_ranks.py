@@ -356,14 +356,17 @@ class HostRanks:
     def _take_report(self, report: Report) -> None:
         # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
         if self._processes.pids.get(report.rank) == report.pid:
-            if self.state.phase == "running":
-                actions = self.elastic.on_report(report, time.monotonic())
-                if actions is not None:
-                    self.do_elastic(actions)
-                    return
-            if report.traceback and self.state.phase in ("running", "settling"):
-                self._host.display.expect(report.rank, report.traceback)
-            self.do(self.state.on_report(report, time.monotonic()))
+            self.on_report(report)
+
+    def on_report(self, report: Report) -> None:
+        """A rank has told of its failure: it is a loss of an elastic job, or the failure of another."""
+        actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
+        if actions is not None:
+            self.do_elastic(actions)
+            return
+        if report.traceback and self.state.phase in ("running", "settling"):
+            self._host.display.expect(report.rank, report.traceback)
+        self.do(self.state.on_report(report, time.monotonic()))
 
     def do(self, actions: list[Action]) -> None:
         """Do what was decided."""

@@ -383,13 +383,7 @@ class LeaderAttempt(Attempt):
         fields["at"] = self._peers.channel.to_own_clock(message.member, float(fields["at"]))
         report = Report.from_bytes(json.dumps(fields).encode())
         if report is not None and self.elastic_hosts.pid_of(_rank_of(fields, node)) == report.pid:
-            actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
-            if actions is not None:
-                self.do_elastic(actions)
-                return
-            if report.traceback and self.state.phase in ("running", "settling"):
-                self._host.display.expect(report.rank, report.traceback)
-            self.do(self.state.on_report(report, time.monotonic()))
+            self.on_report(report)
 
     def _lose(self, member: int, why: str) -> None:
         node = self._peers.lose(member, why)
