@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.module import _IncompatibleKeys
 
 from phalanx.backend.shared import rehearses
-from phalanx.errors import ClosedError, MismatchError
-from phalanx.partition.layers import LayerList, list_layers
+from phalanx.errors import ClosedError
+from phalanx.partition.layers import list_layers
 from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
 from phalanx.pipeline import micro_batches as batches
+from phalanx.pipeline.agreement import agree_on_cut, require_same_cut
+from phalanx.pipeline.arguments import check_arguments, find_groups
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.cut import (
     Balance,
     CutPlan,
-    check_balance,
-    decide_counts,
     describe_cut,
     given_arguments,
-    measure,
     require_one_owner_of_buffers,
     split_points,
 )
 from phalanx.pipeline.execute import Executor, Work
+from phalanx.pipeline.loss import Loss
 from phalanx.pipeline.materialize import materialize
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
 from phalanx.pipeline.random_state import RandomState
@@ -38,12 +37,10 @@ from phalanx.pipeline.record import Record
 from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
 from phalanx.pipeline.stage import Stage
+from phalanx.pipeline.stage_module import StageModule
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
 from phalanx.pipeline.values import share_result
-from phalanx.pipeline.whole_state import gather_state, require_same_names
 from phalanx.pipeline.wire import Edge, Step, Wire
-
-_CHECKPOINTS = ("never", "except_last", "always")
 
 
 class _Made:
@@ -55,7 +52,7 @@ class _Made:
 _made = _Made()
 
 
-class Pipeline(nn.Module):
+class Pipeline(StageModule):
     """Train `module` in stages on the ranks of a group, through which the micro-batches of a mini-batch flow.
 
     Losses, results, gradients and trained weights are those of the whole model in one process that gets the
@@ -95,8 +92,6 @@ class Pipeline(nn.Module):
         RuntimeError: there is no process group.
     """
 
-    _own: OwnModules
-
     def __init__(
         self,
         module: nn.Module,
@@ -115,24 +110,18 @@ class Pipeline(nn.Module):
         device: torch.device | str | None = None,
         init_fn: Callable[[str, Tensor], object] | None = None,
     ) -> None:
-        super().__init__()
-        group, data_group = _groups(mesh, process_group)
+        group, data_group = find_groups(mesh, process_group)
+        super().__init__(module, group)
         planned = plan_schedule(schedule, group.size(), micro_batches, stages)
-        _check(micro_batches, group.size(), schedule, checkpoint, loss_reduction, outputs, balance)
+        check_arguments(micro_batches, group.size(), schedule, checkpoint, loss_reduction, outputs, balance)
         layers = list_layers(module, split_points(balance), given=given_arguments(module, example))
-        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._rank, self._size = group.rank(), group.size()
         self._num_stages, self._schedule, self._micro_batches = planned.num_stages, schedule, micro_batches
-        self._checkpoint, self._loss_fn = checkpoint, loss_fn
-        self._mean_loss, self._all_outputs = loss_reduction == "mean", outputs == "all"
+        self._checkpoint, self._all_outputs = checkpoint, outputs == "all"
+        self._loss = Loss(loss_fn, mean=loss_reduction == "mean")
         self._layers = layers
-        self.training = module.training
-        whole: Any = module.state_dict()
-        self._state_names, self._metadata = list(whole), whole._metadata
-        self._model_name = type(module).__name__
 
-        counts, reason, costs = self._agree_on_cut(
-            layers, balance, planned, example, recompute=checkpoint != "never", data_group=data_group
-        )
+        counts, reason, costs = agree_on_cut(layers, balance, planned, example, checkpoint, group, data_group)
         parts = split(layers, counts)
         require_one_owner_of_buffers(layers, parts)
         self.plan: CutPlan = describe_cut(layers, parts, planned, reason, costs)
@@ -140,42 +129,6 @@ class Pipeline(nn.Module):
         self._take_own(module, parts, planned, device, init_fn, data_group)
 
     # -- building ------------------------------------------------------------------------------------------------
-
-    def _agree_on_cut(
-        self,
-        layers: LayerList,
-        balance: Balance,
-        planned: Schedule,
-        example: Any,
-        *,
-        recompute: bool,
-        data_group: dist.ProcessGroup | None,
-    ) -> tuple[list[int], str, Any]:
-        """Rank 0 measures and decides, for all pipelines. All compare what they were asked for first."""
-        asked = (layers.names, planned.name, planned.num_stages, planned.micro_batches, self._checkpoint)
-        heard: list[Any] = [None] * self._size
-        dist.all_gather_object(heard, asked, group=self._group)
-        if wrong := [rank for rank, other in enumerate(heard) if other != heard[0]]:
-            raise MismatchError(
-                f"Pipeline: rank {wrong[0]} has another model or other arguments than rank 0: "
-                f"{_difference(heard[0], heard[wrong[0]])}"
-            )
-        decided: list[Any] = [None]
-        decides = self._rank == 0 and (data_group is None or data_group.rank() == 0)
-        alone = rehearses(self._group)  # `regroup` compares the cut with the others'
-        if decides or alone:
-            try:
-                costs = measure(layers, balance, example)
-                decided = [(*decide_counts(layers, balance, planned, costs, recompute=recompute), costs)]
-            except Exception as error:  # all ranks shall hear it
-                decided = [error]
-        if data_group is not None and self._rank == 0 and not alone:
-            dist.broadcast_object_list(decided, group=data_group, group_src=0)
-        if not alone:
-            dist.broadcast_object_list(decided, group=self._group, group_src=0)
-        if isinstance(decided[0], Exception):
-            raise decided[0]
-        return cast("tuple[list[int], str, Any]", decided[0])
 
     def _take_own(
         self,
@@ -188,9 +141,7 @@ class Pipeline(nn.Module):
     ) -> None:
         mine = [parts[index] for index in planned.stages_of(self._rank)]
         own = OwnModules(module, mine, unused_tensors(module, parts) if self._rank == 0 else ())
-        object.__setattr__(self, "_own", own)  # not as a child: names would begin with it
-        first = {id(p): name for name, p in module.named_parameters()}
-        self._first_names = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+        self._hold(own)
         rank_of = [planned.rank_of(stage) for stage in range(self._num_stages)]
         ties = find_ties(module, parts, rank_of)
         left: list[Any] = [None] * self._size
@@ -247,13 +198,7 @@ class Pipeline(nn.Module):
         """
         if group.size() != self._size:
             raise ValueError(f"Pipeline.regroup: its {self._size} ranks can't go on as {group.size()}")
-        heard: list[Any] = [None] * self._size
-        dist.all_gather_object(heard, self.counts, group=group)
-        if wrong := [rank for rank, other in enumerate(heard) if other != heard[0]]:
-            raise MismatchError(
-                f"Pipeline.regroup: rank {wrong[0]} has cut the model into {list(heard[wrong[0]])} layers per stage, "
-                f"rank 0 into {list(heard[0])}. Give balance={list(heard[0])}: measured times differ from run to run."
-            )
+        require_same_cut(self._counts, group)
         self._group, self._rank = group, group.rank()
         self._wire.regroup(group)
         self._executor.forget()
@@ -280,7 +225,7 @@ class Pipeline(nn.Module):
         """
         self._require_usable()
         work = self._work(args, kwargs, grad=True)
-        work.finish = self._loss_of(target)
+        work.finish = self._loss.for_target(target, self._result)
         self._tied.begin()
         self._run(work)
         loss = self._share_loss(work)
@@ -356,30 +301,6 @@ class Pipeline(nn.Module):
             {node: batches.take(value, begin, count) for node, value in values.items()}
             for begin, count in zip(begins, work.rows, strict=True)
         ]
-
-    def _loss_of(self, target: Any) -> Callable[[int, Step, dict[fx.Node, Any]], Tensor]:
-        """What makes a loss of a micro-batch's result; micro-batches come in order, some a second time."""
-        begins = {0: 0}
-
-        def loss_of(micro_batch: int, step: Step, results: dict[fx.Node, Any]) -> Tensor:
-            begins[micro_batch + 1] = begins[micro_batch] + step.rows
-            output = self._result(results)
-            if self._loss_fn is None:
-                loss = output
-            else:
-                if micro_batch == 0 and target is not None:
-                    rows = batches.count_rows(target, "the target")
-                    if rows != step.all_rows:
-                        raise ValueError(f"the target has {rows} rows, the input {step.all_rows}")
-                part = batches.take(target, begins[micro_batch], step.rows)
-                loss = self._loss_fn(output, part) if target is not None else self._loss_fn(output)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                whose = "the model's result, without a loss_fn," if self._loss_fn is None else "loss_fn's result"
-                raise TypeError(f"{whose} must be the loss, a tensor with one number, got {what}")
-            return loss.reshape(()) * (step.rows / step.all_rows if self._mean_loss else 1.0)
-
-        return loss_of
 
     def _run(self, work: Work) -> None:
         try:
@@ -464,130 +385,6 @@ class Pipeline(nn.Module):
     def extra_repr(self) -> str:
         """The table of the cut."""
         return f"schedule={self._schedule!r}, micro_batches={self._micro_batches}\n{self.plan}"
-
-    # -- as of a module ------------------------------------------------------------------------------------------
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of this rank's stages, with the names of the whole model."""
-        found = self._own.named_parameters("", recurse, remove_duplicate)
-        named = {self._first_names[name] if remove_duplicate else name: parameter for name, parameter in found}
-        for name in self._first_names:  # in the order of the whole model
-            if name in named:
-                yield prefix + "." * bool(prefix) + name, named[name]
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Of this rank's stages, with the names of the whole model.
-
-        Shape: as in the whole model.
-
-        Raises:
-            Nothing of its own.
-        """
-        yield from self._own.named_buffers(prefix, recurse, remove_duplicate)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Of this rank's stages, with the names of the whole model."""
-        yield from self._own.named_children()
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Of this rank's stages, with the names of the whole model."""
-        yield from self._own.named_modules(memo, prefix, remove_duplicate)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Pipeline:
-        cast("Any", self._own)._apply(fn, recurse)
-        return self
-
-    def state_dict(
-        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, rank0_only: bool = False
-    ) -> Any:
-        """The state of the whole model, as it is without a pipeline. Collective: every rank of the group calls it.
-
-        With `rank0_only` the whole is on the first rank alone, and each other one has what is its own: for a model
-        that is too large for one process.
-        """
-        own = self._own.state_dict(keep_vars=keep_vars)
-        whole = gather_state(own, self._state_names, self._group, rank0_only=rank0_only)
-        if destination is None:
-            destination = whole
-            destination._metadata = self._metadata
-        else:
-            destination.update({prefix + name: value for name, value in whole.items()})
-        return destination
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take this rank's part of the whole model's state, however the model was cut when that was saved.
-
-        Raises:
-            RuntimeError: with `strict`, names are missing or unknown; or a shape is another.
-            ValueError: `assign`, which would replace the tensors that stages have.
-        """
-        if assign:
-            raise ValueError("Pipeline.load_state_dict copies into the stages' tensors; assign=True is not possible")
-        missing, unexpected = require_same_names(state_dict, self._state_names)
-        if strict and (missing or unexpected):
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for Pipeline of {self._model_name}:"
-                + (f"\n\tMissing key(s): {', '.join(map(repr, missing))}." if missing else "")
-                + (f"\n\tUnexpected key(s): {', '.join(map(repr, unexpected))}." if unexpected else "")
-            )
-        mine = set(self._own.state_dict())
-        self._own.load_state_dict({name: v for name, v in state_dict.items() if name in mine}, strict=False)
-        self._without_values = [name for name in self._without_values if name not in state_dict]
-        return _IncompatibleKeys(missing, unexpected)
-
-
-def _groups(
-    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The ranks of this pipeline, and those with the same stages in others."""
-    if mesh is not None:
-        if process_group is not None:
-            raise ValueError("Pipeline takes process_group or mesh, not both")
-        names = mesh.mesh_dim_names or ()
-        if "pipeline" not in names or set(names) - {"pipeline", "data"}:
-            raise ValueError(
-                "Pipeline takes a mesh with the axes 'pipeline' and, if there are replicas, 'data', as in "
-                f"phalanx.mesh(pipeline=2, data=2); got {', '.join(map(repr, names)) or 'none with names'}"
-            )
-        return mesh.get_group("pipeline"), mesh.get_group("data") if "data" in names else None
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "Pipeline needs a process group: call phalanx.init() or torch.distributed.init_process_group()"
-        )
-    group = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("Pipeline: this rank is not in process_group; let only its ranks make the Pipeline")
-    return group, None
-
-
-def _check(
-    micro_batches: int, ranks: int, schedule: str, checkpoint: str, reduction: str, outputs: str, balance: Any
-) -> None:
-    check_balance(balance)
-    for name, value, allowed in (
-        ("checkpoint", checkpoint, _CHECKPOINTS),
-        ("loss_reduction", reduction, ("mean", "sum")),
-        ("outputs", outputs, ("last", "all")),
-    ):
-        if value not in allowed:
-            raise ValueError(f"Pipeline: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-    if schedule != "gpipe" and micro_batches < ranks:
-        raise ValueError(
-            f"Pipeline: {micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} ranks at work: "
-            f"schedule {schedule!r} needs one for each rank, and the bubble is short with four for each. Raise "
-            "micro_batches, or take schedule 'gpipe', which takes any number."
-        )
-
-
-def _difference(first: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    what = ("layers", "schedule", "stages", "micro_batches", "checkpoint")
-    return "; ".join(f"{name} {b} for {a}" for name, a, b in zip(what, first, other, strict=True) if a != b)
 
 
 def _most(schedule: Schedule) -> int:

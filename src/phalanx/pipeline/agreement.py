@@ -1,0 +1,80 @@
+"""Agreeing on where a model is cut: one rank measures and decides, and all do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
+
+from phalanx.backend.shared import rehearses
+from phalanx.errors import MismatchError
+from phalanx.partition.layers import LayerList
+from phalanx.partition.measure import LayerCost
+from phalanx.pipeline.cut import Balance, decide_counts, measure
+from phalanx.pipeline.schedule import Schedule
+
+
+class Cut(NamedTuple):
+    """Layers per stage, by what that was decided, and what layers cost where that was measured."""
+
+    counts: list[int]
+    reason: str
+    costs: list[LayerCost] | None
+
+
+def agree_on_cut(
+    layers: LayerList,
+    balance: Balance,
+    planned: Schedule,
+    example: Any,
+    checkpoint: str,
+    group: dist.ProcessGroup,
+    data_group: dist.ProcessGroup | None,
+) -> Cut:
+    """The first rank measures and decides, for all pipelines. All compare what they were asked for first. Collective.
+
+    Raises:
+        MismatchError: ranks were asked for different pipelines.
+        Whatever keeps the first rank from deciding, on every rank.
+    """
+    asked = (layers.names, planned.name, planned.num_stages, planned.micro_batches, checkpoint)
+    heard: list[Any] = [None] * group.size()
+    dist.all_gather_object(heard, asked, group=group)
+    if wrong := [rank for rank, other in enumerate(heard) if other != heard[0]]:
+        raise MismatchError(
+            f"Pipeline: rank {wrong[0]} has another model or other arguments than rank 0: "
+            f"{_difference(heard[0], heard[wrong[0]])}"
+        )
+    decided: list[Any] = [None]
+    decides = group.rank() == 0 and (data_group is None or data_group.rank() == 0)
+    alone = rehearses(group)  # `require_same_cut` compares it with the others' then
+    if decides or alone:
+        try:
+            costs = measure(layers, balance, example)
+            decided = [Cut(*decide_counts(layers, balance, planned, costs, recompute=checkpoint != "never"), costs)]
+        except Exception as error:  # all ranks shall hear it
+            decided = [error]
+    if data_group is not None and group.rank() == 0 and not alone:
+        dist.broadcast_object_list(decided, group=data_group, group_src=0)
+    if not alone:
+        dist.broadcast_object_list(decided, group=group, group_src=0)
+    if isinstance(decided[0], Exception):
+        raise decided[0]
+    return cast(Cut, decided[0])
+
+
+def require_same_cut(counts: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Raise MismatchError where a rank has cut the model into other stages than the first. Collective."""
+    heard: list[Any] = [None] * group.size()
+    dist.all_gather_object(heard, tuple(counts), group=group)
+    if wrong := [rank for rank, other in enumerate(heard) if other != heard[0]]:
+        raise MismatchError(
+            f"Pipeline.regroup: rank {wrong[0]} has cut the model into {list(heard[wrong[0]])} layers per stage, "
+            f"rank 0 into {list(heard[0])}. Give balance={list(heard[0])}: measured times differ from run to run."
+        )
+
+
+def _difference(first: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+    what = ("layers", "schedule", "stages", "micro_batches", "checkpoint")
+    return "; ".join(f"{name} {b} for {a}" for name, a, b in zip(what, first, other, strict=True) if a != b)

@@ -1,0 +1,61 @@
+"""With which arguments a pipeline can be made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.pipeline.cut import check_balance
+
+_CHECKPOINTS = ("never", "except_last", "always")
+
+
+def find_groups(
+    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The ranks of this pipeline, and those with the same stages in others.
+
+    Raises:
+        ValueError: the mesh has other axes, or this rank is not in the group.
+        RuntimeError: there is no process group.
+    """
+    if mesh is not None:
+        if process_group is not None:
+            raise ValueError("Pipeline takes process_group or mesh, not both")
+        names = mesh.mesh_dim_names or ()
+        if "pipeline" not in names or set(names) - {"pipeline", "data"}:
+            raise ValueError(
+                "Pipeline takes a mesh with the axes 'pipeline' and, if there are replicas, 'data', as in "
+                f"phalanx.mesh(pipeline=2, data=2); got {', '.join(map(repr, names)) or 'none with names'}"
+            )
+        return mesh.get_group("pipeline"), mesh.get_group("data") if "data" in names else None
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "Pipeline needs a process group: call phalanx.init() or torch.distributed.init_process_group()"
+        )
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("Pipeline: this rank is not in process_group; let only its ranks make the Pipeline")
+    return group, None
+
+
+def check_arguments(
+    micro_batches: int, ranks: int, schedule: str, checkpoint: str, reduction: str, outputs: str, balance: Any
+) -> None:
+    """Raise ValueError or TypeError unless they make sense."""
+    check_balance(balance)
+    for name, value, allowed in (
+        ("checkpoint", checkpoint, _CHECKPOINTS),
+        ("loss_reduction", reduction, ("mean", "sum")),
+        ("outputs", outputs, ("last", "all")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"Pipeline: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    if schedule != "gpipe" and micro_batches < ranks:
+        raise ValueError(
+            f"Pipeline: {micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} ranks at work: "
+            f"schedule {schedule!r} needs one for each rank, and the bubble is short with four for each. Raise "
+            "micro_batches, or take schedule 'gpipe', which takes any number."
+        )
