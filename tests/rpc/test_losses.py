@@ -107,8 +107,9 @@ def _join(rank, folder):
             assert rpc.rpc_sync(1, same, (time_,)) == time_
             rref = rpc.remote("w1", Counter, (time_,))
             assert rref.rpc_sync().add(1) == time_ + 1
+            gone = current.agent().membership.find("w1")
             rpc.rpc_sync("w1", set_event, ("leave",))
-            _await_gone("w1")
+            _await_gone(gone)
             with pytest.raises(PeerLostError, match="worker 'w1'"):
                 rref.to_here()
         _await_worker("w1")
@@ -127,15 +128,9 @@ def _await_worker(name):
     _until(lambda: rpc.rpc_sync(name, same, (1,)) == 1)
 
 
-def _await_gone(name):
-    def is_gone():
-        try:
-            rpc.rpc_sync(name, nothing)
-        except PeerLostError:
-            return True
-        return False
-
-    _until(is_gone)
+def _await_gone(member):
+    """Of one incarnation: the next one of the name may come before we look."""
+    _until(lambda: current.agent().peer(member).lost)
 
 
 def _until(holds):

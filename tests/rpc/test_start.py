@@ -20,7 +20,7 @@ def where():
 rpc.init_rpc(f"w{where()}")
 for to in range(3):
     assert rpc.rpc_sync(f"w{to}", where) == to
-assert rpc.current.agent().network is None, "a job on one host opens no port"
+assert rpc.current.agent().connections.network is None, "a job on one host opens no port"
 rpc.shutdown()
 rpc.init_rpc(f"again{where()}")
 print("met", rpc.rpc_sync("again0", where))

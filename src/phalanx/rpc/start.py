@@ -97,7 +97,7 @@ def start_agent(
     agent.start(membership)
     try:
         membership.join(agent.me, deadline, lambda: _open_network(agent, store))
-        agent.meet_containers()
+        agent.connections.meet_containers()
     except BaseException:
         agent.close("it could not join")
         raise

@@ -2,6 +2,6 @@
 
 serving.py      which thread reads, and which ones run the functions that others call
 calls.py        calls that wait for an answer, and when they have waited too long
-links.py        the connections to workers of this host
+connections.py  who the other workers are, and how they are reached
 agent.py        all of it put together
 """

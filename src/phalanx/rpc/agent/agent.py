@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import math
 import pickle
-import select
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,29 +22,21 @@ import torch
 from torch.futures import Future
 
 from phalanx.coordination.key import Key
-from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
-from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent.calls import Call, Peer, count, describe_timeout
+from phalanx.rpc.agent.connections import Connections
 from phalanx.rpc.agent.request import Request
 from phalanx.rpc.agent.serving import Lead, Serving
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.membership import Membership
-from phalanx.rpc.network import Network
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
-from phalanx.rpc.segments import Lender
-from phalanx.rpc.self_connection import SelfConnection
 from phalanx.rpc.serialization import deserialize, serialize
-from phalanx.rpc.unix_connection import UnixConnection
-from phalanx.rpc.unix_links import Listener, connect
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
-from phalanx.symmetric_memory.watch import watch
 
-_logger = get_logger(__name__)
 _NO_EXTRAS = (None, None, None)
 _TICK_S = 1.0  # of the clock, while calls are under way
 _CONNECT_S = 30.0
@@ -67,34 +56,29 @@ class Agent:
     def __init__(self, name: str, number: int, host: str, options: RpcBackendOptions) -> None:
         self.options = options
         self.default_timeout_s = options.rpc_timeout
-        self.lender = Lender()
         self.controls: dict[str, Control] = {}
         self.on_lost: list[Callable[[Member], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.serving = Serving(options.num_worker_threads, self._handle, self.flush, self._tick)
-        self.listener = Listener(self._welcome, self.serving)
-        self.me = Member.of_self(name, number, host, local=self.listener.address)
+        self.connections = Connections(name, number, host, options, self.serving, self._lose)
+        self.me = self.connections.me
+        self.peers = self.connections.peers
+        self.peer = self.connections.peer
         self.references = References(self.me.uid)
         self.membership: Membership
-        self.peers: dict[int, Peer] = {}
         self.closed = False
         self.closing = False  # others may go now without being lost
         self.num_calls = 0
         self.rounds: Any = None
-        self.network: Network | None = None
         self._is_open = False
         self._early: deque[tuple[Any, Frame | None]] = deque()
-        self._connections: set[UnixConnection] = set()
         self._dirty: deque[Any] = deque()
-        self._releasing: deque[UnixConnection] = deque()
-        self._to_self = SelfConnection(self._from_self)
-        self._watched: dict[int, Member] = {}
         self.controls["goodbye"] = self._hear_goodbye
 
     def start(self, membership: Membership) -> None:
         """Serve, and call."""
         self.membership = membership
-        self.listener.start()
+        self.connections.start(membership)
         self.serving.start()
 
     def open_for_calls(self) -> None:
@@ -163,41 +147,12 @@ class Agent:
             payload = serialize((name, argument), to)
             connection.send(wire.CONTROL, 0, payload.data, b"", payload.buffers)
 
-    def peer(self, member: Member) -> Peer:
-        """A worker as we call it."""
-        peer = self.peers.get(member.uid)
-        if peer is None:
-            made = Peer(member, self.options.max_calls_in_flight, self.options.max_bytes_in_flight)
-            peer = self.peers.setdefault(member.uid, made)
-            if member.uid == self.me.uid:
-                peer.connection = self._to_self
-        return peer
-
     def _connect(self, peer: Peer, call: Call) -> Any:
         """The connection to a worker; None if there can be none: the call has failed."""
-        with peer.connecting:
-            if not peer.lost and peer.connection is None:  # another thread may have been faster
-                self._open_connection(peer, Deadline.after(min(call.timeout_s or _CONNECT_S, _CONNECT_S)))
-        connection = peer.connection
+        connection = self.connections.connect(peer, call.timeout_s)
         if connection is None:
             self._fail(peer, call)
         return connection
-
-    def _open_connection(self, peer: Peer, deadline: Deadline) -> None:
-        if peer.member.host != self.me.host:
-            if self.network is None or not peer.member.network:
-                who = self.me if self.network is None else peer.member
-                self.lose(peer.member, f"it is on another host, and {who} has opened no network port.")
-            else:
-                peer.connection = self.network.connect(peer.member)
-            return
-        try:
-            sock, fd_sock = connect(peer.member, self.me, deadline)
-        except PeerLostError as error:
-            self.lose(peer.member, str(error))
-        else:
-            self._watch(peer.member)
-            peer.connection = self._add_connection(sock, fd_sock, peer.member)
 
     def _fail(self, peer: Peer, call: Call) -> None:
         text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
@@ -206,90 +161,7 @@ class Agent:
         ranks = (peer.member.info.id,)
         set_error(call.future, lambda: PeerLostError(text, ranks=ranks))
 
-    # -- connections ---------------------------------------------------------------------------------------------------
-
-    def _add_connection(self, sock: socket.socket, fd_sock: socket.socket, member: Member) -> UnixConnection:
-        connection = UnixConnection(sock, fd_sock, self.lender, self._wants_write, self._has_release)
-        connection.peer = member
-        self._connections.add(connection)
-        self.serving.watch(sock.fileno(), _ReadyConnection(self, connection))
-        return connection
-
-    def _welcome(self, member: Member, sock: socket.socket, fd_sock: socket.socket) -> None:
-        self.membership.learn(member)
-        self.peer(member)
-        self._watch(member)
-        self._add_connection(sock, fd_sock, member)
-
-    def _watch(self, member: Member) -> None:
-        """Hear of the end of a process of this host even where a child of it keeps its sockets open."""
-        process = member.process
-        if process.pid == self.me.process.pid:
-            return
-        if process.namespace and process.namespace == self.me.process.namespace and self.me.process.has_pidfds:
-            try:
-                fd = watch.acquire(process)
-            except PhalanxError:  # no descriptor is free: the connection's end tells, too
-                return
-            if fd in self._watched:
-                watch.release(process)
-                return
-            self._watched[fd] = member
-            self.serving.watch(fd, _EndedProcess(self, member, fd))
-
-    def ended(self, member: Member, fd: int) -> None:
-        """The process of a worker has ended."""
-        self.serving.forget(fd)
-        self._watched.pop(fd, None)
-        watch.release(member.process)
-        self._lose_after_reading(member, "its process has ended.")
-
-    def _lose_after_reading(self, member: Member, why: str) -> None:
-        """A worker is gone; but what it answered before is read first."""
-        connection = self.peer(member).connection
-        if isinstance(connection, UnixConnection):
-            while frames := self._read_frames(connection):
-                self.serving.incoming.extend((connection, frame) for frame in frames)
-        self.serving.incoming.append((_Gone(member, why), None))
-
-    def _read_frames(self, connection: UnixConnection) -> list[Frame] | None:
-        try:
-            return connection.read() if not connection.closed else None
-        except Exception as error:  # frames that make no sense
-            _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
-            return None
-
-    def read(self, connection: UnixConnection, events: int) -> None:
-        """A connection can be read, or written."""
-        if events & select.EPOLLOUT and connection.resume():
-            self.serving.change(connection.socket.fileno(), select.EPOLLIN)
-        if not events & ~select.EPOLLOUT:
-            return
-        frames = self._read_frames(connection)
-        if frames is None:
-            self._connections.discard(connection)
-            self.serving.forget(connection.socket.fileno())
-            self._lose_after_reading(connection.peer, "its connection closed.")
-            connection.close()
-        else:
-            incoming = self.serving.incoming
-            for frame in frames:
-                incoming.append((connection, frame))
-
-    def _wants_write(self, connection: UnixConnection) -> None:
-        self.serving.change(connection.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
-
-    def _has_release(self, connection: UnixConnection) -> None:
-        self._releasing.append(connection)
-        self.serving.wake_clock(0.0)
-
-    def _from_self(self, frame: Frame) -> None:
-        self.serving.incoming.append((self._to_self, frame))
-        self.serving.wake()
-
-    def answer_later(self, connection: Any) -> None:
-        """There are answers in the connection's queue: send them at the next `flush`."""
-        self._dirty.append(connection)
+    # -- answers put aside ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Send the answers that were put aside."""
@@ -316,7 +188,7 @@ class Agent:
                 self._early.append(item)
                 return
         if frame is None:
-            self.lose(connection.peer, connection.why)
+            self.connections.lose(connection.peer, connection.why)
             return
         kind = frame.kind
         if kind == wire.REQUEST or kind == wire.REMOTE:
@@ -439,27 +311,19 @@ class Agent:
     # -- the end of others ---------------------------------------------------------------------------------------------
 
     def _hear_goodbye(self, member: Member, why: Any) -> None:
-        self._lose_after_reading(member, str(why))
+        self.connections.lose_after_reading(member, str(why))
 
-    def lose(self, member: Member, why: str) -> None:
+    def _lose(self, peer: Peer) -> None:
         """A worker is gone: its calls fail, and what it held is let go."""
-        peer = self.peer(member)
-        if peer.lost or member.uid == self.me.uid:
-            return
-        peer.lost = why
-        peer.connection = None
-        if not self.closed:
-            self.membership.forget(member)
         for call in peer.take_all():
             self._fail(peer, call)
         for hear in list(self.on_lost):
-            hear(member)
+            hear(peer.member)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> float:
-        while self._releasing:
-            self._releasing.popleft().flush()
+        self.connections.send_releases()
         self._send_drops()
         due = math.inf
         for peer in list(self.peers.values()):
@@ -490,35 +354,13 @@ class Agent:
 
     def open_network(self, address: str, key: Key) -> None:
         """Let workers of other hosts in, who know the key; `me` says where from now on."""
-        self.network = Network(address, key, self.me, self._arrive, self._hear_hello)
-        self.me = replace(self.me, network=self.network.address)
-        self.network.me = self.me
-
-    def _arrive(self, connection: Any, frame: Frame | None) -> None:
-        self.serving.incoming.append((connection, frame))
-        self.serving.wake()
-
-    def _hear_hello(self, member: Member) -> None:
-        """A worker of another host has connected: connect to it as well, and so hear of its end."""
-        self.membership.learn(member)
-        peer = self.peer(member)
-        if peer.connection is None and not peer.lost and self.network is not None:
-            peer.connection = self.network.connect(member)
-
-    def meet_containers(self) -> None:
-        """Let workers in that are on this host and do not see this process in their /proc."""
-        if any(
-            one.host == self.me.host and one.process.namespace != self.me.process.namespace
-            for one in self.membership.members()
-        ):
-            self.listener.open_to_containers()
+        self.connections.open_network(address, key)
+        self.me = self.connections.me
 
     def abandon(self) -> None:
         """In a fork of this worker: let go of its sockets, and of nothing that is shared with it."""
         self.closed = True
-        for connection in list(self._connections):
-            connection.abandon()
-        self.listener.abandon()
+        self.connections.abandon()
 
     def close(self, why: str) -> None:
         """Be a worker no more: calls under way fail, connections are closed."""
@@ -529,6 +371,7 @@ class Agent:
             if peer.connection is not None and peer.member.uid != self.me.uid and not self.closing:
                 self.tell(peer.member, "goodbye", why)
         self.closed = True
+        self.connections.stop_to_learn()
         self.serving.close()
         for peer in list(self.peers.values()):
             for call in peer.take_all():
@@ -536,47 +379,6 @@ class Agent:
                 set_error(call.future, partial(ClosedError, text))
         for hear in self.on_close:
             hear()
-        if self.network is not None:
-            self.network.close()
-        self.listener.close()
-        for connection in list(self._connections):
-            connection.close()
-        for member in self._watched.values():
-            watch.release(member.process)
-        self._watched = {}
-        self.lender.close()
+        self.connections.close()
         for owned in self.references.clear():
             del owned
-
-
-@dataclass(frozen=True)
-class _Gone:
-    """In the place of a connection: there is none any more, and why."""
-
-    peer: Member
-    why: str
-
-
-class _ReadyConnection:
-    """A connection, as the leader waits for it."""
-
-    def __init__(self, agent: Agent, connection: UnixConnection) -> None:
-        self._agent = agent
-        self._connection = connection
-
-    def ready(self, events: int) -> None:
-        """It can be read, or written."""
-        self._agent.read(self._connection, events)
-
-
-class _EndedProcess:
-    """A process of this host, as the leader waits for its end."""
-
-    def __init__(self, agent: Agent, member: Member, fd: int) -> None:
-        self._agent = agent
-        self._member = member
-        self._fd = fd
-
-    def ready(self, events: int) -> None:
-        """It has ended."""
-        self._agent.ended(self._member, self._fd)

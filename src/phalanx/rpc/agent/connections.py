@@ -1,0 +1,289 @@
+"""The other workers: who they are, and the connection to each.
+
+    on this host     Unix sockets: whoever calls first connects, to the listener (`unix_links`)
+    on another one   ZeroMQ, both connect (`network`)
+    this worker      what is sent arrives
+
+What comes in goes into `serving.incoming`, with its connection. Of the end of a worker its sockets tell, and its
+process, too: a child of it may keep the sockets open.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.coordination.key import Key
+from phalanx.deadline import Deadline
+from phalanx.errors import PeerLostError, PhalanxError
+from phalanx.log import get_logger
+from phalanx.rpc.agent.calls import Peer
+from phalanx.rpc.agent.serving import Serving
+from phalanx.rpc.membership import Membership
+from phalanx.rpc.network import Network
+from phalanx.rpc.options import RpcBackendOptions
+from phalanx.rpc.segments import Lender
+from phalanx.rpc.self_connection import SelfConnection
+from phalanx.rpc.unix_connection import UnixConnection
+from phalanx.rpc.unix_links import Listener, connect
+from phalanx.rpc.wire import Frame
+from phalanx.rpc.worker_info import Member
+from phalanx.symmetric_memory.watch import watch
+
+_logger = get_logger(__name__)
+_CONNECT_S = 30.0
+
+
+class Connections:
+    """Those of one worker, `me`. `lost(peer)` is told of each that is lost."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        host: str,
+        options: RpcBackendOptions,
+        serving: Serving,
+        lost: Callable[[Peer], None],
+    ) -> None:
+        self._options = options
+        self._serving = serving
+        self._lost = lost
+        self.lender = Lender()
+        self.listener = Listener(self._welcome, serving)
+        self.me = Member.of_self(name, number, host, local=self.listener.address)
+        self.membership: Membership
+        self.network: Network | None = None
+        self.peers: dict[int, Peer] = {}
+        self._closed = False
+        self._open: set[UnixConnection] = set()
+        self._releasing: deque[UnixConnection] = deque()
+        self._to_self = SelfConnection(self._from_self)
+        self._watched: dict[int, Member] = {}
+
+    def start(self, membership: Membership) -> None:
+        """Let workers of this host in."""
+        self.membership = membership
+        self.listener.start()
+
+    def peer(self, member: Member) -> Peer:
+        """A worker as we call it."""
+        peer = self.peers.get(member.uid)
+        if peer is None:
+            made = Peer(member, self._options.max_calls_in_flight, self._options.max_bytes_in_flight)
+            peer = self.peers.setdefault(member.uid, made)
+            if member.uid == self.me.uid:
+                peer.connection = self._to_self
+        return peer
+
+    def connect(self, peer: Peer, timeout_s: float = 0.0) -> Any:
+        """The connection to a worker; None if there can be none: it is lost."""
+        with peer.connecting:
+            if not peer.lost and peer.connection is None:  # another thread may have been faster
+                self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
+        return peer.connection
+
+    def _connect(self, peer: Peer, deadline: Deadline) -> None:
+        if peer.member.host != self.me.host:
+            if self.network is None or not peer.member.network:
+                who = self.me if self.network is None else peer.member
+                self.lose(peer.member, f"it is on another host, and {who} has opened no network port.")
+            else:
+                peer.connection = self.network.connect(peer.member)
+            return
+        try:
+            sock, fd_sock = connect(peer.member, self.me, deadline)
+        except PeerLostError as error:
+            self.lose(peer.member, str(error))
+        else:
+            self._watch(peer.member)
+            peer.connection = self._add(sock, fd_sock, peer.member)
+
+    # -- workers of this host ------------------------------------------------------------------------------------------
+
+    def _add(self, sock: socket.socket, fd_sock: socket.socket, member: Member) -> UnixConnection:
+        connection = UnixConnection(sock, fd_sock, self.lender, self._wants_write, self._has_release)
+        connection.peer = member
+        self._open.add(connection)
+        self._serving.watch(sock.fileno(), _ReadyConnection(self, connection))
+        return connection
+
+    def _welcome(self, member: Member, sock: socket.socket, fd_sock: socket.socket) -> None:
+        self.membership.learn(member)
+        self.peer(member)
+        self._watch(member)
+        self._add(sock, fd_sock, member)
+
+    def meet_containers(self) -> None:
+        """Let workers in that are on this host and do not see this process in their /proc."""
+        if any(
+            one.host == self.me.host and one.process.namespace != self.me.process.namespace
+            for one in self.membership.members()
+        ):
+            self.listener.open_to_containers()
+
+    def read(self, connection: UnixConnection, events: int) -> None:
+        """A connection can be read, or written."""
+        if events & select.EPOLLOUT and connection.resume():
+            self._serving.change(connection.socket.fileno(), select.EPOLLIN)
+        if not events & ~select.EPOLLOUT:
+            return
+        frames = _read_frames(connection)
+        if frames is None:
+            self._open.discard(connection)
+            self._serving.forget(connection.socket.fileno())
+            self.lose_after_reading(connection.peer, "its connection closed.")
+            connection.close()
+        else:
+            incoming = self._serving.incoming
+            for frame in frames:
+                incoming.append((connection, frame))
+
+    def _wants_write(self, connection: UnixConnection) -> None:
+        self._serving.change(connection.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def _has_release(self, connection: UnixConnection) -> None:
+        self._releasing.append(connection)
+        self._serving.wake_clock(0.0)
+
+    def send_releases(self) -> None:
+        """Tell the others which of their segments have been let go of here."""
+        while self._releasing:
+            self._releasing.popleft().flush()
+
+    def _from_self(self, frame: Frame) -> None:
+        self._serving.incoming.append((self._to_self, frame))
+        self._serving.wake()
+
+    # -- the end of others ---------------------------------------------------------------------------------------------
+
+    def _watch(self, member: Member) -> None:
+        """Hear of the end of a process of this host even where a child of it keeps its sockets open."""
+        process = member.process
+        if process.pid == self.me.process.pid:
+            return
+        if process.namespace and process.namespace == self.me.process.namespace and self.me.process.has_pidfds:
+            try:
+                fd = watch.acquire(process)
+            except PhalanxError:  # no descriptor is free: the connection's end tells, too
+                return
+            if fd in self._watched:
+                watch.release(process)
+                return
+            self._watched[fd] = member
+            self._serving.watch(fd, _EndedProcess(self, member, fd))
+
+    def ended(self, member: Member, fd: int) -> None:
+        """The process of a worker has ended."""
+        self._serving.forget(fd)
+        self._watched.pop(fd, None)
+        watch.release(member.process)
+        self.lose_after_reading(member, "its process has ended.")
+
+    def lose_after_reading(self, member: Member, why: str) -> None:
+        """A worker is gone; but what it answered before is read first."""
+        connection = self.peer(member).connection
+        if isinstance(connection, UnixConnection):
+            while frames := _read_frames(connection):
+                self._serving.incoming.extend((connection, frame) for frame in frames)
+        self._serving.incoming.append((Gone(member, why), None))
+
+    def lose(self, member: Member, why: str) -> None:
+        """A worker is gone."""
+        peer = self.peer(member)
+        if peer.lost or member.uid == self.me.uid:
+            return
+        peer.lost = why
+        peer.connection = None
+        if not self._closed:
+            self.membership.forget(member)
+        self._lost(peer)
+
+    # -- workers of other hosts ----------------------------------------------------------------------------------------
+
+    def open_network(self, address: str, key: Key) -> None:
+        """Let workers of other hosts in, who know the key; `me` says where from now on."""
+        self.network = Network(address, key, self.me, self._arrive, self._hear_hello)
+        self.me = replace(self.me, network=self.network.address)
+        self.network.me = self.me
+
+    def _arrive(self, connection: Any, frame: Frame | None) -> None:
+        self._serving.incoming.append((connection, frame))
+        self._serving.wake()
+
+    def _hear_hello(self, member: Member) -> None:
+        """A worker of another host has connected: connect to it as well, and so hear of its end."""
+        self.membership.learn(member)
+        peer = self.peer(member)
+        if peer.connection is None and not peer.lost and self.network is not None:
+            peer.connection = self.network.connect(member)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """In a fork of this worker: let go of its sockets, and of nothing that is shared with it."""
+        for connection in list(self._open):
+            connection.abandon()
+        self.listener.abandon()
+
+    def stop_to_learn(self) -> None:
+        """From here on who goes is not taken out of the members: this worker goes, too."""
+        self._closed = True
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        if self.network is not None:
+            self.network.close()
+        self.listener.close()
+        for connection in list(self._open):
+            connection.close()
+        for member in self._watched.values():
+            watch.release(member.process)
+        self._watched = {}
+        self.lender.close()
+
+
+@dataclass(frozen=True)
+class Gone:
+    """In the place of a connection: there is none any more, and why."""
+
+    peer: Member
+    why: str
+
+
+class _ReadyConnection:
+    """A connection, as the leader waits for it."""
+
+    def __init__(self, connections: Connections, connection: UnixConnection) -> None:
+        self._connections = connections
+        self._connection = connection
+
+    def ready(self, events: int) -> None:
+        """It can be read, or written."""
+        self._connections.read(self._connection, events)
+
+
+class _EndedProcess:
+    """A process of this host, as the leader waits for its end."""
+
+    def __init__(self, connections: Connections, member: Member, fd: int) -> None:
+        self._connections = connections
+        self._member = member
+        self._fd = fd
+
+    def ready(self, events: int) -> None:
+        """It has ended."""
+        self._connections.ended(self._member, self._fd)
+
+
+def _read_frames(connection: UnixConnection) -> list[Frame] | None:
+    """What has come; None at its end."""
+    try:
+        return connection.read() if not connection.closed else None
+    except Exception as error:  # frames that make no sense
+        _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
+        return None
