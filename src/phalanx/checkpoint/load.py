@@ -15,6 +15,7 @@ import torch
 from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.devices import require_device
 from phalanx.checkpoint.optimizer_gap import describe_gap
+from phalanx.checkpoint.parts import own_state
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.restore import find_latest, read_moved
 from phalanx.errors import CheckpointError
@@ -134,8 +135,9 @@ def _load_into(path: Path, state: object, into: Mapping[str, Stateful]) -> None:
             "afresh, or take the checkpoint that has it."
         )
     for name, part in into.items():
-        part.load_state_dict(state[name])
-        if isinstance(part, torch.optim.Optimizer) and (gap := describe_gap(part, state[name])):
+        own = own_state(part, state[name])
+        part.load_state_dict(own)
+        if isinstance(part, torch.optim.Optimizer) and (gap := describe_gap(part, own)):
             warnings.warn(f"load_checkpoint: {path}: {name!r} {gap}", stacklevel=3)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from phalanx.partition.owners import whole_name
+
 _SHOWN = 4
 
 
@@ -17,7 +19,8 @@ def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
-    names = [name for group in saved.get("param_groups", ()) for name in group.get("param_names", group["params"])]
+    known = [name for group in saved.get("param_groups", ()) for name in group.get("param_names", group["params"])]
+    names = [whole_name(parameter) or name for parameter, name in zip(parameters, known, strict=False)]
     trained = [
         (number, name)
         for number, name, parameter in zip(numbers, names, parameters, strict=False)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.slices import slice_state
+from phalanx.partition.owners import PartOwner, owner_of, whole_name
 
 _SHOWN = 8  # keys of a kind in a message
 
@@ -56,15 +57,24 @@ def describe_optimizers(parts: Mapping[str, Any]) -> dict[str, list[Any]]:
     (those of a pipeline's stage do), and their shapes.
     """
     return {
-        name: [(getattr(p, "whole_model_name", ""), tuple(p.shape)) for g in part.param_groups for p in g["params"]]
+        name: [(whole_name(p) or "", tuple(p.shape)) for g in part.param_groups for p in g["params"]]
         for name, part in parts.items()
-        if isinstance(part, torch.optim.Optimizer) and not hasattr(part, "consolidate_state_dict")
+        if isinstance(part, torch.optim.Optimizer)
+        and not hasattr(part, "consolidate_state_dict")
+        and owner_of(part) is None
     }
 
 
 def _state_of(part: Any, peers: Peers, *, sharded: bool) -> Any:
     if isinstance(part, nn.Module):
+        if isinstance(part, PartOwner):
+            return part.own_state_dict() if sharded else part.gather_state_dict()
         return module_state(part)
+    if isinstance(part, torch.optim.Optimizer) and (owner := owner_of(part)) is not None:
+        if not sharded:
+            return owner.optimizer_state_dict(part, rank0_only=True)
+        own = owner.own_optimizer_state(part)
+        return slice_state(own) if "layout" in own else own
     if hasattr(part, "consolidate_state_dict"):
         if sharded and hasattr(part, "shard_state_dict"):
             return slice_state(part.shard_state_dict())
@@ -87,7 +97,12 @@ def buffer_names(parts: Mapping[str, Any]) -> set[str]:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """A module's `state_dict()`, without the `module.` and `_orig_mod.` of what it is wrapped in, at any depth."""
+    """A module's `state_dict()`, without the `module.` and `_orig_mod.` of what it is wrapped in, at any depth.
+
+    Of a model of which each rank has a part, this rank's.
+    """
+    if isinstance(module, PartOwner):
+        return module.own_state_dict()
     return without_wrappers(module.state_dict(), wrapper_prefixes(module))
 
 
@@ -134,8 +149,23 @@ def _wraps_as(module: nn.Module) -> str:
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def describe_misfits(parts: Mapping[str, Any], state: Mapping[str, Any]) -> Report:
-    """What of `state` does not fit `parts`, before anything is loaded."""
+def fit_stages(parts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], list[str]]]:
+    """Of optimizers that update a part of a model: their own of the whole state, and what does not fit. Collective."""
+    found = {}
+    for name, part in parts.items():
+        if name in state and isinstance(part, torch.optim.Optimizer) and (owner := owner_of(part)) is not None:
+            layout = owner.optimizer_layout(part)
+            if isinstance(state[name], Mapping) and isinstance(state[name].get("param_groups"), list):
+                found[name] = owner.fit_optimizer_state(part, state[name], layout)
+            else:
+                found[name] = {}, ["no state of an optimizer in the checkpoint"]
+    return found
+
+
+def describe_misfits(
+    parts: Mapping[str, Any], state: Mapping[str, Any], stages: Mapping[str, tuple[dict[str, Any], list[str]]]
+) -> Report:
+    """What of `state` does not fit `parts`, before anything is loaded; `stages` as `fit_stages` has found it."""
     report = Report()
     for name, part in parts.items():
         if name not in state:
@@ -143,7 +173,10 @@ def describe_misfits(parts: Mapping[str, Any], state: Mapping[str, Any]) -> Repo
         elif isinstance(part, nn.Module):
             _compare_module(name, part, state[name], report)
         elif isinstance(part, torch.optim.Optimizer):
-            _compare_optimizer(name, part, state[name], report)
+            if name in stages:
+                report.misshapen += [f"{name}: {problem}" for problem in stages[name][1]]
+            else:
+                _compare_optimizer(name, part, state[name], report)
     return report
 
 
@@ -153,8 +186,9 @@ def _compare_module(name: str, module: nn.Module, saved: Any, report: Report) ->
         return
     mine = module_state(module)
     theirs = _as_named_by(mine, saved, wrapper_prefixes(module))
-    report.missing += [f"{name}.{key}" for key in mine if key not in theirs]
-    report.unexpected += [f"{name}.{key}" for key in theirs if key not in mine]
+    names = dict.fromkeys(_state_keys(module))
+    report.missing += [f"{name}.{key}" for key in names if key not in theirs]
+    report.unexpected += [f"{name}.{key}" for key in theirs if key not in names]
     if any(inner._load_state_dict_pre_hooks for inner in module.modules()):
         return  # it changes what is loaded, so only it knows what fits
     for key in mine:
@@ -168,6 +202,11 @@ def _as_named_by(mine: Mapping[str, Any], saved: Mapping[str, Any], prefixes: Se
     """`saved` under the names of `mine`, which have no wrappers: other programs save a wrapped model as it is."""
     stripped = without_wrappers(saved, prefixes)
     return stripped if len(stripped.keys() & mine.keys()) > len(saved.keys() & mine.keys()) else saved
+
+
+def _state_keys(module: nn.Module) -> list[str]:
+    """As of `module_state`; where this rank has a part of a model, those of all parts."""
+    return module.state_names if isinstance(module, PartOwner) else list(module_state(module))
 
 
 def _is_lazy(tensor: Tensor) -> bool:
@@ -197,7 +236,8 @@ def load_part(part: Any, saved: Any, *, strict: bool) -> None:
     if isinstance(part, nn.Module):
         # Without its wrappers: a parameter's name is then the same however it was saved.
         prefixes = wrapper_prefixes(part)
-        names = {unwrap_key(key, prefixes): key for key in part.state_dict()}
+        keys = part.state_names if isinstance(part, PartOwner) else part.state_dict()
+        names = {unwrap_key(key, prefixes): key for key in keys}
         plain = _as_named_by(names, saved, prefixes)
         mine = OrderedDict((names.get(key, key), value) for key, value in plain.items())
         if not strict:
@@ -209,9 +249,26 @@ def load_part(part: Any, saved: Any, *, strict: bool) -> None:
         part.load_state_dict(saved)
 
 
+def own_state(part: Any, saved: Any) -> Any:
+    """What of a saved state `part` loads: of a whole model's optimizer a stage's; of all others, all. Not collective.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    owner = owner_of(part) if isinstance(part, torch.optim.Optimizer) else None
+    if owner is None:
+        return saved
+    fitting, problems = owner.fit_optimizer_state(part, saved, None)
+    if problems:
+        raise ValueError(
+            f"the state of the whole model's optimizer does not fit that of a stage: {'; '.join(problems)}"
+        )
+    return fitting
+
+
 def _that_fits(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """What of `state` has the shape that it has here: load_state_dict refuses another shape, strict or not."""
-    mine = module.state_dict()
+    mine = module_state(module) if isinstance(module, PartOwner) else module.state_dict()
     return OrderedDict(
         (key, value)
         for key, value in state.items()

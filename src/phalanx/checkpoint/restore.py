@@ -16,7 +16,7 @@ from phalanx.checkpoint.devices import require_device
 from phalanx.checkpoint.history import History
 from phalanx.checkpoint.manifest import Manifest, find_damaged_file, is_checkpoint, read_manifest
 from phalanx.checkpoint.optimizer_gap import describe_gap
-from phalanx.checkpoint.parts import Report, describe_misfits, load_part, module_state
+from phalanx.checkpoint.parts import Report, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, build, find, is_dtensor, tensor_names
@@ -90,14 +90,16 @@ def _load(
     map_location: str | torch.device,
     strict: bool,
 ) -> Restored:
-    report = describe_misfits(stateful, state)
+    stages = fit_stages(stateful, state)
+    report = describe_misfits(stateful, state, stages)
     report.missing += [name for name in wanted if name not in state and name not in stateful]
     told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
     peers.agree(told + advice if told and strict else None)
     problem, cause, gaps = None, None, list[str]()
     try:
-        gaps = _load_parts(state, stateful, report, strict=strict)
+        own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
+        gaps = _load_parts(own, stateful, report, strict=strict)
     except Exception as error:  # the part's own; the other ranks would train on
         problem, cause = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}", error
     peers.agree(problem, cause)

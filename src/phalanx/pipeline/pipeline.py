@@ -141,11 +141,11 @@ class Pipeline(StageModule):
     ) -> None:
         mine = [parts[index] for index in planned.stages_of(self._rank)]
         own = OwnModules(module, mine, unused_tensors(module, parts) if self._rank == 0 else ())
-        self._hold(own)
         rank_of = [planned.rank_of(stage) for stage in range(self._num_stages)]
         ties = find_ties(module, parts, rank_of)
         left: list[Any] = [None] * self._size
         without = materialize(own, torch.device(device or "cpu"), init_fn)
+        self._hold(own)
         dist.all_gather_object(left, (without, _made.number), group=self._group)
         self._without_values = [name for names, _ in left for name in names]  # of all ranks: all shall refuse a step
         number = max(number for _, number in left)  # of another pipeline on none of the ranks
@@ -153,8 +153,6 @@ class Pipeline(StageModule):
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
 
         self._random = RandomState(self._device)
-        for name, parameter in self.named_parameters():
-            parameter.whole_model_name = name  # type: ignore[attr-defined]  # who saves an optimizer compares them
         self._wire = Wire(self._group, [*rank_of, *range(self._size)], self._device, number)
         self._shared = False
         stages = [
@@ -172,7 +170,7 @@ class Pipeline(StageModule):
         self._record: Record | None = None
         self._failed = ""
         self.num_steps = 0
-        self._has_mesh = data_group is not None
+        self._data_group = data_group
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -185,7 +183,7 @@ class Pipeline(StageModule):
 
     def spans(self, group: dist.ProcessGroup | None) -> bool:
         """Whether its stages are on the ranks of `group`, without replicas."""
-        return self._group is group and not self._has_mesh
+        return self._group is group and self._data_group is None
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on in `group`, where each rank has the stages that it had, or that of its number had. Collective.

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from phalanx.partition.owners import Layout, register, whole_name
 from phalanx.pipeline.own_modules import OwnModules
-from phalanx.pipeline.whole_state import gather_state, require_same_names
+from phalanx.pipeline.whole_optimizer import Group, describe_groups, fit, merge_groups, number_names, options_of
+from phalanx.pipeline.whole_optimizer import whole_names as names_of
+from phalanx.pipeline.whole_state import gather_entries, gather_state, require_same_names
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -20,6 +24,7 @@ class StageModule(nn.Module):
     """Looks like the whole model, whose parameters, buffers and modules of other ranks are left out."""
 
     _own: OwnModules
+    _no_parameter: nn.Parameter
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         """`module`: the whole model; `take_own` says what of it is this rank's."""
@@ -31,10 +36,17 @@ class StageModule(nn.Module):
         self._model_name = type(module).__name__
         first = {id(p): name for name, p in module.named_parameters()}
         self._first_names = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+        self._places = {name: at for at, name in enumerate(first.values())}
         self._without_values: list[str] = []
+        self._data_group: dist.ProcessGroup | None = None
+        # What an optimizer has of a stage without parameters, which it would refuse; not one of the module.
+        object.__setattr__(self, "_no_parameter", nn.Parameter(torch.empty(0)))
 
     def _hold(self, own: OwnModules) -> None:
         object.__setattr__(self, "_own", own)  # not as a child: names would begin with it
+        for name, parameter in self.named_parameters():
+            register(name, parameter, self)
+        register("", self._no_parameter, self)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -45,6 +57,11 @@ class StageModule(nn.Module):
         for name in self._first_names:  # in the order of the whole model
             if name in named:
                 yield prefix + "." * bool(prefix) + name, named[name]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Of this rank's stages; of stages without any, one that is empty, as optimizers refuse to have none."""
+        found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
+        yield from found or [self._no_parameter]
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -89,6 +106,21 @@ class StageModule(nn.Module):
             destination.update({prefix + name: value for name, value in whole.items()})
         return destination
 
+    @property
+    def state_names(self) -> list[str]:
+        """The keys of the whole model's state."""
+        return list(self._state_names)
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The entries of this rank, under the keys of the whole model. Not collective."""
+        own: dict[str, Any] = self._own.state_dict()
+        return own
+
+    def gather_state_dict(self) -> dict[str, Any]:
+        """The whole on the first rank, and on others what is their own. Collective."""
+        whole: dict[str, Any] = self.state_dict(rank0_only=True)
+        return whole
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take this rank's part of the whole model's state, however the model was cut when that was saved.
 
@@ -109,3 +141,133 @@ class StageModule(nn.Module):
         self._own.load_state_dict({name: v for name, v in state_dict.items() if name in mine}, strict=False)
         self._without_values = [name for name in self._without_values if name not in state_dict]
         return _IncompatibleKeys(missing, unexpected)
+
+    # -- the optimizer of the whole model ------------------------------------------------------------------------
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The state that one optimizer of the whole model would have, which any split takes, and plain PyTorch.
+
+        Collective: every rank of every pipeline calls it, with its optimizer of this Pipeline's parameters (also a
+        ZeroRedundancyOptimizer over a mesh's axis "data"). With `rank0_only` the first rank has the whole, and each
+        other one what is its own.
+
+        Raises:
+            ValueError: the optimizer updates something else, or keeps a state that is of all its parameters at once.
+        """
+        own, groups = self._own_entries(optimizer)
+        is_first = self._data_group is None or self._data_group.rank() == 0
+        if is_first or not hasattr(optimizer, "consolidate_state_dict"):
+            own = gather_entries(own, self._group, rank0_only=rank0_only)
+        whole = {"state": _nested(own), "param_groups": describe_groups(groups)}
+        if self._data_group is not None and hasattr(optimizer, "consolidate_state_dict") and not rank0_only:
+            told = [whole if is_first else None]
+            dist.broadcast_object_list(told, group=self._data_group, group_src=0)
+            whole = cast("dict[str, Any]", told[0])
+        return whole
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of a state of the whole model's optimizer: of any split, or of plain PyTorch.
+
+        Collective. Parameters are found by their names, where the state has them; else it must have the groups that
+        all ranks' optimizers have together, with the parameters in the order of the whole model.
+
+        Raises:
+            ValueError: it does not fit; nothing was loaded on this rank.
+        """
+        fitting, problems = self.fit_optimizer_state(optimizer, state_dict, self.optimizer_layout(optimizer))
+        if problems:
+            raise ValueError(f"Pipeline.load_optimizer_state_dict: the state does not fit: {'; '.join(problems)}")
+        optimizer.load_state_dict(fitting)
+
+    def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """This rank's entries of the whole state, under the numbers that they have there. Collective.
+
+        Of a sharded optimizer that says what its part is (`shard_state_dict`) in that form, which has a "layout".
+        """
+        if not hasattr(optimizer, "shard_state_dict"):
+            own, groups = self._own_entries(optimizer)
+            return {"state": _nested(own), "param_groups": describe_groups(groups)}
+        groups = self._whole_groups(optimizer)
+        numbers = number_names([group.names for group in groups])
+        shard = optimizer.shard_state_dict()
+        mine = _names(optimizer)
+        renamed: dict[str, Any] = {
+            key: {numbers[mine[at]]: part for at, part in shard[key].items() if mine[at]} for key in ("state", "layout")
+        }
+        return {**renamed, "param_groups": describe_groups(groups)}
+
+    def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
+        """The names of the parameters of each group of the whole model's optimizer. Collective."""
+        return [group.names for group in self._whole_groups(optimizer)]
+
+    def fit_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """What of a whole state is this optimizer's, as it loads it, and what does not fit, in words.
+
+        `layout`: that of `optimizer_layout`; without it a state must have names, or one group of all parameters.
+        """
+        names = names_of(state, layout, list(self._places))
+        if isinstance(names, str):
+            return {}, [names]
+        shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+        return fit(state, names, self._own_groups(optimizer), shapes, list(self._places))
+
+    def _own_entries(self, optimizer: torch.optim.Optimizer) -> tuple[dict[tuple[Any, ...], Any], list[Group]]:
+        """This rank's state by number in the whole and key, and the groups of the whole."""
+        groups = self._whole_groups(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "Pipeline.optimizer_state_dict: LBFGS keeps a state of all its parameters at once, which is no other "
+                "split's. Save each rank's in a file of its own: optimizer.state_dict()"
+            )
+        if hasattr(optimizer, "consolidate_state_dict"):
+            optimizer.consolidate_state_dict(to=0)
+            if self._data_group is not None and self._data_group.rank():
+                return {}, groups
+        numbers = number_names([group.names for group in groups])
+        names = _names(optimizer)
+        entries: dict[tuple[Any, ...], Any] = {}
+        for at, saved in optimizer.state_dict()["state"].items():
+            if not isinstance(at, int):  # of no parameter
+                entries[at,] = saved
+            elif names[at]:
+                entries.update({(numbers[names[at]], key): value for key, value in saved.items()})
+        return entries, groups
+
+    def _own_groups(self, optimizer: torch.optim.Optimizer) -> list[Group]:
+        wrong = [p for group in optimizer.param_groups for p in group["params"] if whole_name(p) is None]
+        if wrong:
+            raise ValueError(
+                f"Pipeline: the optimizer updates {len(wrong)} parameters that are none of this pipeline's "
+                f"(one has shape {tuple(wrong[0].shape)}). Give them an optimizer of their own."
+            )
+        return [
+            Group(options_of(group), [whole_name(p) or "" for p in group["params"]]) for group in optimizer.param_groups
+        ]
+
+    def _whole_groups(self, optimizer: torch.optim.Optimizer) -> list[Group]:
+        by_rank: list[Any] = [None] * self._group.size()
+        try:
+            mine: Any = self._own_groups(optimizer)
+        except ValueError as error:  # the others shall hear it, too
+            mine = error
+        dist.all_gather_object(by_rank, mine, group=self._group)
+        if wrong := [one for one in by_rank if isinstance(one, ValueError)]:
+            raise wrong[0]
+        return merge_groups(by_rank, self._places)
+
+
+def _names(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [whole_name(p) or "" for group in optimizer.param_groups for p in group["params"]]
+
+
+def _nested(entries: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """By number and key, the numbers in order."""
+    found: dict[Any, Any] = {}
+    for path in sorted(entries, key=lambda path: (len(path) == 1, path[0] if len(path) > 1 else 0)):
+        if len(path) == 1:
+            found[path[0]] = entries[path]
+        else:
+            found.setdefault(path[0], {})[path[1]] = entries[path]
+    return found

@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_Key = TypeVar("_Key", bound=Hashable)
+_SMALL_BYTES = 1024  # tensors up to here, as the numbers of steps that optimizers keep, go with the description
+
 
 def gather_state(
-    own: Mapping[str, Any], names: Sequence[str], group: dist.ProcessGroup, *, rank0_only: bool = False
-) -> OrderedDict[str, Any]:
+    own: Mapping[_Key, Any], names: Sequence[_Key], group: dist.ProcessGroup, *, rank0_only: bool = False
+) -> OrderedDict[_Key, Any]:
     """The entries of all ranks in the order of `names`; on the other ranks their own alone, with `rank0_only`.
 
     Collective. What several ranks have is taken from the first of them.
     Cost: with `rank0_only` every rank sends its own to the first; else all get all, one tensor at a time.
     """
-    rank = group.rank()
-    described: list[Any] = [None] * group.size()
-    dist.all_gather_object(described, {name: _describe(value) for name, value in own.items()}, group=group)
-    found: dict[str, Any] = {}
-    for source, entries in enumerate(described):
-        for name, entry in entries.items():
-            if name in found:
-                continue
-            found[name] = _fetch(own.get(name), entry, source, rank, group, rank0_only)
-    if rank0_only and rank:
-        found = dict(own)
+    found = gather_entries(own, group, rank0_only=rank0_only)
     return OrderedDict((name, found[name]) for name in names if name in found)
 
 
+def gather_entries(own: Mapping[_Key, Any], group: dist.ProcessGroup, *, rank0_only: bool = False) -> dict[_Key, Any]:
+    """`gather_state`, in the order of the ranks."""
+    rank = group.rank()
+    described: list[Any] = [None] * group.size()
+    dist.all_gather_object(described, {name: _describe(value) for name, value in own.items()}, group=group)
+    found: dict[_Key, Any] = {}
+    for source, entries in enumerate(described):
+        for name, entry in entries.items():
+            if name not in found:
+                found[name] = _fetch(own.get(name), entry, source, rank, group, rank0_only)
+    return dict(own) if rank0_only and rank else found
+
+
 def _describe(value: Any) -> tuple[str, Any, Any]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES:
         return "tensor", tuple(value.shape), value.dtype
-    return "object", value, None
+    return "object", value.detach().cpu() if isinstance(value, Tensor) else value, None
 
 
 def _fetch(mine: Any, entry: tuple[str, Any, Any], source: int, rank: int, group: Any, rank0_only: bool) -> Any:
-    kind, shape, dtype = entry
+    kind, shape, dtype = entry  # or the object
     if kind == "object":
-        return shape
+        return mine if rank == source else shape
     value = mine.detach().contiguous() if rank == source else None
     if rank0_only:
         if source == 0:

@@ -1,0 +1,81 @@
+"""Whose parameters are those of a stage: who saves an optimizer finds the model of which it updates a part."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+Layout = list[list[str]]
+"""Of each group of an optimizer, the names of its parameters, in the order of their numbers."""
+
+
+@runtime_checkable
+class PartOwner(Protocol):
+    """A model of which each rank has a part, as a Pipeline."""
+
+    @property
+    def state_names(self) -> list[str]:
+        """The keys of the whole model's state."""
+        ...
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The entries of this rank, under the whole model's keys. Not collective."""
+        ...
+
+    def gather_state_dict(self) -> dict[str, Any]:
+        """The whole on the first rank, and on others what is their own. Collective."""
+        ...
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The state that one optimizer of the whole model would have. Collective."""
+        ...
+
+    def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """This rank's entries of it; with "layout", they are those of `shard_state_dict`. Collective."""
+        ...
+
+    def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
+        """The groups that it would have. Collective."""
+        ...
+
+    def fit_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """What of a whole state is this optimizer's, and what of it does not fit, in words. Changes nothing."""
+        ...
+
+
+class _Entry(NamedTuple):
+    """A name in the whole model; empty for what is there for optimizers alone. The owner may be gone."""
+
+    name: str
+    owner: Callable[[], PartOwner | None]
+
+
+_entries: MutableMapping[torch.Tensor, _Entry] = WeakIdKeyDictionary()  # a Parameter compares its elements
+
+
+def register(name: str, parameter: nn.Parameter, owner: PartOwner) -> None:
+    """`parameter` is called `name` in the whole model, of which `owner` has a part here."""
+    _entries[parameter] = _Entry(name, weakref.ref(owner))
+
+
+def whole_name(parameter: torch.Tensor) -> str | None:
+    """What it is called in the whole model; None if it is nobody's part."""
+    entry = _entries.get(parameter)
+    return None if entry is None else entry.name
+
+
+def owner_of(optimizer: torch.optim.Optimizer) -> PartOwner | None:
+    """The model of which this optimizer updates a part, and nothing else."""
+    parameters: Sequence[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    entries = [_entries.get(parameter) for parameter in parameters]
+    owners = {id(owner): owner for e in entries if (owner := None if e is None else e.owner()) is not None}
+    if len(owners) != 1 or None in entries:
+        return None
+    return next(iter(owners.values()))

@@ -1,0 +1,161 @@
+"""The state of one optimizer of the whole model from those of stages' optimizers, and a stage's out of it: pure.
+
+Parameters are known by their names in the whole model. A whole state is what `state_dict()` of a plain optimizer gives
+whose groups have the parameters in the order of the model, with their names (torch's "param_names").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Layout = list[list[str]]
+_NOT_OPTIONS = ("params", "param_names")
+_LIKE_PARAMETER = ("exp_avg", "momentum_buffer", "sum")
+_SHOWN = 4
+
+
+@dataclass
+class Group:
+    """A group of parameters, by their names, and its options. A parameter without a name is no part of the model."""
+
+    options: dict[str, Any]
+    names: list[str] = field(default_factory=list)
+
+
+def merge_groups(by_rank: Sequence[Sequence[Group]], order: Mapping[str, int]) -> list[Group]:
+    """The groups that one optimizer of the whole model would have.
+
+    Ranks with as many groups, alike in their options, have the same ones: each has a part of their parameters. Else
+    groups are those of one rank each (one for each layer, say), in the order of their first parameters; a parameter
+    that several ranks have makes one of theirs.
+    """
+    counts = {len(groups) for groups in by_rank}
+    if len(counts) == 1 and all(
+        _same(one.options, groups[0].options) for groups in zip(*by_rank, strict=True) for one in groups
+    ):
+        merged = [
+            Group(groups[0].options, _sorted([name for group in groups for name in group.names], order))
+            for groups in zip(*by_rank, strict=True)
+        ]
+    else:
+        merged = []
+        for group in (group for groups in by_rank for group in groups if any(group.names)):
+            known = next((other for other in merged if set(other.names) & set(filter(None, group.names))), None)
+            if known is None:
+                merged.append(Group(group.options, _sorted(group.names, order)))
+            else:
+                known.names = _sorted([*known.names, *group.names], order)
+        merged.sort(key=lambda group: order[group.names[0]])
+    return merged
+
+
+def _sorted(names: Sequence[str], order: Mapping[str, int]) -> list[str]:
+    return sorted(dict.fromkeys(filter(None, names)), key=order.__getitem__)
+
+
+def number_names(layout: Layout) -> dict[str, int]:
+    """The number that a parameter has in the whole state."""
+    return {name: number for number, name in enumerate(name for names in layout for name in names)}
+
+
+def describe_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """As `param_groups` of a state."""
+    numbers = number_names([group.names for group in groups])
+    return [
+        {**group.options, "params": [numbers[name] for name in group.names], "param_names": list(group.names)}
+        for group in groups
+    ]
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says beside its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def whole_names(state: Mapping[str, Any], layout: Layout | None, known: Sequence[str]) -> Layout | str:
+    """The names of a saved state's parameters, group by group, or why they are not known.
+
+    They are in the state (torch's "param_names", or the names as keys, as torch.distributed.checkpoint has them); or it
+    has the groups of `layout`; or one group with all parameters of the model, `known`.
+    """
+    groups = state["param_groups"]
+    if all("param_names" in group for group in groups):
+        return [list(group["param_names"]) for group in groups]
+    if groups and all(isinstance(name, str) for group in groups for name in group["params"]):
+        return [list(group["params"]) for group in groups]
+    counts = [len(group["params"]) for group in groups]
+    here = None if layout is None else [len(names) for names in layout]
+    if layout is not None and counts == here:
+        return layout
+    if counts == [len(known)]:
+        return [list(known)]
+    if layout is None:
+        return (
+            "the state does not say which parameters it is of (it was saved by an optimizer without their names): load "
+            "it on all ranks with Pipeline.load_optimizer_state_dict, which compares the groups of all stages"
+        )
+    return f"groups of {counts} parameters in the state, {here} in all stages here"
+
+
+def fit(
+    state: Mapping[str, Any],
+    names: Layout,
+    own: Sequence[Group],
+    shapes: Mapping[str, torch.Size],
+    known: Sequence[str],
+) -> tuple[dict[str, Any], list[str]]:
+    """The state of the groups `own`, as their optimizer loads it, and what does not fit, in words."""
+    problems = []
+    home = {name: at for at, group in enumerate(names) for name in group}
+    keys = {
+        name: key
+        for group, group_names in zip(state["param_groups"], names, strict=True)
+        for key, name in zip(group["params"], group_names, strict=True)
+    }
+    wanted = [name for group in own for name in group.names if name]
+    for what, found in (
+        ("no state of", [name for name in wanted if name not in home]),
+        ("a state of what the model does not have:", sorted(set(home) - set(known))),
+    ):
+        if found:
+            problems.append(f"{what} {', '.join(found[:_SHOWN])}{', …' if len(found) > _SHOWN else ''}")
+    groups, saved, number = [], {}, 0
+    for at, group in enumerate(own):
+        homes = [home[name] for name in group.names if name in home] or [min(at, len(names) - 1)]
+        options = options_of(state["param_groups"][homes[0]])
+        if any(not _same(options, options_of(state["param_groups"][other])) for other in homes):
+            problems.append(
+                f"parameters of one group here ({group.names[0]}, …) are in groups with other options in the state"
+            )
+        numbers = []
+        for name in group.names:
+            numbers.append(number)
+            entry = state["state"].get(keys[name]) if name in keys else None
+            if entry is not None:
+                saved[number] = entry
+                problems += _misshapen(name, entry, shapes[name])
+            number += 1
+        groups.append({**options, "params": numbers})
+    rest = {key: value for key, value in state["state"].items() if isinstance(key, str) and key not in home}
+    return {**state, "state": {**saved, **rest}, "param_groups": groups}, problems
+
+
+def _misshapen(name: str, entry: Mapping[str, Any], shape: torch.Size) -> list[str]:
+    return [
+        f"{name}.{key}: {tuple(value.shape)} in the state, {tuple(shape)} here"
+        for key, value in entry.items()
+        if key in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != shape
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    return bool(one == other)
