@@ -1,7 +1,8 @@
 """Calls without a pause while workers are killed and come again: `python -m tests.rpc.soak --seconds 300`.
 
 Every call has a number. Who carries it out counts it in memory that all processes share, so that at the end it is known
-of each call whether it was answered or failed, and how often it ran: answered ones once, failed ones at most once.
+of each call whether it was answered or failed, and how often it ran: answered ones once, failed ones at most once. Some
+are declared idempotent: they must be answered all the same, and may have run again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from phalanx.rpc import current
 
 _BATCH_S = 0.01
 _TENSOR_EVERY = 50  # calls; its memory goes through a segment
+_IDEMPOTENT_EVERY = 7
 _runs: mmap.mmap | None = None
 
 
@@ -38,7 +40,9 @@ class Report:
     answered: int = 0
     failed: int = 0
     lost: int = 0  # neither
-    run_twice: int = 0
+    run_twice: int = 0  # and not declared idempotent
+    run_again: int = 0  # and declared idempotent
+    given_up: int = 0  # failed, and declared idempotent
     answered_without_run: int = 0
     kills: int = 0
     seconds: float = 0.0
@@ -62,6 +66,12 @@ def execute(number: int, tensor: torch.Tensor | None = None) -> int:
     assert _runs is not None
     _runs[number] += 1
     return number + (0 if tensor is None else int(tensor[0]))
+
+
+@rpc.functions.idempotent
+def execute_again(number: int, tensor: torch.Tensor | None = None) -> int:
+    """As `execute`; may run again for a call whose worker was lost."""
+    return execute(number, tensor)
 
 
 def _serve(name: str, number: int, folder: str) -> None:
@@ -97,7 +107,9 @@ class _Caller:
     def __init__(self, most_calls: int) -> None:
         self.report = Report()
         self.under_way = 0
-        self._outcomes = bytearray(most_calls)
+        self._outcomes = mmap.mmap(
+            -1, most_calls
+        )  # shared, though with nobody: it is none of the memory that is looked at
         self._reasons: collections.Counter[str] = collections.Counter()
         self._number = 0
         self._tensor = torch.ones(1 << 15)
@@ -106,8 +118,9 @@ class _Caller:
         """Make the next call."""
         number, self._number = self._number, self._number + 1
         tensor = self._tensor if number % _TENSOR_EVERY == 0 else None
+        function = execute_again if number % _IDEMPOTENT_EVERY == 0 else execute
         try:
-            future = rpc.rpc_async(to, execute, (number, tensor))
+            future = rpc.rpc_async(to, function, (number, tensor))
         except (PhalanxError, ValueError) as error:
             self._fail(number, error)
             return
@@ -133,12 +146,18 @@ class _Caller:
             time.sleep(0.01)
         report = self.report
         assert _runs is not None
-        for outcome, runs in zip(self._outcomes[: self._number], _runs[: self._number], strict=True):
+        outcomes, all_runs = self._outcomes[: self._number], _runs[: self._number]
+        for number, (outcome, runs) in enumerate(zip(outcomes, all_runs, strict=True)):
+            is_idempotent = number % _IDEMPOTENT_EVERY == 0
             report.answered += outcome == 1
             report.failed += outcome == 2
             report.lost += outcome not in (1, 2)
-            report.run_twice += runs > 1
-            report.answered_without_run += outcome == 1 and runs != 1
+            report.answered_without_run += outcome == 1 and runs == 0
+            if is_idempotent:
+                report.run_again += runs > 1
+                report.given_up += outcome == 2
+            else:
+                report.run_twice += runs > 1
         report.reasons = dict(self._reasons)
         return report
 
@@ -232,13 +251,14 @@ def main() -> int:
     report = soak(given.seconds, given.rate, given.servers, given.kill_every, given.seed)
     print(
         f"{report.answered} answered, {report.failed} failed {report.reasons}, {report.lost} lost, "
-        f"{report.run_twice} ran twice, {report.answered_without_run} answered and did not run once; "
+        f"{report.run_twice} ran twice, {report.answered_without_run} answered and did not run; of those declared "
+        f"idempotent {report.run_again} ran again, {report.given_up} failed; "
         f"{report.per_second:.0f} calls/s for {report.seconds:.0f} s, {report.kills} kills; memory of the caller "
         f"{report.memory_bytes[0] >> 20} MiB at first, {report.memory_bytes[-1] >> 20} at last, "
         f"{report.growth_bytes / (1 << 20):+.1f} from the second quarter to the last"
     )
-    bad = report.lost or report.run_twice or report.answered_without_run or report.growth_bytes > 16 << 20
-    return 1 if bad else 0
+    wrong = report.lost or report.run_twice or report.answered_without_run or report.given_up
+    return 1 if wrong or report.growth_bytes > 16 << 20 else 0
 
 
 if __name__ == "__main__":

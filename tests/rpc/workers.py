@@ -6,12 +6,14 @@ import contextlib
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from phalanx import rpc
+from phalanx.errors import PeerLostError
 from phalanx.testing import run_ranks
 
 
@@ -77,6 +79,17 @@ def same(*args: Any, **kwargs: Any) -> Any:
 
 def fail(error: BaseException) -> None:
     raise error
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for it; a worker may not be there yet, or not any more."""
+    end = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(PeerLostError, ValueError):
+            if holds():
+                return
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 events: dict[str, threading.Event] = {}

@@ -21,6 +21,9 @@ from phalanx.rpc.worker_info import Member
 class CallHook(Protocol):
     """The four places at which a call is seen; in the caller's thread, and in the one that runs the function."""
 
+    def is_inside(self) -> bool:
+        """Whether this thread's calls are part of something that ends with their worker: then none is made again."""
+
     def on_request(self, to: Member, payload: Payload) -> Any:
         """A call is about to be sent."""
 

@@ -1,4 +1,4 @@
-"""Decorators for functions that other workers call."""
+"""Decorators for functions that other workers call: what may be done with a call of them."""
 
 from __future__ import annotations
 
@@ -22,3 +22,17 @@ def async_execution(fn: F) -> F:
 
     wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
+
+
+def idempotent(fn: F) -> F:
+    """The function may run more than once for one call, and does no harm by it.
+
+    So a call of it whose worker is lost is made again, within its time-out, when a worker of that name has joined:
+    where workers join and leave, that is. Without this no call is ever made twice. `rpc_sync(..., idempotent=True)`
+    says the same of one call.
+
+    The object of a reference is gone with its worker: methods called through one are not made again. Nor is a call
+    inside of `autograd.context()`: its worker may have lost a part of the graph.
+    """
+    fn._is_idempotent = True  # type: ignore[attr-defined]
+    return fn

@@ -131,8 +131,10 @@ class Membership:
         return None if member is not None and member.uid in self._gone else member
 
     def learn(self, member: Member) -> None:
-        """Know a worker, which may have told us of itself."""
+        """Know a worker, which may have told us of itself; unless it was lost while we read of it in the store."""
         with self._lock:
+            if member.uid in self._gone:
+                return
             self._by_uid[member.uid] = member
             self._by_name[member.info.name] = member
 
@@ -141,7 +143,8 @@ class Membership:
         with self._lock:
             self._gone.add(member.uid)
             if not self.is_static:
-                if self._by_name.get(member.info.name) is member:
+                known = self._by_name.get(member.info.name)
+                if known is not None and known.uid == member.uid:  # it may have been read from the store again
                     del self._by_name[member.info.name]
                 self._by_uid.pop(member.uid, None)
                 self._lost[member.info.name] = member

@@ -17,6 +17,7 @@ def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[
 
 
 call_method._calls_method = True  # type: ignore[attr-defined]
+_HOW: dict[str, Callable[..., Any]] = {"sync": invoke.rpc_sync, "async": invoke.rpc_async, "remote": invoke.remote}
 
 
 class RRefProxy:
@@ -24,7 +25,7 @@ class RRefProxy:
 
     def __init__(self, rref: RRef[Any], how: str, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         self.rref = rref
-        self._how = {"sync": invoke.rpc_sync, "async": invoke.rpc_async, "remote": invoke.remote}[how]
+        self._how: Callable[..., Any] = _HOW[how]
         self.rpc_timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -270,6 +270,19 @@ class UnixConnection:
         self.socket.close()
         self._fd_socket.close()
         self._lender.lost(self.number)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the memory that it read into, at once: it is part of a circle, which would keep it until Python looks."""
+        self._borrower = Borrower(_ignore)
+        self._received, self._view = bytearray(), memoryview(b"")
+        self._have, self._rest = 0, []
+        self._queue.clear()
+        self.releases.clear()
+
+
+def _ignore(number: int) -> None:
+    """Nobody is there any more to whom a segment could be given back."""
 
 
 def _after(parts: list[Any], sent: int) -> list[Any]:

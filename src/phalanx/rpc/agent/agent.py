@@ -27,6 +27,7 @@ from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent.calls import Call, Peer, count, describe_timeout
 from phalanx.rpc.agent.connections import Connections
 from phalanx.rpc.agent.request import Request
+from phalanx.rpc.agent.retries import Retries
 from phalanx.rpc.agent.serving import Lead, Serving
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.membership import Membership
@@ -65,6 +66,7 @@ class Agent:
         self.peers = self.connections.peers
         self.peer = self.connections.peer
         self.references = References(self.me.uid)
+        self.retries = Retries(lambda to: self.membership.find(to) is not None)
         self.membership: Membership
         self.closed = False
         self.closing = False  # others may go now without being lost
@@ -348,7 +350,7 @@ class Agent:
     @property
     def num_in_flight(self) -> int:
         """How many calls of ours wait for an answer."""
-        return count(list(self.peers.values()))
+        return count(list(self.peers.values())) or self.retries.num_under_way
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -377,6 +379,7 @@ class Agent:
             for call in peer.take_all():
                 text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
                 set_error(call.future, partial(ClosedError, text))
+        self.retries.close()
         for hear in self.on_close:
             hear()
         self.connections.close()

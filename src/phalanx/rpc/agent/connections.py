@@ -59,6 +59,7 @@ class Connections:
         self.membership: Membership
         self.network: Network | None = None
         self.peers: dict[int, Peer] = {}
+        self._gone: dict[int, str] = {}  # the uids of those that are lost, and why: all that is kept of them
         self._closed = False
         self._open: set[UnixConnection] = set()
         self._releasing: deque[UnixConnection] = deque()
@@ -78,6 +79,9 @@ class Connections:
             peer = self.peers.setdefault(member.uid, made)
             if member.uid == self.me.uid:
                 peer.connection = self._to_self
+            elif member.uid in self._gone:
+                peer.lost = self._gone[member.uid]
+                self.peers.pop(member.uid, None)
         return peer
 
     def connect(self, peer: Peer, timeout_s: float = 0.0) -> Any:
@@ -197,11 +201,12 @@ class Connections:
         peer = self.peer(member)
         if peer.lost or member.uid == self.me.uid:
             return
-        peer.lost = why
+        peer.lost = self._gone[member.uid] = why
         peer.connection = None
         if not self._closed:
             self.membership.forget(member)
         self._lost(peer)
+        self.peers.pop(member.uid, None)
 
     # -- workers of other hosts ----------------------------------------------------------------------------------------
 

@@ -20,6 +20,10 @@ class AutogradHook:
         self._uid = me.uid
         self._numbers = itertools.count()
 
+    def is_inside(self) -> bool:
+        """In a context: its graph may have a part on the worker that is lost."""
+        return self._contexts.current is not None
+
     def on_request(self, to: Member, payload: Payload) -> Any:
         """A call leaves: whoever it goes to has to do with this thread's context from now on."""
         context = self._contexts.current

@@ -85,10 +85,10 @@ class AutogradWorker:
     def _member(self, uid: int, context: Context) -> Member:
         member = self.agent.membership.by_uid(uid)
         if member is None:
-            peer = self.agent.peers.get(uid)
-            who = "a worker that took part" if peer is None else f"{peer.member}"
-            why = "" if peer is None else f": {peer.lost}"
-            ranks = () if peer is None else (peer.member.info.id,)
+            lost = context.known.get(uid)
+            who = "a worker that took part" if lost is None else f"{lost}"
+            why = "" if lost is None else f": {self.agent.peer(lost).lost}"
+            ranks = () if lost is None else (lost.info.id,)
             raise PeerLostError(
                 f"backward of context {context.id}: {who} is lost{why}\nIts part of the graph is lost with it: run the "
                 "forward again, without it.",
