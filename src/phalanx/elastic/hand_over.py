@@ -6,7 +6,9 @@ and takes what another rank's part held (`take`). Tensors that fit are received 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from phalanx.transport.tensors import is_dense
 
 _SMALL = 1 << 16  # tensors below this are packed; the others travel as they are
 _ALIGN = 64
+_HUGE = 1 << 21
 
 
 class Part(Protocol):
@@ -179,8 +182,19 @@ def _places(leaves: Sequence[Leaf], mine: Sequence[Tensor]) -> list[Tensor]:
         own = mine[leaf.index] if len(mine) == len(leaves) else None
         if own is None or _form(own) != (leaf.shape, leaf.stride, leaf.dtype, leaf.device):
             own = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+            _ask_for_huge_pages(own)
         places.append(own)
     return places
+
+
+def _ask_for_huge_pages(tensor: Tensor) -> None:
+    """New memory costs more than what is copied there: 4 KiB a fault, a third of memcpy's speed; 2 MiB, two thirds."""
+    if tensor.device.type != "cpu" or tensor.nbytes < 2 * _HUGE:
+        return
+    start = -(-tensor.data_ptr() // _HUGE) * _HUGE
+    nbytes = (tensor.data_ptr() + tensor.nbytes - start) // _HUGE * _HUGE
+    # Only asked: without huge pages (EINVAL) they are small ones, as ever.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -1,0 +1,66 @@
+"""One rank's state becomes another's, whatever its tensors look like and wherever they are to lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.elastic.hand_over import hand_over
+from phalanx.testing import run_ranks
+
+MIB = 1 << 18  # float32 values
+
+
+class Held:
+    """A part that is whatever it was given."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def show(self) -> Any:
+        return self.value
+
+    def take(self, value: Any) -> None:
+        self.value = value
+
+
+def value_of(seed: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    large = torch.randn(5 * MIB + 3, generator=draw)
+    return {
+        "huge": large,  # two huge pages and more, which are asked for where it is new
+        "turned": torch.randn(600, 700, generator=draw).t(),
+        "every second": torch.randn(2 * MIB, generator=draw)[::2],
+        "small": [torch.randn(7, generator=draw), torch.tensor(float(seed)), torch.empty(0)],
+        "bytes": torch.randint(0, 255, (70_001,), generator=draw, dtype=torch.uint8),
+        "number": seed,
+    }
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return [value] if isinstance(value, Tensor) else [t for v in values if v is not value for t in tensors_in(v)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_small_and_strided_tensors_arrive_in_new_memory_and_in_what_is_there(world_size: int) -> None:
+    def body(rank: int, world_size: int) -> None:
+        expected, group = value_of(1), dist.group.WORLD
+        receivers = list(range(1, world_size))
+        for mine in ({}, value_of(2)):  # who has just come has nothing, others have what has the same forms
+            places = [t.data_ptr() for t in tensors_in(mine)]
+            held = Held(expected if rank == 0 else mine)
+            hand_over([held], 0, receivers, group)
+            got, theirs = tensors_in(held.value), tensors_in(expected)
+            assert len(got) == len(theirs) == 7
+            for one, other in zip(got, theirs, strict=True):
+                assert torch.equal(one, other)
+                assert one.stride() == other.stride()
+            assert held.value["number"] == 1
+            assert rank == 0 or not places or [t.data_ptr() for t in got] == places
+
+    run_ranks(body, world_size)
