@@ -8,7 +8,7 @@ from tests.pipeline.unsplit import draw_model, train_unsplit
 
 import phalanx.pipeline.pipeline  # noqa: F401 - imported once here, not once in each rank
 from phalanx import Pipeline
-from phalanx.pipeline import wire
+from phalanx.pipeline import weight_gradients, wire
 from phalanx.testing import run_ranks
 
 STEPS = 2
@@ -29,6 +29,7 @@ def train(rank, world_size, cases):
     wire._LENT_BYTES = 64  # these models are small, and what goes from stage to stage shall be read where it lies
     found = []
     for seed, schedule, micro_batches, checkpoint in cases:
+        weight_gradients._LEAST_PRODUCT = seed % 3 * 200  # and so that some of their weights are added to in products
         model, loss_fn, inputs, targets = draw_model(seed)
         stages = world_size if schedule != "interleaved" or world_size > 2 else 2 * world_size
         pipe = Pipeline(

@@ -92,6 +92,8 @@ class Executor:
             else:
                 micro_batches = len(work.inputs)
             self.schedule = work.plan(micro_batches)
+            for stage in self.stages.values():
+                stage.most = self.schedule.in_flight(stage.index)
             self._seed = self._random.draw_seed() if work.training else 0
             for action in self.schedule.orders[self._rank]:
                 self.at = action
@@ -217,6 +219,7 @@ class Executor:
         if held.recompute:
             with work.statistics.unnoticed():
                 stage.recompute(micro_batch)
+        stage.prepare_backward(micro_batch, later_weights=later_weights)
         recomputed = time.perf_counter() - began
         grads: dict[int, list[Tensor | None]] = {}
         for target, tensors in held.outputs.items():
@@ -236,6 +239,8 @@ class Executor:
                 self._local[Edge(stage.index, source, True)].append(found)
             else:
                 self._wire.send_gradients(Edge(stage.index, source, True), found, Step(0, 0, 0))
+        if not later_weights:
+            stage.backward_weights(micro_batch)
         return begin
 
     # -- failure -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map
 
 from phalanx.partition.parts import Part
@@ -16,6 +17,7 @@ from phalanx.partition.program import Program
 from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.recomputed_buffers import RecomputedBuffers
 from phalanx.pipeline.split_backward import WeightsBackward, backward_input
+from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_bytes
 
 
 @dataclass
@@ -35,7 +37,10 @@ class InFlight:
     mode: tuple[bool, bool] = (True, True)
     finish: Callable[[dict[fx.Node, Any]], Any] | None = None
     recompute: bool = False
-    weights: WeightsBackward | None = None
+    recomputed: bool = False
+    at_once: bool = False
+    weights: WeightsBackward | WeightGradients | None = None
+    """What is left for `backward_weights`."""
 
 
 class Stage:
@@ -64,7 +69,14 @@ class Stage:
         self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
         """By mode: the values of other stages that some layer changes in place, once a micro-batch was seen."""
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
+        own = [module for name in part.modules for module in root.get_submodule(name).modules()]
+        # torch's DDP hangs its hooks on the graph, where nobody sees them: its weights stay autograd's.
+        self._weights = None if any(isinstance(module, DistributedDataParallel) for module in own) else Weights()
+        self._sizes: tuple[int, int, int, int] | None = None
+        """What a micro-batch keeps for its backward; and what more of it, if weights are left for later."""
         self.in_flight: dict[int, InFlight] = {}
+        self.most = 1
+        """How many micro-batches the schedule lets be in flight here."""
 
     def forward(
         self,
@@ -113,7 +125,7 @@ class Stage:
         held = self.in_flight[micro_batch]
         if not held.recompute:
             return
-        held.recompute = False
+        held.recompute, held.recomputed = False, True
         assert held.random_state is not None
         before = self._random_state.get()
         self._random_state.set(held.random_state)
@@ -125,14 +137,41 @@ class Stage:
             tensors = [t for t in tree_flatten([results[node] for node in nodes])[0] if isinstance(t, Tensor)]
             held.outputs[target] = [t for t, needed in zip(tensors, held.needs[target], strict=True) if needed]
 
+    def prepare_backward(self, micro_batch: int, *, later_weights: bool = False) -> None:
+        """Find what of the backward may come after its gradients are sent. To be called before they are there.
+
+        With `later_weights` there will be a call of `backward_weights`, some time, for all that can be left for it.
+        """
+        held = self.in_flight[micro_batch]
+        if self._weights is None:
+            return
+        roots = _roots(held)
+        leaves = any(held.leaves.values())
+        later = leaves and (later_weights or self._has_room(roots, held.recomputed))
+        held.weights = self._weights.find(roots, convolutions=later)
+        held.at_once = not later
+
+    def _has_room(self, roots: Sequence[Tensor], recomputed: bool) -> bool:
+        """Whether the weights of a micro-batch can be left until it is sent, in memory that the schedule takes anyway.
+
+        What they are made of is kept until then. But their gradients are not made in memory of their own, and at the
+        end of a schedule there are fewer micro-batches in flight.
+        """
+        if self._sizes is None and self._weights is not None:
+            found = self._weights.find(roots, convolutions=True)
+            self._sizes = (saved_bytes(roots), *(found.extra_bytes if found is not None else (0, 0, 0)))
+        saved, outputs, inputs, largest = self._sizes or (0, 0, 0, 0)
+        now, most = (1, 1) if recomputed else (len(self.in_flight), self.most)
+        return outputs + inputs + (now - 1) * saved <= _TOLERATED * most * saved + largest
+
     def backward(
         self, micro_batch: int, grads: dict[int, list[Tensor | None]], *, later_weights: bool = False
     ) -> dict[int, list[Tensor | None]]:
         """Gradients for each stage that values came from, from those of the stages that values went to.
 
-        With `later_weights` those of the parameters are left for `backward_weights`.
+        `backward_weights` is to be called afterwards; with `later_weights` as late as one likes.
         """
-        held = self.in_flight[micro_batch] if later_weights else self.in_flight.pop(micro_batch)
+        held = self.in_flight[micro_batch]
         roots: list[Tensor] = []
         root_grads: list[Tensor | None] = []
         if held.loss is not None and held.loss.requires_grad:
@@ -143,21 +182,23 @@ class Stage:
                     roots.append(tensor)
                     root_grads.append(grad)
         leaves = [leaf for source in held.leaves.values() for leaf in source]
-        if later_weights:
+        if isinstance(held.weights, WeightGradients):
+            held.weights.backward(roots, root_grads, at_once=held.at_once)
+        elif later_weights:
             held.weights = backward_input(roots, root_grads, leaves, self.parameters)
-            held.outputs, held.loss, held.finish = {}, None, None
         elif roots:
             torch.autograd.backward(roots, root_grads)
+        held.outputs, held.loss, held.finish = {}, None, None
         made = {source: [leaf.grad for leaf in tensors] for source, tensors in held.leaves.items()}
         for leaf in leaves:
             leaf.grad = None
         return made
 
     def backward_weights(self, micro_batch: int) -> None:
-        """Add the gradients of the parameters."""
+        """Add the gradients of the parameters that are not there yet."""
         held = self.in_flight.pop(micro_batch)
-        assert held.weights is not None
-        held.weights.run()
+        if held.weights is not None:
+            held.weights.run()
 
     def _run(
         self, inputs: dict[fx.Node, Any], making: Callable[[], AbstractContextManager[None]]
@@ -192,6 +233,15 @@ class Stage:
                     "and a later stage uses that value, too, which it would get unchanged. Let the layer make a new "
                     "tensor (inplace=False), or cut elsewhere."
                 )
+
+
+_TOLERATED = 1.05
+
+
+def _roots(held: InFlight) -> list[Tensor]:
+    """Where a backward may begin."""
+    tensors = [tensor for tensors in held.outputs.values() for tensor in tensors if tensor.requires_grad]
+    return [held.loss, *tensors] if held.loss is not None and held.loss.requires_grad else tensors
 
 
 def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Node]) -> set[fx.Node]:

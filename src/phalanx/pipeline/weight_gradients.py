@@ -1,0 +1,310 @@
+"""Gradients of weights apart from the backward: added in the product that makes them, and later, if somebody waits.
+
+Autograd makes the gradient of a weight for every micro-batch anew and adds it to those before: a large weight is
+written and read twice more than the product (`addmm_`) needs that adds to what is there. And it makes it before the
+gradient of the layer's input has gone on, for which the stage before waits. So where a weight is used by matrix
+products or convolutions alone, the graph is run without the gradient of the weight, what it is a product of is kept,
+and the product is made when the rest is sent:
+
+    autograd    every layer: grad_input = grad_output @ weight, weight.grad += grad_output.T @ input; send
+    here        every layer: grad_input = grad_output @ weight; send; weight.grad.addmm_(grad_output.T, input)
+
+Gradients are those of autograd up to the rounding of sums. Whatever else wants to see a gradient (a hook on the
+parameter, a function of the program's own in the graph, activations that are kept elsewhere) gets it from autograd.
+
+Source: Narayanan et al. (2021), Megatron-LM, whose kernels fuse the addition of gradients; Qi et al. (2023), Zero
+Bubble Pipeline Parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+_LEAST_PRODUCT = 2**22
+"""Multiplications below which a product is cheaper in autograd than the call from Python."""
+
+
+@dataclass(slots=True)
+class _Product:
+    """The gradient of `weight` by one micro-batch's use of it."""
+
+    weight: Tensor
+    operand: Tensor | None
+    """What it was multiplied with: (N, in), or a convolution's input."""
+    transposed: bool = True
+    """Whether the weight is (out, in), as a Linear has it."""
+    bias: Tensor | None = None
+    convolution: tuple[Any, ...] = ()
+    grad: Tensor | None = None
+    """Of the output, once autograd has been there."""
+
+    def add(self) -> None:
+        """Add it to `weight.grad`. What it is made of may go then."""
+        grad, operand = self.grad, self.operand
+        self.grad = self.operand = None
+        if grad is None or operand is None:
+            return
+        if self.convolution:
+            _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+                grad, operand, self.weight, *self.convolution, [False, True, self.bias is not None]
+            )
+            _add(self.weight, of_weight)
+            if self.bias is not None:
+                _add(self.bias, of_bias)
+            return
+        first, second = (grad.t(), operand) if self.transposed else (operand.t(), grad)
+        if self.weight.grad is None:
+            self.weight.grad = first.mm(second)
+        else:
+            self.weight.grad.addmm_(first, second)
+
+
+class WeightGradients:
+    """Those that one micro-batch leaves for later, in the order in which its backward came to them."""
+
+    def __init__(self, products: Sequence[tuple[Any, _Product]], others: Sequence[Tensor]) -> None:
+        """`products`: with their nodes of the graph. `others`: all other tensors that get a gradient."""
+        self._products = products
+        self._others = others
+        self._later: list[_Product] = []
+
+    @property
+    def extra_bytes(self) -> tuple[int, int, int]:
+        """Of what is kept until `run`: the gradients of outputs, and the inputs; and of the largest weight."""
+        return (
+            sum(_output_bytes(node) for node, _ in self._products),
+            _held_bytes([product.operand for _, product in self._products if product.operand is not None]),
+            max(_nbytes(p.weight) for _, p in self._products),
+        )
+
+    def backward(self, roots: list[Tensor], grads: list[Tensor | None], *, at_once: bool = False) -> None:
+        """`torch.autograd.backward`, but for the weights; of these too, each as soon as it can be had, if `at_once`."""
+        handles = []
+        try:
+            for node, product in self._products:
+                handles.append(node.register_prehook(self._take(product, at_once)))
+            self._products = ()
+            torch.autograd.backward(roots, grads, inputs=self._others)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def run(self) -> None:
+        """Add what was left."""
+        later, self._later = self._later, []
+        with torch.no_grad():
+            for product in later:
+                product.add()
+
+    def _take(self, product: _Product, at_once: bool) -> Any:
+        def hook(grads: Sequence[Tensor | None]) -> None:
+            product.grad = grads[0]
+            if at_once:
+                with torch.no_grad():
+                    product.add()
+            else:
+                self._later.append(product)
+
+        return hook
+
+
+class Weights:
+    """Finds them in the graphs of a stage's micro-batches."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Tensor] = {}
+        """Parameters by their nodes in graphs."""
+
+    def find(self, roots: Sequence[Tensor], *, convolutions: bool) -> WeightGradients | None:
+        """What of the gradients behind `roots` can be made apart; None if nothing can, or autograd must see all.
+
+        With `convolutions` theirs, too, which can be made later, but not added in the making.
+        """
+        uses: dict[Any, int] = {}
+        candidates: list[tuple[Any, Any, Any, str]] = []
+        todo: list[Any] = []
+        for root in roots:
+            if root.grad_fn is None:
+                return None
+            if root.grad_fn not in uses:
+                uses[root.grad_fn] = 0
+                todo.append(root.grad_fn)
+        ends = []
+        while todo:
+            node = todo.pop()
+            edges = node.next_functions
+            kind = type(node).__name__
+            if not edges:
+                ends.append(node)
+            elif kind in _PRODUCTS:
+                candidates.append((node, edges, *_PRODUCTS[kind]))
+            elif isinstance(node, BackwardCFunction):
+                return None  # it may do anything, and reentrant checkpoints refuse to be run in part
+            for source, _ in edges:
+                if source is None:
+                    continue
+                if source in uses:
+                    uses[source] += 1
+                else:
+                    uses[source] = 1
+                    todo.append(source)
+        return self._choose(uses, candidates, ends, convolutions)
+
+    def _choose(
+        self, uses: dict[Any, int], candidates: list[Any], ends: list[Any], convolutions: bool
+    ) -> WeightGradients | None:
+        products: list[tuple[Any, _Product, tuple[Any, ...]]] = []
+        for node, edges, at, saved in candidates:
+            if (found := self._product(node, edges, at, saved, uses, convolutions)) is not None:
+                products.append((node, *found))
+        while True:  # a weight is made here for all its uses, or for none
+            made: dict[Any, int] = {}
+            for _, _, nodes in products:
+                for end in nodes:
+                    made[end] = made.get(end, 0) + 1
+            kept = [item for item in products if all(made[end] == uses[end] for end in item[2])]
+            if len(kept) == len(products):
+                break
+            products = kept
+        if not products:
+            return None
+        others = [tensor for end in ends if end not in made and (tensor := _variable(end)) is not None]
+        return WeightGradients([(node, product) for node, product, _ in products], others)
+
+    def _product(
+        self, node: Any, edges: Any, at: int, saved: str, uses: dict[Any, int], convolutions: bool
+    ) -> tuple[_Product, tuple[Any, ...]] | None:
+        """A product, and the ends of the graph whose gradients it makes."""
+        source = edges[at][0]
+        if source is None or getattr(node, f"_raw{saved}").unpack_hook is not None:
+            return None
+        if at == 1 and saved == "_saved_input":
+            return self._convolution(node, edges) if convolutions else None
+        transposed = type(source).__name__ == "TBackward0"
+        if transposed:
+            if uses[source] != 1:
+                return None
+            source = source.next_functions[0][0]
+        weight = self._weight(source)
+        if weight is None or (len(edges) == 3 and node._saved_alpha != 1):
+            return None
+        if edges[at - 1][0] is None and (len(edges) == 2 or edges[0][0] is None):
+            return None  # autograd would not come here for anything else
+        operand = getattr(node, saved)
+        if operand.shape[0] * weight.numel() < _LEAST_PRODUCT or not _is_plain(operand, weight):
+            return None
+        return _Product(weight, operand, transposed), (source,)
+
+    def _convolution(self, node: Any, edges: Any) -> tuple[_Product, tuple[Any, ...]] | None:
+        (below, _), (end, _), (bias_end, _) = edges
+        weight, bias = self._weight(end), None if bias_end is None else self._weight(bias_end)
+        if below is None or weight is None or (bias is None) != (bias_end is None):
+            return None
+        operand = node._saved_input
+        if operand[0, 0].numel() * weight.numel() * operand.shape[0] < _LEAST_PRODUCT or not _is_plain(operand, weight):
+            return None
+        settings = (
+            None if bias is None else list(bias.shape),
+            node._saved_stride,
+            node._saved_padding,
+            node._saved_dilation,
+            node._saved_transposed,
+            node._saved_output_padding,
+            node._saved_groups,
+        )
+        return _Product(weight, operand, bias=bias, convolution=settings), (end,) if bias is None else (end, bias_end)
+
+    def _weight(self, end: Any) -> Tensor | None:
+        """The parameter behind a node, if nobody else has to do with its gradient."""
+        weight = self._known.get(end)
+        if weight is None:
+            weight = _parameter(end)
+            if weight is None:
+                return None
+            self._known[end] = weight  # its node lives as long as somebody has it, and stays the same
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            return None
+        grad = weight.grad
+        if grad is not None and (type(grad) is not Tensor or grad.requires_grad or grad.layout != torch.strided):
+            return None
+        return weight
+
+
+_PRODUCTS = {
+    "AddmmBackward0": (2, "_saved_mat1"),
+    "MmBackward0": (1, "_saved_self"),
+    "ConvolutionBackward0": (1, "_saved_input"),
+}
+"""Nodes of autograd: which of their edges leads to the weight, and the name of what it was multiplied with."""
+
+
+def _variable(end: Any) -> Tensor | None:
+    variable = getattr(end, "variable", None)
+    return variable if isinstance(variable, Tensor) else None
+
+
+def _parameter(end: Any) -> Tensor | None:
+    variable = _variable(end)
+    if type(variable) is not torch.nn.Parameter or not variable.is_floating_point() or not variable.is_contiguous():
+        return None
+    return variable
+
+
+def _is_plain(operand: Tensor, weight: Tensor) -> bool:
+    return type(operand) is Tensor and operand.layout == torch.strided and operand.dtype == weight.dtype
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+    else:
+        parameter.grad.add_(grad)
+
+
+def saved_bytes(roots: Sequence[Tensor]) -> int:
+    """What the graph behind `roots` keeps for its backward, parameters left out. Slow: it looks at every node."""
+    todo = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen: set[Any] = set(todo)
+    kept: list[Tensor] = []
+    parameters = set()
+    while todo:
+        node: Any = todo.pop()
+        if (end := _variable(node)) is not None and isinstance(end, torch.nn.Parameter):
+            parameters.add(end.untyped_storage().data_ptr())
+        for name in dir(type(node)):
+            if name.startswith("_raw_saved"):
+                raw = getattr(node, name)
+                for one in raw if isinstance(raw, (list, tuple)) else (raw,):
+                    with contextlib.suppress(RuntimeError):  # there is none
+                        if isinstance(tensor := one.data, Tensor):
+                            kept.append(tensor)
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return _held_bytes([tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in parameters])
+
+
+def _held_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of the memory under them, that under several counted once, and no more of one than is looked at."""
+    views: dict[tuple[int, int], int] = {}
+    for tensor in tensors:
+        views[tensor.untyped_storage().data_ptr(), tensor.data_ptr()] = _nbytes(tensor)
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(min(size, sum(n for (base, _), n in views.items() if base == at)) for at, size in sizes.items())
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _output_bytes(node: Any) -> int:
+    shape, dtype = node._input_metadata[0].shape, node._input_metadata[0].dtype
+    return int(torch.Size(shape).numel() * dtype.itemsize)

@@ -1,0 +1,229 @@
+"""Gradients of weights that are made apart from the backward are those of autograd, and hooks on them are called."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.pipeline import weight_gradients
+from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_bytes
+
+
+@pytest.fixture(autouse=True)
+def _products_of_any_size(monkeypatch):
+    monkeypatch.setattr(weight_gradients, "_LEAST_PRODUCT", 0)
+
+
+class Tied(nn.Module):
+    """A weight that is used twice, once as it is and once transposed, and one that is an embedding, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.once = nn.Embedding(7, 6), nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        y = self.embed(x.argmax(-1) % 7) + x
+        y = self.once(y).tanh() @ self.weight
+        return self.head(functional.linear(y, self.weight).tanh() + self.once(y))
+
+
+class Product(torch.autograd.Function):
+    """A program's own derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Called(nn.Module):
+    """A layer whose forward is a function."""
+
+    def __init__(self, layer, forward):
+        super().__init__()
+        self.layer, self._forward = layer, forward
+
+    def forward(self, x):
+        return self._forward(self.layer, x)
+
+
+def _frozen(layer):
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+ROWS = (5, 3, 6)
+IMAGES = (4, 2, 5, 5)
+CASES = {
+    "perceptron": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), ROWS, 2),
+    "without biases": (lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)), ROWS, 2),
+    "normalized": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 2)), ROWS, 2),
+    "frozen": (lambda: nn.Sequential(nn.Linear(6, 6), _frozen(nn.Linear(6, 6)), nn.Linear(6, 6)), ROWS, 2),
+    "tied": (Tied, ROWS, 4),
+    "transformer": (lambda: nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), ROWS, 4),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False, groups=2, stride=2),
+            nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 3),
+        ),
+        IMAGES,
+        3,
+    ),
+    "convolutions in one dimension": (lambda: nn.Sequential(nn.Conv1d(3, 3, 1), nn.Conv1d(3, 3, 3)), ROWS, 2),
+    "checkpointed": (
+        lambda: nn.Sequential(
+            Called(nn.Linear(6, 6), lambda layer, x: checkpoint(layer, x, use_reentrant=False)), nn.Linear(6, 6)
+        ),
+        ROWS,
+        1,
+    ),
+    "reentrant": (
+        lambda: nn.Sequential(
+            nn.Linear(6, 6), Called(nn.Linear(6, 6), lambda layer, x: checkpoint(layer, x, use_reentrant=True))
+        ),
+        ROWS,
+        0,
+    ),
+    "with a function": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Called(nn.Linear(6, 6), lambda layer, x: Product.apply(layer(x)))),
+        ROWS,
+        0,
+    ),
+    "kept elsewhere": (
+        lambda: nn.Sequential(
+            nn.Linear(6, 6), Called(nn.Linear(6, 6), lambda layer, x: _kept_elsewhere(layer, x)), nn.Linear(6, 6)
+        ),
+        ROWS,
+        2,
+    ),
+    "double": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double(), ROWS, 2),
+    "embedding": (lambda: Called(nn.Embedding(9, 4), lambda layer, x: layer(x.abs().long() % 9)), ROWS, 0),
+}  # fmt: skip
+
+
+def _kept_elsewhere(layer, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return layer(x)
+
+
+def _train(model, inputs, backward):
+    """Gradients of the inputs and parameters after all micro-batches."""
+    grads = []
+    for number, x in enumerate(inputs):
+        torch.manual_seed(number)
+        x = x.clone().requires_grad_()
+        loss = model(x).square().mean()
+        backward(loss)
+        grads.append(x.grad)
+    return grads, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_autograd(case, at_once):
+    build, shape, products = CASES[case]
+    torch.manual_seed(1)
+    model = build()
+    dtype = next(model.parameters()).dtype
+    inputs = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+    apart, weights, counts = copy.deepcopy(model), Weights(), []
+
+    def backward(loss):
+        found = weights.find([loss], convolutions=not at_once)
+        counts.append(0 if found is None else len(found._products))
+        if found is None:
+            loss.backward()
+            return
+        found.backward([loss], [None], at_once=at_once)
+        found.run()
+
+    expected = _train(model, inputs, torch.Tensor.backward)
+    torch.testing.assert_close(_train(apart, inputs, backward), expected)
+    assert counts == [products if "convolutions" not in case or not at_once else 0] * 3
+
+
+def test_a_stage_without_gradients_to_send_finds_its_first_weight_too():
+    """The graph leads to nothing but the weight: nobody would come to its product but for its bias."""
+    for bias in (True, False):
+        model = nn.Sequential(nn.Linear(6, 6, bias=bias), nn.ReLU(), nn.Linear(6, 6, bias=bias))
+        other, x = copy.deepcopy(model), torch.randn(4, 6)
+        loss = model(x).square().sum()
+        found = Weights().find([loss], convolutions=True)
+        assert len(found._products) == (2 if bias else 1)
+        found.backward([loss], [None], at_once=True)
+        other(x).square().sum().backward()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_hooks_of_parameters_and_values_are_called_as_often_as_by_autograd():
+    heard = []
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    model[0].weight.register_hook(lambda grad: grad * 3)
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad.clone()))
+    between = []
+
+    def watch(layer, args, output):
+        output.register_hook(lambda grad: between.append(grad))
+
+    model[2].register_forward_hook(watch)
+    x = torch.randn(4, 6, requires_grad=True)
+    loss = model(x).sum()
+    found = Weights().find([loss], convolutions=True)
+    assert [product.weight for _, product in found._products] == [model[3].weight, model[2].weight]
+    found.backward([loss], [None])
+    found.run()
+    mine = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(mine, [p.grad for p in model.parameters()])
+    torch.testing.assert_close(heard[0], heard[1])
+    assert len(heard) == len(between) == 2
+
+
+def test_what_comes_before_is_added_to_in_place_and_what_is_no_tensor_of_its_own_is_left_to_autograd():
+    layer, x = nn.Linear(6, 6), torch.randn(4, 6, requires_grad=True)
+    layer.weight.grad = before = torch.ones(6, 6)
+    loss = layer(x).sum()
+    found = Weights().find([loss], convolutions=False)
+    found.backward([loss], [None], at_once=True)
+    assert layer.weight.grad is before
+    torch.testing.assert_close(before, 1 + x.detach().sum(0).expand(6, 6))
+    layer.weight.grad = torch.ones(6, 6).requires_grad_()
+    assert Weights().find([layer(x).sum()], convolutions=False) is None
+
+
+def test_it_knows_how_much_memory_what_is_left_takes():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    x = torch.randn(16, 6, requires_grad=True)
+    y = model(x)
+    found = Weights().find([y], convolutions=False)
+    assert isinstance(found, WeightGradients)
+    assert found.extra_bytes == (16 * (8 + 4) * 4, 16 * (6 + 8) * 4, 8 * 6 * 4)
+    assert saved_bytes([y]) == 16 * (6 + 8) * 4
+
+
+def test_nothing_of_a_micro_batch_outlives_it():
+    """Nodes of the graph that are remembered would keep what they saved."""
+    import gc
+    import weakref
+
+    weights, model = Weights(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    x = torch.randn(4, 6, requires_grad=True)
+    dying = weakref.ref(x)
+    loss = (model(x) @ x.t()).sum()
+    found = weights.find([loss], convolutions=False)
+    found.backward([loss], [None])
+    found.run()
+    del x, loss, found
+    gc.collect()
+    assert dying() is None
