@@ -1,5 +1,6 @@
 """The agent's socket reads what the same user sends, waits for no client, and keeps nothing that it should not."""
 
+import json
 import os
 import socket
 
@@ -93,6 +94,36 @@ def test_all_connections_are_accepted_and_none_is_closed_unread(agent_socket):
     assert sorted(heard) == list(range(100))
     for sock in waiting:
         sock.close()
+
+
+def test_who_is_not_heard_is_told_of_once_for_each_reason(agent_socket):
+    for _ in range(3):
+        with connect(agent_socket) as sock:
+            sock.send(b"garbage")
+            assert agent_socket.read(agent_socket.fds[1]) is None
+        for token in (None, "", "0" * 32, 7, "\ud800", [agent_socket.token]):
+            with connect(agent_socket) as sock:
+                sock.send(json.dumps({"kind": "elastic", "token": token}).encode())
+                heard = agent_socket.read(agent_socket.fds[1])
+                assert not agent_socket.has_token(heard)
+                heard.close()
+        silent = [connect(agent_socket) for _ in range(65)]
+        for sock in silent:
+            sock.close()
+        for fd in agent_socket.fds[1:]:
+            assert agent_socket.read(fd) is None  # closed without a word: nothing to tell of
+    mine = f"a process of user {os.getuid()} (pid {os.getpid()}) has"
+    assert [notice.partition(". ")[0] for notice in agent_socket.take_notices()] == [
+        f"{mine} sent what is no message of Phalanx",
+        f"{mine} sent a message without the job's token",
+        f"{mine} opened a connection and sends nothing, like 64 others",
+    ]
+    assert agent_socket.take_notices() == []
+    with connect(agent_socket) as sock:
+        sock.send(json.dumps({"token": agent_socket.token}).encode())
+        heard = agent_socket.read(agent_socket.fds[1])
+        assert agent_socket.has_token(heard)
+        heard.close()
 
 
 def test_a_closed_socket_leaves_no_address_behind():

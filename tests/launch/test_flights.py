@@ -12,7 +12,7 @@ from phalanx.symmetric_memory.memory import Member, SymmetricMemory, open_as_lea
 from phalanx.symmetric_memory.watch import ProcessId
 
 
-def make_group(flights: Flights, name: str) -> SymmetricMemory:
+def make_group(flights: Flights, name: str, lost: tuple[int, ...] = ()) -> SymmetricMemory:
     message = {"name": name, "world_size": 1, "ranks": [0], "pids": [os.getpid()]}
     with FdServer(new_token()) as counter:
         return open_as_leader(
@@ -21,7 +21,7 @@ def make_group(flights: Flights, name: str) -> SymmetricMemory:
             Deadline.after(10),
             lambda missing: None,
             lambda waited_s: None,
-            show=lambda fd: flights.add(message, [os.dup(fd)]),
+            show=lambda fd: flights.add(message, [os.dup(fd)], lost),
         )
 
 
@@ -48,6 +48,16 @@ def test_of_too_many_open_groups_the_newest_are_held(flights: Flights) -> None:
     assert [log.name for log in flights.logs()] == [str(number) for number in range(MAX_OBSERVED + 3)]
     for symm_mem in memories:
         symm_mem.close()
+
+
+def test_of_a_group_that_has_lost_a_process_and_was_formed_anew_only_the_log_is_kept(flights: Flights) -> None:
+    """An agent held the memory of the last 64 generations of an elastic job: those who were killed never leave."""
+    first = make_group(flights, "first")
+    second = make_group(flights, "second", (os.getpid(),))
+    assert [observer.group_info.name for observer in flights.observed] == ["second"]
+    assert [log.name for log in flights.logs()] == ["first", "second"]
+    first.close()
+    second.close()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ FOLDER/ORDER-RANK    a file that appears: raise, exit, stop (SIGSTOP), finish; t
 FOLDER/finish        all ranks end well
 """
 
+import contextlib
 import json
 import os
 import select
@@ -22,10 +23,9 @@ class Rank:
     """This process's connection."""
 
     def __init__(self) -> None:
-        name, _, self.token = os.environ["PHALANX_AGENT"].rpartition(":")
+        self.name, _, self.token = os.environ["PHALANX_AGENT"].rpartition(":")
         self.generation = int(os.environ.get("PHALANX_GENERATION", "0"))
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self.sock.connect(f"\0{name}")
 
     def say(self, kind: str, **fields: object) -> None:
         self.sock.send(json.dumps({"kind": kind, **fields}).encode())
@@ -33,20 +33,28 @@ class Rank:
     def join(self) -> None:
         minimum = int(os.environ.get("MIN_RANKS", "1"))
         wait_s = float(os.environ.get("WAIT_S", "0"))
-        self.say(
-            "elastic",
-            token=self.token,
-            pid=os.getpid(),
-            generation=self.generation,
-            min_ranks=minimum,
-            wait_s=wait_s,
-        )
-        data, fds, _, _ = socket.recv_fds(self.sock, 1 << 17, 1)
+        data, fds = b"", []
+        while not data:  # where so many knock at once that the agent has lost patience with us
+            self.sock.close()
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            with contextlib.suppress(ConnectionError):
+                self.sock.connect(f"\0{self.name}")
+                self.say(
+                    "elastic",
+                    token=self.token,
+                    pid=os.getpid(),
+                    generation=self.generation,
+                    min_ranks=minimum,
+                    wait_s=wait_s,
+                )
+                data, fds, _, _ = socket.recv_fds(self.sock, 1 << 17, 1)
         assert json.loads(data)["kind"] == "welcome"
         if outlive_zygote(fds[0]):
             self.say("outlives")
         if os.environ.get("CHILD"):  # as a DataLoader has workers: they are in the rank's process group
             self.shout("child", subprocess.Popen(["sleep", "600"]).pid, "of", os.environ["RANK"])
+        if os.environ.get("TELL"):  # an attacker that has read the environment of a rank
+            self.shout("agent", os.environ["PHALANX_AGENT"])
         open_page(os.environ["PHALANX_AGENT"])  # of which the agent holds a descriptor, as long as this process lives
         self.shout("joined", self.generation, "as", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.getpid())
 

@@ -93,8 +93,7 @@ class Striker:
             assert start + WINDOW < num_steps, "the job is too short for so many strikes"
             self.board[0] = start + WINDOW
             self._wait_step(start + self.draw.randint(1, WINDOW))
-            # All who train hold the state: steps have been completed since the last strike.
-            ranks = {pid for pid in self._ranks() if (self.folder / f"held-{pid}").exists()}
+            ranks = self._find_holders()
             if self.spared not in ranks or window // SPARED_WINDOWS % 2:
                 self.spared = self.draw.choice(sorted(ranks))
             for _ in range(self.draw.choice((1, 1, 1, 2, 2, 3))):
@@ -110,6 +109,14 @@ class Striker:
             if self.running.process.poll() is not None:
                 raise RuntimeError(f"the job ended with {self.running.process.returncode} after {self.done}")
             time.sleep(0.001)
+
+    def _find_holders(self) -> set[int]:
+        """The ranks that train: all of them hold the state, as steps have been completed since the last strike."""
+        while True:
+            ranks = {pid for pid in self._ranks() if (self.folder / f"held-{pid}").exists()}
+            if ranks:  # else a zygote is dying: its ranks are below it still, and it has no title any more
+                return ranks
+            self._wait_step(1)
 
     def _ranks(self) -> set[int]:
         agent = self.running.process.pid

@@ -12,11 +12,13 @@ from collections import deque
 from typing import Any
 
 from phalanx.coordination.elastic_link import outlive_zygote
+from phalanx.deadline import Deadline
 from phalanx.elastic.membership import Generation, JobEndedError, Loss
 from phalanx.errors import PhalanxError
 
 _MAX_PACKET_BYTES = 1 << 20
 _WELCOME_S = 30.0
+_AGAIN_AFTER_S = 0.01
 _POLL_EVERY_S = 0.02  # how often a commit looks whether something has come
 
 
@@ -28,34 +30,55 @@ class AgentChannel:
         self._arrived: deque[dict[str, Any]] = deque()
         self._next_poll = 0.0
         self._pid = os.getpid()
+        hello = {
+            "kind": "elastic",
+            "token": token,
+            "rank": rank,
+            "pid": self._pid,
+            "generation": generation,
+            "min_ranks": min_ranks,
+            "wait_s": wait_s,
+        }
+        deadline = Deadline.after(_WELCOME_S)
+        while not self._connect(name, hello, deadline):
+            if deadline.passed:
+                raise ConnectionError("the agent closed the connection")
+            time.sleep(_AGAIN_AFTER_S)
+
+    def _connect(self, name: str, hello: dict[str, Any], deadline: Deadline) -> bool:
+        """Whether we were let in; not where so many others knock that the agent has lost patience with us.
+
+        Raises:
+            OSError: there is no agent, it does not answer, or does not want us.
+        """
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._sock.connect(f"\0{name}")
-            self._send(
-                kind="elastic",
-                token=token,
-                rank=rank,
-                pid=self._pid,
-                generation=generation,
-                min_ranks=min_ranks,
-                wait_s=wait_s,
-            )
-            self._welcome()
+            self._send(**hello)
+            if self._welcome(deadline):
+                return True
+        except ConnectionResetError:
+            pass
         except BaseException:
             self._sock.close()
             raise
+        self._sock.close()
+        return False
 
-    def _welcome(self) -> None:
-        self._sock.settimeout(_WELCOME_S)
+    def _welcome(self, deadline: Deadline) -> bool:
+        self._sock.settimeout(max(deadline.left_s, 0.001))
         data, fds, _, _ = socket.recv_fds(self._sock, _MAX_PACKET_BYTES, 1)
         self._sock.settimeout(None)
         if not data:
-            raise ConnectionError("the agent closed the connection")
+            return False
         if fds:
             os.set_inheritable(fds[0], False)
             if outlive_zygote(fds[0]):
                 self._send(kind="outlives")
-        self._take(data)
+        message = json.loads(data)
+        if message.get("kind") == "refused":
+            raise ConnectionRefusedError(str(message.get("why", "")))
+        return True
 
     # -- what this rank says -------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.agreement import Agreement, Standing, decide
 from phalanx.elastic.channel import AgentChannel
+from phalanx.elastic.except_hook import one_except_hook
 from phalanx.elastic.hand_over import ShardedPart, hand_over
 from phalanx.elastic.membership import Generation, JobEndedError, Loss, Membership, SupersededError
 from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, LOST, MEET, REBIND, RESTORE, reached
@@ -194,7 +195,7 @@ class ElasticJob:
                 agent, self._group.rank(), self._generation, min_ranks=self._min_ranks, wait_s=self._wait_s
             )
         except OSError as error:
-            _logger.warning("phalanx.elastic: the agent cannot be reached (%s): a lost rank ends the job", error)
+            _logger.warning("phalanx.elastic: a lost rank ends the job, as its agent does not hear this one: %s", error)
             return None
 
     # -- while it trains -----------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ class ElasticJob:
             if membership.newer_than(generation.number):
                 raise SupersededError
 
-        with checked_while_meeting(check):
+        with checked_while_meeting(check), one_except_hook():
             dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timeout)
         self._group = dist.group.WORLD
         reached(AGREE)

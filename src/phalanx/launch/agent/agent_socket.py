@@ -3,10 +3,15 @@
 A socket without a file, named after this process and some random digits, so that nobody can take the name first. The
 kernel vouches for the user on the other side; a connection of another user is closed before anything is read from it.
 A client sends one packet, with descriptors alongside. The agent never waits for one.
+
+    another user                       closed unread
+    no packet                          may wait, with 63 others; the oldest makes room
+    no message, or without the token   closed                                            each is told, once
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import socket
@@ -49,6 +54,8 @@ class AgentSocket:
         self.token = os.urandom(16).hex()
         self._connections: OrderedDict[int, socket.socket] = OrderedDict()
         self._listener: socket.socket | None = None
+        self._told: set[str] = set()
+        self._notices: list[str] = []
         if sys.platform != "linux":
             return
         name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
@@ -78,6 +85,30 @@ class AgentSocket:
             return None
         return self._read_request(self._connections[fd]) if fd in self._connections else None
 
+    def has_token(self, request: Request) -> bool:
+        """Whether who sent it has the job's token, as its ranks do; who has not is told of."""
+        given = request.message.get("token")
+        if isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
+            return True
+        self._notice_unheard("token", request.sock, "has sent a message without the job's token")
+        return False
+
+    def notice(self, kind: str, text: str) -> None:
+        """Somebody was not heard, of whom the user is to know; once for each kind, however often it happens."""
+        if kind not in self._told:
+            self._told.add(kind)
+            self._notices.append(text)
+
+    def _notice_unheard(self, kind: str, sock: socket.socket, what: str) -> None:
+        peer = peer_of(sock)
+        who = f"a process of user {peer.uid} (pid {peer.pid})"
+        self.notice(kind, f"{who} {what}. It is not heard, and the job goes on; no more is said of such")
+
+    def take_notices(self) -> list[str]:
+        """What the user is to know, and was not told yet."""
+        notices, self._notices = self._notices, []
+        return notices
+
     def close(self) -> None:
         """Close the socket and all connections."""
         for connection in self._connections.values():
@@ -99,13 +130,18 @@ class AgentSocket:
             except OSError:
                 return
             if peer_of(connection).uid != os.getuid():
+                self._notice_unheard("user", connection, "has connected to the job of another user")
                 connection.close()
                 continue
             admitted += 1
             connection.setblocking(False)
             self._connections[connection.fileno()] = connection
             if len(self._connections) > _MAX_PENDING:
-                self._connections.popitem(last=False)[1].close()
+                oldest = self._connections.popitem(last=False)[1]
+                self._notice_unheard(
+                    "silent", oldest, f"has opened a connection and sends nothing, like {_MAX_PENDING} others"
+                )
+                oldest.close()
 
     def _read_request(self, connection: socket.socket) -> Request | None:
         fds: Sequence[int] = ()
@@ -123,6 +159,8 @@ class AgentSocket:
             if not isinstance(message, dict):
                 raise ValueError
         except (OSError, ValueError, RecursionError):  # it was closed without a packet, or sent something else
+            if data:
+                self._notice_unheard("garbage", connection, "has sent what is no message of Phalanx")
             for fd in fds:
                 os.close(fd)
             connection.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -26,7 +27,7 @@ from phalanx.launch.agent.watch import Accused, Watch, describe_slow, describe_w
 from phalanx.launch.environment import Place
 from phalanx.launch.failure import summarise
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import ENDING_SIGNALS, STACKS_SIGNAL, name_signal
+from phalanx.launch.processes import ENDING_SIGNALS, STACKS_SIGNAL, name_signal, read_state
 from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer
 from phalanx.symmetric_memory.peer import peer_of
 
@@ -34,6 +35,7 @@ _READ_S = 0.05  # a flood of output makes way for signals and events this often
 _REPORT_END_AFTER_S = 1.0
 _LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
 _MAX_STILLBORN = 3
+_OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store")  # what only they may say, who have the token
 _MAX_KNOCKING = 256  # ranks whose connection comes before the zygote's word that they exist
 
 
@@ -297,13 +299,19 @@ class Attempt(HostRanks):
                     self.on_rank_message(rank, pid, message)
 
     def _admit(self, request: Request) -> None:
-        """A rank opens the connection by which it tells that it survives the loss of others."""
-        pid = request.message.get("pid")
+        """A rank opens the connection by which it tells that it survives the loss of others.
+
+        Which process it is the kernel says: what a rank has started knows the token, too.
+        """
+        pid = peer_of(request.sock).pid
         rank = next((rank for rank, known in self._processes.pids.items() if known == pid), None)
-        if rank is None or not isinstance(pid, int):
+        if rank is None and self._awaits_start:
             self._knocking.append(request)  # the zygote's word may be on its way
             if len(self._knocking) > _MAX_KNOCKING:
                 self._knocking.pop(0).close()
+            return
+        if rank is None:
+            self._refuse(request, pid)
             return
         for fd in request.fds:
             os.close(fd)
@@ -311,6 +319,20 @@ class Attempt(HostRanks):
         self._host.zygote.warm_up()
         self.links.admit(request.sock, rank, pid, {"kind": "welcome", "generation": self.generation})
         self.on_rank_message(rank, pid, request.message)
+
+    @property
+    def _awaits_start(self) -> bool:
+        """Whether a process of this host may have been forked without our knowing it yet."""
+        return any(rank in self.place.ranks and rank not in self._processes.pids for rank in self.state.running)
+
+    def _refuse(self, request: Request, pid: int) -> None:
+        """A process that is none of the ranks wants to be one: below `phalanx run bash train.sh`, say."""
+        why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
+        with contextlib.suppress(OSError):  # it did not wait
+            request.sock.send(json.dumps({"kind": "refused", "why": why}).encode())
+        request.close()
+        if pid not in self._processes.lost_ns and read_state(pid) not in ("", "Z"):  # it may have been one until now
+            self._host.agent_socket.notice("no rank", f"{why}. To this one, the loss of a rank is the end of the job")
 
     def _admit_early(self) -> None:
         knocking, self._knocking = self._knocking, []
@@ -320,29 +342,32 @@ class Attempt(HostRanks):
     def _receive(self, fd: int) -> None:
         """A request: of a rank that shows us its memory, or somebody who wants to know where the ranks are."""
         request = self._host.agent_socket.read(fd)
-        if request is None:
-            return
-        has_token = request.message.get("token") == self._host.agent_socket.token
-        if request.message.get("kind") == "group" and has_token:
+        if request is not None:
+            self._answer(request)
+        for notice in self._host.agent_socket.take_notices():
+            self._host.display.say(f"phalanx run: {notice}")
+
+    def _answer(self, request: Request) -> None:
+        kind = request.message.get("kind")
+        if kind in _OF_RANKS and not self._host.agent_socket.has_token(request):
+            request.close()
+        elif kind == "group":
             request.sock.close()
-            self.flights.add(request.message, request.fds)
-            return
-        if request.message.get("kind") == PROGRESS_PAGE and has_token:
+            self.flights.add(request.message, request.fds, self._processes.lost_ns)
+        elif kind == PROGRESS_PAGE:
             self.pages.add(peer_of(request.sock).pid, request.fds)
             request.sock.close()
-            return
-        if request.message.get("kind") == "elastic" and has_token:
+        elif kind == "elastic":
             self._admit(request)
-            return
-        if request.message.get("kind") == "store" and has_token and self._store is not None:
-            with contextlib.suppress(OSError):  # it did not wait
-                socket.send_fds(request.sock, [b"store"], [self._store])
-        if request.message.get("kind") == "stacks of other hosts":
+        elif kind == "stacks of other hosts":
             self.ask_other_hosts(request)
-            return
-        if request.message.get("kind") == "snapshot":
-            self._answer_snapshot(request)
-        request.close()
+        else:
+            if kind == "store" and self._store is not None:
+                with contextlib.suppress(OSError):  # it did not wait
+                    socket.send_fds(request.sock, [b"store"], [self._store])
+            elif kind == "snapshot":
+                self._answer_snapshot(request)
+            request.close()
 
     def _answer_snapshot(self, request: Request) -> None:
         """Who the ranks are, and copies of what they write."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx.diagnostics.observer import GroupInfo, GroupLog, Observer
@@ -20,8 +20,11 @@ class Flights:
         self._observed: list[Observer] = []
         self._ended: deque[GroupLog] = deque(maxlen=_MAX_ENDED)
 
-    def add(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
-        """A rank shows a group; the descriptors become ours. What can't be read is not kept."""
+    def add(self, message: Mapping[str, Any], fds: Sequence[int], lost: Collection[int] = ()) -> None:
+        """A rank shows a group; the descriptors become ours. What can't be read is not kept.
+
+        `lost` are processes that have ended, and others have gone on: their groups are over.
+        """
         kept = -1
         try:
             group_info = GroupInfo(
@@ -33,7 +36,7 @@ class Flights:
             if len(group_info.ranks) == len(group_info.pids) and len(fds) == 1:
                 observer = Observer(group_info, fds[0])
                 kept = fds[0]
-                self._let_go_of_ended()
+                self._let_go_of_ended(lost)
                 self._observed.append(observer)
         except (ImportError, KeyError, TypeError, ValueError, OverflowError, OSError):
             pass  # another version of Phalanx in the ranks, or somebody's mistake: the job goes on unobserved
@@ -58,11 +61,12 @@ class Flights:
         self._observed.clear()
         self._ended.clear()
 
-    def _let_go_of_ended(self) -> None:
+    def _let_go_of_ended(self, lost: Collection[int]) -> None:
         """Make room for one more."""
         kept = []
         for index, observer in enumerate(self._observed):
-            if index > len(self._observed) - MAX_OBSERVED and not _is_over(observer):
+            has_lost = any(pid in lost for pid in observer.group_info.pids)
+            if index > len(self._observed) - MAX_OBSERVED and not has_lost and not _is_over(observer):
                 kept.append(observer)
                 continue
             log = _read(observer)
