@@ -16,7 +16,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 # From the bottom. A name stands for NAME.h and NAME.c; those of one line know nothing of each other.
 LAYERS = """
     futex  word  copy  interpose
-    layout
+    layout  ready
     reduce  pool  group
     wait
     sync  recorder  p2p
@@ -29,7 +29,7 @@ LAYERS = """
     py_arguments
     py_call
     py_group.h  py_types
-    py_collectives  py_messages  py_state  py_pool  py_memory  py_numbers
+    py_collectives  py_messages  py_state  py_pool  py_memory  py_ready  py_numbers
     py_group.c
     py_reducer
     py_module

@@ -15,6 +15,7 @@ from torch.futures import Future
 from phalanx.errors import PeerLostError
 from phalanx.rpc import current, wire
 from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT
 from phalanx.rpc.references import RRefId
@@ -101,7 +102,7 @@ def remote(
     with record_function(_event_name("rpc_remote", func, name, agent.me, member)) as event:
         done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=(rref_id, fork))
         rref = RRef._make(agent, member, rref_id, fork, None, done)
-        rref._set_profiling_future(event._call_end_callbacks_on_future(done))
+        rref._set_profiling_future(event._call_end_callbacks_on_future(_heard(done)))
         return rref
 
 
@@ -132,10 +133,12 @@ def _call(
     member = find_worker(agent, to)
     work = (func, tuple(args) if args else (), kwargs or {})
     if not _profiler_enabled():
-        return agent.invoke(member, what, name, work, timeout)
+        return agent.invoke(member, what, name, work, timeout, is_awaited=what == "rpc_sync")
     with record_function(_event_name(what, func, name, agent.me, member)) as event:
         # Who waits for this future finds the event in the profile: it has ended.
-        ended: Future[Any] = event._call_end_callbacks_on_future(agent.invoke(member, what, name, work, timeout))
+        ended: Future[Any] = event._call_end_callbacks_on_future(
+            _heard(agent.invoke(member, what, name, work, timeout))
+        )
         return ended
 
 
@@ -150,6 +153,12 @@ def _call_until_answered(agent: Agent, what: str, name: str, to: To, work: Any, 
 
     timeout_s = agent.default_timeout_s if timeout < 0 else timeout
     return agent.retries.call(f"{what}({name})", to, send, timeout_s)
+
+
+def _heard(future: Answer[Any]) -> Answer[Any]:
+    """The same; the profiler hears of its end, and Python does not see how."""
+    future.needs_leader()
+    return future
 
 
 def _check(func: Callable[..., Any]) -> str:

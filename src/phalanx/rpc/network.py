@@ -52,6 +52,8 @@ Welcome = Callable[[Member], None]
 class NetworkConnection:
     """One direction of a pair of workers: what we ask of `peer`, or, with `identity`, what we answer."""
 
+    reading = None  # the network's thread reads
+
     def __init__(self, network: Network, peer: Member, identity: bytes = b"") -> None:
         self.peer = peer
         self.identity = identity

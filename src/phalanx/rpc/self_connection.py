@@ -12,6 +12,7 @@ class SelfConnection:
     """What is sent arrives; `peer` is None: it is this worker."""
 
     peer = None
+    reading = None
 
     def __init__(self, arrive: Callable[[Frame], None]) -> None:
         self._arrive = arrive

@@ -2,7 +2,7 @@
 
 Whoever sends puts its frame into the queue and writes what the socket takes; whoever finds another thread writing
 leaves it to that one, so that frames that come at the same time go in one call of the system. What the socket does not
-take is written when it can be (the serving thread is told by `wants_write`). Nobody blocks.
+take is written when it can be (the serving thread is told by `change`). Nobody blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _numbers = itertools.count(1)
 class UnixConnection:
     """One end. `peer` is what the agent says is at the other one.
 
-    `wants_write(connection)` is called when the socket is full, `has_release(connection)` when a segment died.
+    `change(connection)` is called when the leader has to wait for something else: `is_full`, and it writes what is left
+    as soon as it can; `is_muted`, and it does not read. `has_release(connection)` is called when a segment died.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class UnixConnection:
         sock: socket.socket,
         fd_sock: socket.socket,
         lender: Lender,
-        wants_write: Callable[[UnixConnection], None],
+        change: Callable[[UnixConnection], None],
         has_release: Callable[[UnixConnection], None],
     ) -> None:
         sock.setblocking(False)
@@ -51,15 +52,19 @@ class UnixConnection:
         self.socket = sock
         self.number = next(_numbers)
         self.peer: Any = None
+        self.reading: Any = None  # who reads the answers, where we call
         self.closed = False
+        self.is_full = False
+        self.is_muted = False
         self._fd_socket = fd_sock
         self._lender = lender
-        self._wants_write = wants_write
+        self._change = change
+        self._changing = threading.Lock()
         self._has_release = has_release
         self._queue: deque[list[Any]] = deque()
         self._rest: list[Any] = []  # what the socket has not taken
         self._writing = threading.Lock()
-        self.reading = threading.Lock()
+        self._parsing = threading.Lock()
         self._received = bytearray(_READ_BYTES)
         self._view = memoryview(self._received)
         self._have = 0
@@ -127,13 +132,24 @@ class UnixConnection:
             finally:
                 self._writing.release()
 
-    def resume(self) -> bool:
-        """The socket can be written again: go on. Whether all is out."""
+    def resume(self) -> None:
+        """The socket can be written again: go on."""
         with self._writing:
             self._write()
-            done = not self._rest
+            if not self._rest:
+                self._be(full=False)
         self.flush()
-        return done
+
+    def mute(self, muted: bool) -> None:
+        """Let the leader read this connection no more, or again."""
+        self._be(muted=muted)
+
+    def _be(self, *, full: bool | None = None, muted: bool | None = None) -> None:
+        with self._changing:
+            self.is_full = self.is_full if full is None else full
+            self.is_muted = self.is_muted if muted is None else muted
+            if not self.closed:
+                self._change(self)
 
     def _release_frame(self) -> list[Any]:
         numbers = array.array("Q")
@@ -162,13 +178,17 @@ class UnixConnection:
                 return
             self._rest = _after(parts, sent)
             if self._rest and (sent == 0 or len(parts) <= _MOST_PARTS):
-                self._wants_write(self)
+                self._be(full=True)
                 return
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def read(self) -> list[Frame] | None:
         """The frames that have come; None when the other end is gone."""
+        with self._parsing:
+            return self._read()
+
+    def _read(self) -> list[Frame] | None:
         try:
             got = self.socket.recv_into(self._view[self._have :])
         except BlockingIOError:
@@ -257,6 +277,8 @@ class UnixConnection:
     def abandon(self) -> None:
         """In a fork: let go of this process's descriptors, without a word to the other end."""
         self.closed = True
+        if self.reading is not None:
+            self.reading.abandon()
         self.socket.close()
         self._fd_socket.close()
 
@@ -267,6 +289,8 @@ class UnixConnection:
         self.closed = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
+        if self.reading is not None:
+            self.reading.close()
         self.socket.close()
         self._fd_socket.close()
         self._lender.lost(self.number)

@@ -26,6 +26,7 @@ from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent.calls import Call, Peer, count, describe_timeout
 from phalanx.rpc.agent.connections import Connections
+from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.agent.request import Request
 from phalanx.rpc.agent.retries import Retries
 from phalanx.rpc.agent.serving import Lead, Serving
@@ -61,7 +62,7 @@ class Agent:
         self.on_lost: list[Callable[[Member], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.serving = Serving(options.num_worker_threads, self._handle, self.flush, self._tick)
-        self.connections = Connections(name, number, host, options, self.serving, self._lose)
+        self.connections = Connections(name, number, host, options, self.serving, self._lose, self._take_answer)
         self.me = self.connections.me
         self.peers = self.connections.peers
         self.peer = self.connections.peer
@@ -101,8 +102,11 @@ class Agent:
         kind: int = wire.REQUEST,
         rref: Any = None,
         on_answer: Callable[[Any], Any] | None = None,
-    ) -> Future[Any]:
+        is_awaited: bool = False,
+    ) -> Answer[Any]:
         """Send `obj` to a worker, as `kind`; the answer comes in the future. Raises what pickling raises.
+
+        `is_awaited`: the caller waits for it at once.
 
         Raises:
             ClosedError: this worker was shut down.
@@ -124,6 +128,7 @@ class Agent:
         connection = peer.connection or self._connect(peer, call)
         if connection is None:
             return call.future
+        reading = call.future.reading = connection.reading
         buffers = payload.buffers
         peer.add(call, payload.nbytes if buffers else 0, waits=kind == wire.REQUEST or kind == wire.REMOTE)
         if call.deadline < self.serving.due:
@@ -131,11 +136,13 @@ class Agent:
         if kind != wire.CONTROL:
             self.num_calls += 1
         connection.send(kind, call.number, payload.data, extras, buffers)
+        if reading is not None and not is_awaited:
+            reading.sent()
         if peer.is_lost() and peer.take(call.number) is not None:
             self._fail(peer, call)
         return call.future
 
-    def control(self, to: Member, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Future[Any]:
+    def control(self, to: Member, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
         """Ask something of a worker itself."""
         return self.invoke(to, "rpc", name, (name, argument), timeout_s, kind=wire.CONTROL)
 
@@ -161,7 +168,7 @@ class Agent:
         if call.number:
             text += "\nWhether the function ran there is not known."
         ranks = (peer.member.info.id,)
-        set_error(call.future, lambda: PeerLostError(text, ranks=ranks))
+        call.fail(lambda: PeerLostError(text, ranks=ranks))
 
     # -- answers put aside ---------------------------------------------------------------------------------------------
 
@@ -197,32 +204,36 @@ class Agent:
             self.serving.requests.append(Request(self, connection, frame))
         elif kind == wire.REPLY or kind == wire.ERROR:
             lead.busy_since = time.monotonic()
-            self._take_answer(connection, frame)
+            call = self._take_answer(connection, frame)
+            if call is not None:
+                call.future.rang()
         elif kind == wire.CONTROL:
             self._take_control(connection, frame)
         elif kind == wire.FETCH:
             self._take_fetch(connection, frame)
 
-    def _take_answer(self, connection: Any, frame: Frame) -> None:
+    def _take_answer(self, connection: Any, frame: Frame) -> Call | None:
+        """Of the leader, or a thread that reads: an answer has come; the call that it is of, which has it now."""
         peer = self.peers.get((connection.peer or self.me).uid)
         call = peer.take(frame.call) if peer is not None else None
         if peer is None or call is None:  # it came too late; but references in it are ours now, and go
             if frame.extras:
                 self._drop_forks(frame)
-            return
+            return None
         try:
             if frame.kind == wire.ERROR:
                 data = frame.data
                 set_error(call.future, lambda: remote_error.unpack(data))
-                return
+                return call
             result = self._read_reply(frame, peer.member)
             if call.on_answer is not None:
                 result = call.on_answer(result)
         except BaseException as error:
             data = remote_error.pack(error, str(self.me.info))
             set_error(call.future, lambda: remote_error.unpack(data))
-            return
+            return call
         call.future.set_result(result)
+        return call
 
     def _read_reply(self, frame: Frame, callee: Member) -> Any:
         if not frame.extras:
@@ -332,7 +343,7 @@ class Agent:
             late, next_one = peer.expire(now)
             due = min(due, next_one)
             for call in late:
-                set_error(call.future, partial(describe_timeout, *call.described, peer.member))
+                call.fail(partial(describe_timeout, *call.described, peer.member))
         return min(due, now + _TICK_S) if any(peer.calls for peer in list(self.peers.values())) else due
 
     def _send_drops(self) -> None:
@@ -378,7 +389,7 @@ class Agent:
         for peer in list(self.peers.values()):
             for call in peer.take_all():
                 text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
-                set_error(call.future, partial(ClosedError, text))
+                call.fail(partial(ClosedError, text))
         self.retries.close()
         for hear in self.on_close:
             hear()

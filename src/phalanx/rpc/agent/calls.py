@@ -6,12 +6,12 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.futures import Future
-
 from phalanx.errors import DeadlineError
+from phalanx.rpc.agent.reading import Answer
+from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.worker_info import Member
 
 _BIG_BYTES = 1 << 16  # of which it is counted how much is under way
@@ -27,11 +27,16 @@ class Call:
         self.name = name  # of the function
         self.timeout_s = timeout_s
         self.deadline = math.inf
-        self.future: Future[Any] = Future()
+        self.future: Answer[Any] = Answer()
         self.kept = kept
         self.nbytes = 0
         self.number = 0
         self.on_answer: Any = None  # makes the result of what has arrived, before the future has it
+
+    def fail(self, make: Callable[[], BaseException]) -> None:
+        """There will be no answer, and why."""
+        set_error(self.future, make)
+        self.future.rang()
 
     @property
     def described(self) -> tuple[str, str, float]:

@@ -22,6 +22,7 @@ from phalanx.deadline import Deadline
 from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.rpc.agent.calls import Peer
+from phalanx.rpc.agent.reading import Reading
 from phalanx.rpc.agent.serving import Serving
 from phalanx.rpc.membership import Membership
 from phalanx.rpc.network import Network
@@ -49,10 +50,12 @@ class Connections:
         options: RpcBackendOptions,
         serving: Serving,
         lost: Callable[[Peer], None],
+        take_answer: Callable[[Any, Frame], Any],
     ) -> None:
         self._options = options
         self._serving = serving
         self._lost = lost
+        self._take_answer = take_answer
         self.lender = Lender()
         self.listener = Listener(self._welcome, serving)
         self.me = Member.of_self(name, number, host, local=self.listener.address)
@@ -105,12 +108,14 @@ class Connections:
             self.lose(peer.member, str(error))
         else:
             self._watch(peer.member)
-            peer.connection = self._add(sock, fd_sock, peer.member)
+            connection = self._add(sock, fd_sock, peer.member)
+            connection.reading = Reading(connection, peer, self._serving, self._take_answer)
+            peer.connection = connection
 
     # -- workers of this host ------------------------------------------------------------------------------------------
 
     def _add(self, sock: socket.socket, fd_sock: socket.socket, member: Member) -> UnixConnection:
-        connection = UnixConnection(sock, fd_sock, self.lender, self._wants_write, self._has_release)
+        connection = UnixConnection(sock, fd_sock, self.lender, self._change, self._has_release)
         connection.peer = member
         self._open.add(connection)
         self._serving.watch(sock.fileno(), _ReadyConnection(self, connection))
@@ -132,8 +137,8 @@ class Connections:
 
     def read(self, connection: UnixConnection, events: int) -> None:
         """A connection can be read, or written."""
-        if events & select.EPOLLOUT and connection.resume():
-            self._serving.change(connection.socket.fileno(), select.EPOLLIN)
+        if events & select.EPOLLOUT:
+            connection.resume()
         if not events & ~select.EPOLLOUT:
             return
         frames = _read_frames(connection)
@@ -147,8 +152,9 @@ class Connections:
             for frame in frames:
                 incoming.append((connection, frame))
 
-    def _wants_write(self, connection: UnixConnection) -> None:
-        self._serving.change(connection.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
+    def _change(self, connection: UnixConnection) -> None:
+        events = (0 if connection.is_muted else select.EPOLLIN) | (select.EPOLLOUT if connection.is_full else 0)
+        self._serving.change(connection.socket.fileno(), events)
 
     def _has_release(self, connection: UnixConnection) -> None:
         self._releasing.append(connection)

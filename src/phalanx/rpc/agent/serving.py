@@ -25,8 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from phalanx import _core
+
 SHORT_S = 300e-6  # a function that takes longer is run beside the leader
 LATE_S = 5e-3  # in user code: then another thread takes the lead
+_SPIN_NS = 50_000  # before a thread sleeps until something comes, which it expects to come soon
+_SOON_S = 100e-6
+_MOST_MISSES = 8
 _AWAKE_S = 0.1  # the clock goes on looking for so long after the last call
 
 
@@ -45,6 +50,30 @@ class Request(Protocol):
 
     def run(self, more_follow: bool) -> None:
         """Carry it out, and answer; the answer may wait for `flush` if `more_follow`. Must not raise."""
+
+
+class Spin:
+    """How long to look before one sleeps: as long as what is waited for comes soon, and now and then else."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._misses = 0
+
+    def begin(self) -> int:
+        """A wait begins: so many nanoseconds."""
+        self._since = time.monotonic()
+        return _SPIN_NS if self._misses < _MOST_MISSES or self._misses % _MOST_MISSES == 0 else 0
+
+    def end(self) -> None:
+        """It is over."""
+        self._misses = 0 if time.monotonic() - self._since < _SOON_S else self._misses + 1
+
+
+class Relieved(Protocol):
+    """What the clock looks at, as long as it is muted."""
+
+    def relieve(self, now: float) -> None:
+        """Give the leader what it has to do. Must not raise."""
 
 
 @dataclass(eq=False)
@@ -89,6 +118,8 @@ class Serving:
         self._readable: dict[int, Readable] = {}
         self.incoming: deque[Any] = deque()
         self.requests: deque[Request] = deque()
+        self.muted: dict[Relieved, None] = {}  # connections that other threads read
+        self._spin = Spin()
         self._lock = threading.Lock()
         self._parked: list[_Seat] = []
         self._threads: list[threading.Thread] = []
@@ -139,6 +170,13 @@ class Serving:
             if self._clock_sleeps:
                 with contextlib.suppress(OSError):
                     os.eventfd_write(self._clock_bell, 1)
+
+    def touch(self) -> None:
+        """Something happens: the clock has to look."""
+        self._last_call = time.monotonic()
+        if self._clock_sleeps:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._clock_bell, 1)
 
     @property
     def due(self) -> float:
@@ -196,6 +234,7 @@ class Serving:
 
     def _be_leader(self, lead: Lead) -> None:
         poll, incoming, requests, handle = self._poll.poll, self.incoming, self.requests, self._handle
+        poll_fd, spin = self._poll.fileno(), self._spin
         while self._leader is lead and not self._closed:
             while incoming and self._leader is lead:
                 handle(incoming.popleft(), lead)
@@ -207,10 +246,10 @@ class Serving:
             self._flush()
             if incoming:
                 continue
-            for fd, events in poll():
-                self._last_call = time.monotonic()
-                if self._clock_sleeps:
-                    os.eventfd_write(self._clock_bell, 1)
+            _core.wait_ready(poll_fd, -1, spin.begin(), -1)
+            spin.end()
+            for fd, events in poll(0):
+                self.touch()
                 readable = self._readable.get(fd)
                 if readable is not None:
                     readable.ready(events)
@@ -261,9 +300,11 @@ class Serving:
 
     def _relieve(self, now: float) -> bool:
         """Give the lead to another thread if the leader has been in user code for too long; whether it is in any."""
+        for one in list(self.muted):
+            one.relieve(now)
         lead = self._leader
         if lead is None or not lead.busy_since:
-            return False
+            return bool(self.muted)
         if now - lead.busy_since > LATE_S:
             with self._lock:
                 if self._leader is lead and lead.busy_since:

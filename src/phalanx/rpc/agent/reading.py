@@ -1,0 +1,274 @@
+"""Who reads the answers that come on a connection: the thread that waits for one, or else the leader.
+
+A thread that waits for the answer of a call takes its turn, and reads the connection itself: no other thread has to
+wake it, nor to get Python's lock before it. While it does, and until calls are under way for which nobody waits, the
+leader does not look at the connection (it is muted: only its end is heard).
+
+    caller     call | ........ reads: its answer | call | call | call | reads: all that have come | call
+    leader     sleeps                                                                        sleeps
+
+What the thread reads for others it hands out as well, but those answers whose callbacks it knows of: they are the
+leader's. Whoever is stuck in a callback all the same loses its turn to the leader after a few milliseconds, by the
+clock; so is the connection the leader's again if it was expected that somebody would wait, and nobody does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.futures import Future
+
+from phalanx import _core
+from phalanx.rpc import wire
+from phalanx.rpc.agent.serving import LATE_S, Serving, Spin
+from phalanx.rpc.unix_connection import UnixConnection
+from phalanx.rpc.wire import Frame
+
+T = TypeVar("T")
+_IDLE_S = 0.05  # a muted connection on which nothing happens is the leader's again
+_FIRST, _MOST = 4, 1 << 14  # so many threads must have waited for a call before the next one is expected to
+
+
+class Answer(Future[T]):
+    """The future of a call. `reading` is of the connection that the answer comes on."""
+
+    reading: Reading | None = None
+    has_callbacks = False
+
+    def done(self) -> bool:
+        """Whether it is there. Who asks again and again waits for it."""
+        if torch._C.Future.done(self):
+            return True
+        if self.reading is not None:
+            self.reading.unmute()
+        return False
+
+    def wait(self) -> T:
+        """The answer."""
+        reading = self.reading
+        if reading is not None and not torch._C.Future.done(self):
+            reading.wait(self)
+        return torch._C.Future.wait(self)  # type: ignore[no-any-return]
+
+    def then(self, callback: Any) -> Any:
+        """As torch's."""
+        self.needs_leader()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Any) -> None:
+        """As torch's."""
+        self.needs_leader()
+        super().add_done_callback(callback)
+
+    def needs_leader(self) -> None:
+        """Somebody hears of the answer without waiting for it."""
+        self.has_callbacks = True
+        if self.reading is not None:
+            self.reading.unmute()
+
+    def rang(self) -> None:
+        """It is done, by another thread than the one that reads: let a thread that reads for it see that."""
+        reading = self.reading
+        if reading is not None:
+            reading.ring(self)
+
+
+class Caller(Protocol):
+    """Who has made the calls that are answered on a connection."""
+
+    calls: dict[int, Any]  # that are under way
+
+
+class _Turn:
+    """Of one thread. `busy_since`: when it began to hand out answers, or 0."""
+
+    __slots__ = ("busy_since", "future")
+
+    def __init__(self, future: Answer[Any]) -> None:
+        self.future = future
+        self.busy_since = 0.0
+
+
+class Reading:
+    """Of one connection on which `caller` calls. `take(connection, frame)` hands out an answer."""
+
+    def __init__(
+        self,
+        connection: UnixConnection,
+        caller: Caller,
+        serving: Serving,
+        take: Callable[[UnixConnection, Frame], Any],
+    ) -> None:
+        self._connection = connection
+        self._caller = caller
+        self._serving = serving
+        self._take = take
+        self._lock = threading.Lock()
+        self._turn: _Turn | None = None
+        self._pending: deque[Frame] = deque()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._spin = Spin()
+        self._is_muted = False
+        self._num_others = 0  # threads that wait while another one reads
+        self._num_waits = 0  # for calls that would else have been the leader's, since nobody waited for one
+        self._needed_waits = _FIRST
+        self._last = 0.0
+        self._left = threading.Event()  # at the end of the connection: nobody reads any more
+        self._is_closed = False
+
+    # -- of who calls --------------------------------------------------------------------------------------------------
+
+    def sent(self) -> None:
+        """A call is under way for which nobody waits yet."""
+        if self._is_muted and self._turn is None and self._num_waits < self._needed_waits:
+            self.unmute()
+
+    def wait(self, future: Answer[Any]) -> None:
+        """Read until it is done; or, if another thread reads, only wait."""
+        turn = self._begin(future, 0)
+        if turn is None:
+            with self._lock:  # whoever reads sees it when it leaves; and it may just have left
+                self._num_others += 1
+            try:
+                turn = self._begin(future, 1)
+                if turn is None:
+                    torch._C.Future.wait(future)
+                    return
+            finally:
+                with self._lock:
+                    self._num_others -= 1
+        try:
+            self._read_until_done(turn)
+        finally:
+            self._end(turn)
+
+    # -- a turn --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, future: Answer[Any], most_others: int) -> _Turn | None:
+        """The turn of this thread; None if another one has it, or several wait: then the leader reads for all."""
+        if self._turn is not None or self._num_others > most_others:
+            return None
+        turn = _Turn(future)
+        with self._lock:
+            if self._turn is not None or self._is_closed:
+                return None
+            self._turn = turn
+            if not self._is_muted:
+                self._is_muted = True
+                self._connection.mute(True)
+                self._serving.muted[self] = None
+        self._serving.touch()
+        return turn
+
+    def _read_until_done(self, turn: _Turn) -> None:
+        future, pending, connection = turn.future, self._pending, self._connection
+        fd, bell = connection.socket.fileno(), self._bell
+        while not future.done() and self._turn is turn:
+            if not pending:
+                found = _core.wait_ready(fd, bell, self._spin.begin(), 1000)
+                self._spin.end()
+                if found & 2:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(bell)
+                if found & 1:
+                    frames = connection.read() if not connection.closed else None
+                    if frames is None:  # the leader hears it as well
+                        return
+                    pending.extend(frames)
+            turn.busy_since = time.monotonic()
+            while pending and self._turn is turn:
+                self._hand_out(pending.popleft(), future)
+            turn.busy_since = 0.0
+
+    def _hand_out(self, frame: Frame, mine: Answer[Any]) -> None:
+        call = self._caller.calls.get(frame.call)
+        is_answer = frame.kind == wire.REPLY or frame.kind == wire.ERROR
+        if not is_answer or (call is not None and call.future is not mine and call.future.has_callbacks):
+            self._serving.incoming.append((self._connection, frame))
+            self._serving.wake()
+        else:
+            self._take(self._connection, frame)
+
+    def _end(self, turn: _Turn) -> None:
+        with self._lock:
+            if self._turn is not turn:  # it was taken away
+                return
+            self._turn = None
+            self._last = time.monotonic()
+            if self._is_closed:
+                self._left.set()
+                return
+            if self._pending:  # it is left by an exception
+                self._give_back()
+        if self._caller.calls:
+            self._num_waits += 1
+            if self._num_others or self._num_waits < self._needed_waits:
+                self.unmute()
+
+    def ring(self, future: Answer[Any]) -> None:
+        """If a thread reads until this is done: it is."""
+        turn = self._turn
+        if turn is not None and turn.future is future:
+            with self._lock:
+                if not self._is_closed:
+                    os.eventfd_write(self._bell, 1)
+
+    # -- of the leader and the clock -----------------------------------------------------------------------------------
+
+    def unmute(self) -> None:
+        """Let the leader read, unless a thread has its turn."""
+        if self._is_muted and self._turn is None:
+            with self._lock:
+                if self._is_muted and self._turn is None:
+                    self._give_back()
+
+    def _give_back(self) -> None:
+        """To the leader; with the lock held."""
+        self._is_muted = False
+        self._serving.muted.pop(self, None)
+        if self._pending:
+            while self._pending:
+                self._serving.incoming.append((self._connection, self._pending.popleft()))
+            self._serving.wake()
+        self._connection.mute(False)
+
+    def relieve(self, now: float) -> None:
+        """Of the clock: who is stuck loses its turn; and what nobody reads is the leader's."""
+        turn = self._turn
+        if turn is not None:
+            if turn.busy_since and now - turn.busy_since > LATE_S:
+                with self._lock:
+                    if self._turn is turn and turn.busy_since:
+                        self._turn = None
+                        self._give_back()
+        elif self._caller.calls:
+            if now - self._last > LATE_S / 2:  # nobody waits for them
+                self._num_waits = 0
+                self._needed_waits = min(4 * self._needed_waits, _MOST)
+                self.unmute()
+        elif now - self._last > _IDLE_S:
+            self.unmute()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """The connection's end: a thread that reads leaves, and then its sockets can be closed."""
+        with self._lock:
+            turn = self._turn
+            self._is_closed = True
+            self._serving.muted.pop(self, None)
+            if turn is not None and turn.busy_since:  # it looks whether it still has its turn before it reads again
+                self._turn = turn = None
+        if turn is not None:
+            os.eventfd_write(self._bell, 1)
+            self._left.wait(timeout_s)
+        os.close(self._bell)
+
+    def abandon(self) -> None:
+        """In a fork."""
+        os.close(self._bell)
