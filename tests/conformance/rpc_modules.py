@@ -17,7 +17,7 @@ import torch.distributed.rpc.internal as internal
 import phalanx.optim
 import phalanx.rpc
 from phalanx.deadline import Deadline
-from phalanx.rpc import current, invoke, options, start
+from phalanx.rpc import current, invoke, options, serialization, start
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.autograd import graph, serve
 from phalanx.rpc.autograd.contexts import Context
@@ -43,13 +43,16 @@ def build() -> dict[str, ModuleType]:
     constants.UNSET_RPC_TIMEOUT = options.UNSET_RPC_TIMEOUT
 
     inside = _module("internal")
-    for name in ("RPCExecMode", "PythonUDF", "_build_rpc_profiling_key", "_internal_rpc_pickler"):
+    for name in ("RPCExecMode", "PythonUDF", "_build_rpc_profiling_key"):
         setattr(inside, name, getattr(internal, name))
+    inside._internal_rpc_pickler = _Pickler()
+    inside.serialize = inside._internal_rpc_pickler.serialize
+    inside.deserialize = inside._internal_rpc_pickler.deserialize
 
     api = _module("api")
     api._thread_local_var = _Futures()
     api._use_rpc_pickler = None
-    api._default_pickler = internal._internal_rpc_pickler
+    api._default_pickler = inside._internal_rpc_pickler
     api._ignore_rref_leak = True
     api._wait_all = invoke.wait_all
     api._get_current_rpc_agent = _AgentView
@@ -77,7 +80,7 @@ def build() -> dict[str, ModuleType]:
     found._get_debug_info = _debug_info
     found._set_rpc_timeout = _set_rpc_timeout
     found.get_rpc_timeout = lambda: current.agent().default_timeout_s
-    found._get_current_rpc_agent = _AgentView
+    found._get_current_rpc_agent = found.TensorPipeAgent = _AgentView
     found._is_current_rpc_agent_set = current.is_set
     found._delete_all_user_and_unforked_owner_rrefs = gc.collect
     found.enable_gil_profiling = lambda on: None
@@ -144,6 +147,17 @@ def _init_rpc_backend(
     agent = start.start_agent(name, rank, world_size, store, rpc_backend_options, Deadline.after(60))
     current.set_agent(agent)
     agent.open_for_calls()
+
+
+class _Pickler:
+    """An object as bytes, and the tensors in it, by the pickler that calls go through."""
+
+    def serialize(self, obj: Any) -> tuple[bytes, list[Any]]:
+        payload = serialization.serialize(obj)
+        return payload.data, [bytes(memoryview(one)) for one in payload.buffers]
+
+    def deserialize(self, data: bytes, tensors: list[Any]) -> Any:
+        return serialization.deserialize(data, [bytearray(one) for one in tensors])[0]
 
 
 class _Futures:

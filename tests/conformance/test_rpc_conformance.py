@@ -21,7 +21,10 @@ QUICK = [
     "RpcTest.test_nested_rref",
     "RpcTest.test_nonzero",
     "RpcTest.test_py_class_instance_method",
+    "RpcTest.test_py_nested_pickle",
     "RpcTest.test_remote_same_worker",
+    "RpcTest.test_use_rref_after_shutdown",
+    "RpcTest.test_worker_id",
     "TensorPipeAgentDistAutogradTest.test_backward_rref_sparse",
 ]
 

@@ -1,6 +1,7 @@
 """How workers find each other, and what wrong starts say."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_workers_of_phalanx_run_find_each_other_without_an_address(tmp_path: Pat
         ({"name": "a b"}, RuntimeError, "Worker name must match"),
         ({"name": 3}, TypeError, "a worker's name is a str"),
         ({"name": "w", "rank": 2, "world_size": 2}, ValueError, "rank 2 of 2"),
-        ({"name": "w"}, ValueError, "give rank="),
+        ({"name": "w"}, ValueError, "environment variable RANK expected.*give rank="),
         ({"name": "w", "backend": "tensorpipe"}, TypeError, "must be a member of BackendType"),
         ({"name": "w", "rpc_backend_options": 3}, TypeError, "must be an instance of RpcBackendOptions"),
     ],
@@ -57,6 +58,8 @@ def test_wrong_options_are_told():
     for wrong in ({"num_worker_threads": 0}, {"rpc_timeout": -3}, {"max_calls_in_flight": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             rpc.RpcBackendOptions(**wrong)
+    with pytest.raises(TypeError, match="rpc_timeout is a number of seconds, got a timedelta"):
+        rpc.RpcBackendOptions(rpc_timeout=timedelta(seconds=3))
 
 
 def _shut_down_alone(rank: int, folder: str) -> None:
@@ -79,13 +82,19 @@ def test_a_shutdown_that_others_do_not_join_ends_when_its_time_is_up():
 
 
 def _start_many_times(rank: int, folder: str) -> None:
+    old = None
     for n in range(5):
         options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        if old is not None:
+            with pytest.raises(ClosedError, match=r"was shut down since.*Cannot call fork an UserRRef after deletion"):
+                rpc.rpc_sync(f"w{1 - rank}", same, (old,))
+        old = rpc.remote(f"w{1 - rank}", same, (n,))
         future = rpc.rpc_async(f"w{1 - rank}", same, (n,))
         rpc.shutdown()
         assert future.wait() == n, "a graceful end waits for what is under way"
 
 
 def test_workers_start_again_after_a_shutdown():
+    """A reference from before was handed to a worker of the new start, which looked for its object in vain."""
     run_workers(_start_many_times, 2)

@@ -185,7 +185,7 @@ def find_worker(agent: Agent, to: To) -> Member:
                 f"{lost} is lost: {why} No worker of that name has joined since.", ranks=(lost.info.id,)
             )
         known = ", ".join(f"{one.info.name!r} (rank {one.info.id})" for one in agent.membership.members()[:16])
-        raise UnknownWorkerError(f"Unknown destination worker {to}: there are {known}.")
+        raise UnknownWorkerError(f"Unknown destination worker {to}: there are {known}; could not find destination.")
     return member
 
 

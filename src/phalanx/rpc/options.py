@@ -52,6 +52,11 @@ class RpcBackendOptions:
             raise ValueError(f"num_worker_threads must be at least 1, got {num_worker_threads}")
         if max_calls_in_flight < 1 or max_bytes_in_flight < 1:
             raise ValueError("max_calls_in_flight and max_bytes_in_flight must be at least 1")
+        if not isinstance(rpc_timeout, (int, float)):
+            raise TypeError(
+                "RpcBackendOptions: incompatible constructor arguments: rpc_timeout is a number of seconds, got a "
+                f"{type(rpc_timeout).__name__}"
+            )
         if not (rpc_timeout >= 0 or rpc_timeout == UNSET_RPC_TIMEOUT) or math.isnan(rpc_timeout):
             raise ValueError(f"rpc_timeout must be zero (never) or more seconds, got {rpc_timeout}")
         self.num_worker_threads = num_worker_threads

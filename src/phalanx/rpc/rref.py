@@ -275,6 +275,11 @@ def _check_type(value: Any, type_hint: Any) -> None:
 
 def _reduce_rref(rref: RRef[Any], payload: Payload) -> Any:
     agent, to = rref._agent, payload.to
+    if agent.closed:  # the process may be a worker again: it is not the one that had the reference
+        raise ClosedError(
+            f"RRef of {rref._owner}: this worker was shut down since, and let go of all its references. (Cannot call "
+            "fork an UserRRef after deletion.)"
+        )
     me = agent.me.uid
     fork: RRefId | None = None
     payload.kept.append(rref)

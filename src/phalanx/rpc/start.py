@@ -70,9 +70,13 @@ def init_rpc(
             raise RuntimeError("RPC is already initialized")
         number, size = find_place(rank, world_size)
         if number < 0 or (size is not None and number >= size):
+            from_environment = options.init_method.startswith("env://")
+            missing = (
+                "environment variable RANK expected, but not set" if from_environment else "rank parameter missing"
+            )
             raise ValueError(
-                f"init_rpc of worker {name!r}: rank {number} of {size}: give rank= (and world_size=), or start the "
-                "script with `phalanx run`."
+                f"init_rpc of worker {name!r}: {f'rank {number} of {size}' if number >= 0 else missing}: give rank= "
+                "(and world_size=), or start the script with `phalanx run`."
             )
         timeout_s = max(options.rpc_timeout, _JOIN_S) if options.rpc_timeout else 1e6
         store = open_store(options.init_method, number, size, timedelta(seconds=timeout_s))
