@@ -1,17 +1,20 @@
 """Workers of several hosts: network namespaces, with the job's key and without."""
 
+import ctypes
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.rpc.workers import Counter, fail, nothing, pid, same, wait_event
+from tests.rpc.workers import Counter, fail, nothing, pid, same, set_event, until, wait_event
 
 from phalanx import rpc
 from phalanx.coordination.key import Key
 from phalanx.errors import PeerLostError
+from phalanx.rpc import current
 from phalanx.testing import RankFailed, hosts, run_ranks
 from phalanx.testing.namespaces import why_no_hosts
 
@@ -19,7 +22,10 @@ pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "
 _KEYS = [str(Key.generate()) for _ in range(2)]
 
 
-def _on_hosts(sizes: list[int], fn: Callable[..., Any], *args: Any, keys: Any = None, lost: Any = ()) -> list[Any]:
+def _on_hosts(
+    sizes: list[int], fn: Callable[..., Any], *args: Any, keys: Any = None, lost: Any = (), joining: bool = False
+) -> list[Any]:
+    """`fn(rank, *args)` as a worker of the host it is on; if `joining`, `fn(rank, options)`, which makes the worker."""
     owner = [host for host, size in enumerate(sizes) for _ in range(size)]
 
     def main(rank: int, world_size: int, machines: Any) -> Any:
@@ -27,6 +33,8 @@ def _on_hosts(sizes: list[int], fn: Callable[..., Any], *args: Any, keys: Any = 
         os.environ.pop("PHALANX_KEY_FILE", None)
         os.environ.update(PHALANX_KEY=(keys or [_KEYS[0]] * len(sizes))[owner[rank]], HOME="/nonexistent")
         options = rpc.RpcBackendOptions(init_method=f"tcp://{machines[0].address}:29513")
+        if joining:
+            return fn(rank, options, *args)
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
         try:
             result = fn(rank, *args)
@@ -100,3 +108,52 @@ def test_a_worker_with_another_key_is_refused():
 def test_without_a_key_workers_of_two_hosts_do_not_meet():
     with pytest.raises(RankFailed, match=r"AuthenticationError: .*there is no key for them to know each other by"):
         _on_hosts([1, 1], nothing, keys=["", ""])
+
+
+def _hold_the_gil(seconds: int) -> int:
+    """As a C extension does that never lets go of it: no thread of Python's runs meanwhile."""
+    ctypes.PyDLL(None).sleep(seconds)
+    return os.getpid()
+
+
+def _join(rank: int, options: rpc.RpcBackendOptions, folder: str) -> None:
+    def met() -> bool:
+        return rpc.rpc_sync("w1", same, (1,)) == 1
+
+    if rank == 2:
+        until(Path(folder, "killed").exists)
+        rpc.init_rpc("w1", rank=1, rpc_backend_options=options)
+        rpc.rpc_sync("w0", set_event, ("come",), idempotent=True)
+        wait_event("leave")
+        rpc.shutdown()
+        until(Path(folder, "left").exists)
+        rpc.init_rpc("w1", rank=1, rpc_backend_options=options)  # the same process, once more
+        wait_event("leave again")
+        rpc.shutdown()
+        return
+    rpc.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=options)
+    if rank == 1:
+        signal.pause()  # until it is killed
+    until(met)
+    first = rpc.rpc_sync("w1", pid)
+    busy = rpc.rpc_async("w1", _hold_the_gil, (2,))
+    assert busy.wait() == first, "longer than a worker may be silent: ZeroMQ's own thread has answered"
+    again = rpc.rpc_async("w1", wait_event, ("never",), idempotent=True)
+    os.kill(first, signal.SIGKILL)
+    Path(folder, "killed").touch()
+    wait_event("come")
+    assert rpc.rpc_sync("w1", pid) != first
+    rpc.rpc_sync("w1", set_event, ("never",))
+    assert again.wait() == "never"
+    rpc.rpc_sync("w1", set_event, ("leave",))
+    until(lambda: current.agent().membership.find("w1") is None)
+    with pytest.raises(PeerLostError, match=r"worker 'w1' \(rank 1, .*was shut down"):
+        rpc.rpc_sync("w1", nothing)
+    Path(folder, "left").touch()
+    until(met)
+    rpc.rpc_sync("w1", set_event, ("leave again",))
+    rpc.shutdown()
+
+
+def test_workers_of_two_hosts_join_and_leave_and_come_again(tmp_path: Path) -> None:
+    _on_hosts([1, 2], _join, str(tmp_path), lost=[1], joining=True)

@@ -136,6 +136,21 @@ def test_workers_join_and_leave_and_come_again_under_the_same_name():
     run_workers(_join, 2)
 
 
+def _join_and_call_all(rank, folder):
+    rpc.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=_options(folder))
+    for to in range(4):
+        until(lambda to=to: rpc.rpc_sync(to, same, (rank,)) == rank)
+    for to in range(4):
+        rpc.rpc_sync(f"w{to}", set_event, (f"rank {rank} has met all",))
+    for other in range(4):
+        wait_event(f"rank {other} has met all")
+    rpc.shutdown()
+
+
+def test_workers_that_join_at_the_same_time_all_find_each_other_by_number_and_name():
+    run_workers(_join_and_call_all, 4)
+
+
 def _same_name(rank, folder, world_size):
     rpc.init_rpc("w", rank=rank, world_size=world_size, rpc_backend_options=_options(folder))
 

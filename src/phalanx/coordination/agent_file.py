@@ -29,7 +29,10 @@ class LostHost:
 
 
 def create_agent_file(address: str, key: str) -> tuple[int, str]:
-    """A descriptor of such a file, and what PHALANX_STORE says; `key` is empty where `address` is a path."""
+    """A descriptor of such a file, and what PHALANX_STORE says.
+
+    Where `address` is a path the store needs no `key`; but workers of other hosts (`phalanx.rpc`) ask for it.
+    """
     fd = create("phalanx-agent")
     os.pwrite(fd, json.dumps({"address": address, "key": key}).encode(), 0)
     return fd, f"{COORDINATOR}/proc/{os.getpid()}/fd/{fd}"

@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from phalanx.coordination.admission import Admission, Complaints
+from phalanx.coordination.admission import Admission, Complaints, ConnectionMonitor
 from phalanx.coordination.key import Key
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
@@ -95,6 +95,7 @@ class Network:
         host = f"[{address}]" if ":" in address else address
         port = self._router.bind_to_random_port(f"tcp://{host}")
         self.address = f"{host}:{port}"
+        self._monitor = ConnectionMonitor(self._router, port, self._complaints)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeps = False
         self._posted: deque[tuple[NetworkConnection | None, Any]] = deque()
@@ -134,6 +135,7 @@ class Network:
         poller.register(self._bell, zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._admission.socket, zmq.POLLIN)
+        poller.register(self._monitor.socket, zmq.POLLIN)
         while not self._closed:
             self._send_posted(poller)
             self._sleeps = True
@@ -144,6 +146,8 @@ class Network:
                     os.eventfd_read(self._bell)
             if self._admission.socket in ready:
                 self._admission.answer(time.monotonic())
+            if self._monitor.socket in ready:
+                self._monitor.read_events(time.monotonic())
             for dealer in list(self._dealers.values()):  # answers first: who says goodbye has answered before
                 if dealer.socket in ready:
                     self._read_dealer(dealer)
@@ -154,6 +158,7 @@ class Network:
         for dealer in list(self._dealers.values()):
             self._drop(dealer, poller)
         self._admission.close()
+        self._monitor.close()
         self._router.close()
         self._context.term()
 

@@ -106,7 +106,7 @@ class Gathering:
             f"phalanx run: {len(nodes)} hosts: "
             + "; ".join(f"{node.where} {describe_ranks(node.place)}" for node in nodes)
         )
-        attempt = LeaderAttempt(plan, self._host, restart_count, peers, (local_store, ""))
+        attempt = LeaderAttempt(plan, self._host, restart_count, peers, (local_store, str(self._key)))
         for node in peers.others.values():
             tell_start(peers, node, restart_count, plan.run_id, (address, plan.master_port))
         return attempt
