@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from phalanx import rpc
 
@@ -42,7 +42,7 @@ class DistributedOptimizer:
         made = [
             rpc.rpc_async(owner, _make, (optimizer_class, params, *args), kwargs) for owner, params in by_owner.items()
         ]
-        self.remote_optimizers: list[rpc.RRef[LocalOptimizer]] = _wait_all(made)
+        self.remote_optimizers: list[rpc.RRef[LocalOptimizer]] = _wait_all([one.wait for one in made])
 
     def step(self, context_id: int) -> None:
         """One step on all workers, from the gradients that the context has gathered. Waits for all of them.
@@ -55,8 +55,10 @@ class DistributedOptimizer:
             Exception: what a worker's optimizer raised; others may have made their step.
         """
         rpc.autograd.get_gradients(context_id)
-        steps = [rpc.rpc_async(one.owner(), _step, (one, context_id)) for one in self.remote_optimizers]
-        _wait_all(steps)
+        here = [one for one in self.remote_optimizers if one.is_owner()]
+        others = [one for one in self.remote_optimizers if not one.is_owner()]
+        steps = [rpc.rpc_async(one.owner(), _step, (one, context_id)) for one in others]
+        _wait_all([*(partial(_step, one, context_id) for one in here), *(one.wait for one in steps)])
 
 
 class LocalOptimizer:
@@ -99,13 +101,13 @@ def _step(optimizer: rpc.RRef[LocalOptimizer], context_id: int) -> None:
     optimizer.local_value().step(context_id)
 
 
-def _wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
+def _wait_all(waits: Sequence[Callable[[], Any]]) -> list[Any]:
     """All results; after all have ended, the first error."""
     results: list[Any] = []
     errors: list[BaseException] = []
-    for one in futures:
+    for wait in waits:
         try:
-            results.append(one.wait())
+            results.append(wait())
         except Exception as error:
             errors.append(error)
     if errors:

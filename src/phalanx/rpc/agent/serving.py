@@ -189,6 +189,18 @@ class Serving:
         return getattr(self._inside, "yes", False)
 
     @property
+    def is_leader(self) -> bool:
+        """Whether this thread leads."""
+        lead = getattr(self._inside, "lead", None)
+        return lead is not None and lead is self._leader
+
+    def run_here(self, work: Callable[[], None]) -> None:
+        """Of the leader, while it hands out what came: run what is expected to be short; it must not raise."""
+        lead: Lead = self._inside.lead
+        lead.busy_since = time.monotonic()
+        work()
+
+    @property
     def num_running(self) -> int:
         """How many functions run."""
         return self._running
@@ -235,6 +247,7 @@ class Serving:
     def _be_leader(self, lead: Lead) -> None:
         poll, incoming, requests, handle = self._poll.poll, self.incoming, self.requests, self._handle
         poll_fd, spin = self._poll.fileno(), self._spin
+        self._inside.lead = lead
         while self._leader is lead and not self._closed:
             while incoming and self._leader is lead:
                 handle(incoming.popleft(), lead)

@@ -49,7 +49,7 @@ class Pass:
         pass_id: PassId,
         me: Member,
         send: Callable[[Pass, MessageId, Sequence[Tensor | None]], None],
-        start: Callable[[Callable[[], None]], None],
+        start: Callable[[Callable[[], None], bool], None],
     ) -> None:
         self.context = context
         self.context_id = context.id
@@ -117,7 +117,8 @@ class Pass:
             if self._is_started or not self._plan or self._plan[0] not in self._arrived:
                 return
             self._is_started = True
-        self._start(self._run_part)
+            may_wait = len(self._plan) > 1
+        self._start(self._run_part, may_wait)
 
     # -- what the joints of the graph ask; in the engine ---------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.rpc import current
 from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.agent.serving import SHORT_S
 from phalanx.rpc.agent.threads import Threads
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import MessageId
@@ -18,6 +21,8 @@ from phalanx.rpc.autograd.hook import AutogradHook
 from phalanx.rpc.autograd.passes import Pass, PassId
 from phalanx.rpc.call_hook import set_call_hook
 from phalanx.rpc.worker_info import Member
+
+_WEIGHT = 0.2  # of a part that took longer than the others, in the time that the next one is expected to take
 
 
 class AutogradWorker:
@@ -27,6 +32,7 @@ class AutogradWorker:
         self.agent = agent
         self.contexts = Contexts(agent.me.info.id, agent.me.uid)
         self._threads = Threads("phalanx-rpc-backward")
+        self._took_s = math.inf  # a part of a pass, of late
         self._numbers = itertools.count()
         agent.controls["autograd.begin"] = self._begin
         agent.controls["autograd.gradients"] = self._hear_gradients
@@ -99,9 +105,23 @@ class AutogradWorker:
     # -- one pass, of all others ---------------------------------------------------------------------------------------
 
     def _pass(self, context: Context, pass_id: PassId) -> Pass:
-        made = Pass(context, pass_id, self.agent.me, self._send_gradients, self._threads.run)
+        made = Pass(context, pass_id, self.agent.me, self._send_gradients, self._start)
         found: Pass = context.passes.setdefault(pass_id, made)
         return found
+
+    def _start(self, part: Callable[[], None], may_wait: bool) -> None:
+        """Run our part of a pass: in a thread of its own, or here if it will be short and this thread leads."""
+
+        def run() -> None:
+            begin = time.perf_counter()
+            part()
+            took_s = min(time.perf_counter() - begin, 10 * SHORT_S)
+            self._took_s = took_s if self._took_s > took_s else self._took_s + _WEIGHT * (took_s - self._took_s)
+
+        if not may_wait and self._took_s < SHORT_S and self.agent.serving.is_leader:
+            self.agent.serving.run_here(run)
+        else:
+            self._threads.run(run)
 
     def _begin(self, caller: Member, told: tuple[int, int, PassId, list[MessageId], bool]) -> Any:
         context_id, _, pass_id, plan, retain_graph = told
