@@ -22,7 +22,7 @@ LAYERS = [
     {"transport", "collectives"},
     {"backend"},
     {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc"},
-    {"parameter_server", "trainer", "elastic", "launch", "testing", "doctor", "bench"},
+    {"parameter_server", "trainer", "elastic", "mapreduce", "launch", "testing", "doctor", "bench"},
     {"cli"},
 ]
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}

@@ -45,12 +45,13 @@ _MODULE_OF = {
 }
 
 # Packages that are used by their own name: `phalanx.elastic.run`.
-_PACKAGES = ("elastic",)
+_PACKAGES = ("elastic", "mapreduce")
 
 __all__ = ["__version__", *_MODULE_OF, *_PACKAGES]
 
 if TYPE_CHECKING:
     from phalanx import elastic as elastic
+    from phalanx import mapreduce as mapreduce
     from phalanx.backend import Options as Options
     from phalanx.backend import init as init
     from phalanx.backend import mesh as mesh

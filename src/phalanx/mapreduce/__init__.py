@@ -1,0 +1,19 @@
+"""MapReduce over a process group.
+
+map_reduce                                          map_reduce.py
+its arguments, checked                              job.py
+what a task reads: splits, lines, items             splits.py  records.py
+a map task: records to buckets                      map_task.py  table.py  keys.py
+who does which task, and does it again              board.py  attempt.py  team.py  membership.py  interrupted.py
+the shuffle; sorting; what lies on disk             exchange.py  grouper.py  spool.py  sizes.py
+the result: iterated over, gathered, as files       result.py  part_files.py  counters.py
+"""
+
+from phalanx.mapreduce.counters import BadRecord, Counters
+from phalanx.mapreduce.errors import TaskError
+from phalanx.mapreduce.map_reduce import map_reduce
+from phalanx.mapreduce.part_files import read_parts
+from phalanx.mapreduce.result import Result
+from phalanx.mapreduce.splits import Records
+
+__all__ = ["BadRecord", "Counters", "Records", "Result", "TaskError", "map_reduce", "read_parts"]

@@ -1,0 +1,360 @@
+"""One membership's way through a job: who has what, map, shuffle, reduce. What is done survives into the next one.
+
+meet        what each rank still holds                         gather
+map         tasks whose output nobody holds                    board
+tell        how large every bucket is, and what was counted    gather
+shuffle     buckets to the owners of their partitions          all_to_all, in rounds
+reduce      each partition that nobody has finished            alone
+agree       all have finished                                  board
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError
+from phalanx.log import get_logger
+from phalanx.mapreduce.board import Board
+from phalanx.mapreduce.counters import Counters
+from phalanx.mapreduce.errors import TaskError
+from phalanx.mapreduce.exchange import exchange
+from phalanx.mapreduce.grouper import Grouper, Run, read_blocks, write_blocks
+from phalanx.mapreduce.job import Job
+from phalanx.mapreduce.keys import require_order
+from phalanx.mapreduce.map_task import MapOutput, rarely_collecting, run_map_task
+from phalanx.mapreduce.part_files import require_own, write_part
+from phalanx.mapreduce.splits import Split, find_files, plan_file_splits, plan_sequence_splits
+from phalanx.mapreduce.spool import Spool, Stream
+from phalanx.mapreduce.table import NotPairsError
+from phalanx.mapreduce.team import Person, Team
+
+_logger = get_logger(__name__)
+_LOOK_EVERY = 64  # keys
+_RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
+
+
+@dataclass
+class Held:
+    """What this rank holds of a job: it outlives a membership."""
+
+    job: Job
+    splits: list[Split] | None = None
+    outputs: dict[int, MapOutput] = field(default_factory=dict)  # by task
+    results: dict[int, Run] = field(default_factory=dict)  # by partition
+    num_backups: int = 0
+    num_retries: int = 0
+    token: str = ""  # of the first membership: keys that are this job's alone
+
+    def __post_init__(self) -> None:
+        memory, folder = self.job.memory_bytes, self.job.spill_folder
+        self.buckets = Spool(memory // 4, folder)
+        self.done = Spool(memory // 8, folder)
+
+    def close(self) -> None:
+        """Let go of all of it."""
+        self.buckets.close()
+        self.done.close()
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """What the others need to know of a map task: the length of the bucket of each partition, run by run."""
+
+    lengths: list[list[int]]
+    kinds: set[str]
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job that is done: what was counted, and who has which partition."""
+
+    counters: Counters
+    owners: dict[int, int]
+    num_tasks: int
+
+
+def plan_owners(partitions: Sequence[int], finished: Mapping[int, int], world_size: int) -> dict[int, int]:
+    """Who reduces each partition that is not finished: the others in turns, first to those who have fewest."""
+    loads = [0] * world_size
+    for rank in finished.values():
+        loads[rank] += 1
+    owners = {}
+    for partition in partitions:
+        if partition not in finished:
+            owners[partition] = loads.index(min(loads))
+            loads[owners[partition]] += 1
+    return owners
+
+
+def meet(team: Team, job: Job, held: Held) -> tuple[str, dict[int, int], set[int]]:
+    """Agree on the plan. The prefix of this membership's keys; who has finished which partition; tasks with an output.
+
+    Raises:
+        ValueError: the ranks have called with different arguments.
+    """
+    me = Person.of_self(team.rank) if not team.persons else team.persons[team.rank]
+    told = team.gather((me, job.terms, held.splits is not None, set(held.outputs), set(held.results)))
+    if not team.persons:
+        team.persons = [person for person, *_ in told]
+    if len({terms for _, terms, *_ in told}) > 1:
+        named = "\n".join(f"  rank {rank}: {terms}" for rank, (_, terms, *_) in enumerate(told))
+        raise ValueError(
+            "map_reduce: the ranks were called with different arguments (partitions, combines, gather, output, "
+            f"memory, split, encoding, inputs):\n{named}"
+        )
+    source = next((rank for rank, (_, _, has_plan, *_) in enumerate(told) if has_plan), 0)
+    mine: tuple[str, Any] | None = None
+    if team.rank == source:
+        mine = _plan(job, held)
+    kind, plan = team.gather(mine)[source]
+    if kind:
+        raise _RAISED.get(kind, TaskError)(plan)
+    prefix, held.splits = plan
+    held.token = held.token or prefix
+    finished: dict[int, int] = {}
+    for rank, (_, _, _, _, results) in enumerate(told):
+        for partition in results:
+            finished.setdefault(partition, rank)
+    return prefix, finished, set().union(*(outputs for _, _, _, outputs, _ in told))
+
+
+def _plan(job: Job, held: Held) -> tuple[str, Any]:
+    try:
+        if job.output is not None:
+            require_own(job.output, job.partitions)
+        if held.splits is None:
+            sequence = job.sequence
+            held.splits = (
+                [*plan_file_splits(find_files(job.inputs), job.split_bytes)]
+                if sequence is None
+                else [*plan_sequence_splits(len(sequence), job.split_records)]
+            )
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", (f"phalanx-mapreduce/{uuid.uuid4()}", held.splits)
+
+
+def attempt(team: Team, job: Job, held: Held) -> Outcome:
+    """Do what is left of the job. Collective.
+
+    Raises:
+        PeerLostError, DeadlineError: a rank was lost; `held` is what was done until then.
+        TaskError, TypeError, ValueError, FileNotFoundError: the job cannot be done; the same on every rank.
+    """
+    with rarely_collecting():
+        return _attempt(team, job, held)
+
+
+def _attempt(team: Team, job: Job, held: Held) -> Outcome:
+    prefix, finished, there = meet(team, job, held)
+    splits = held.splits
+    assert splits is not None
+    told: list[Any] = []
+    for number in range(len(splits) + 1):
+        board = Board(team, f"{prefix}/{number}", [task for task in range(len(splits)) if task not in there])
+        _map(board, job, held, splits)
+        told = team.gather({task: _report(output) for task, output in held.outputs.items()})
+        there = set().union(*told)
+        if len(there) == len(splits):
+            break
+    makers = {task: next(rank for rank, reports in enumerate(told) if task in reports) for task in range(len(splits))}
+    reports = [told[makers[task]][task] for task in range(len(splits))]
+    counters = Counters()
+    for report in reports:
+        counters.add(report.counters)
+    _require_few_bad(job, counters)
+    require_order(set().union(*(report.kinds for report in reports)))
+
+    owners = plan_owners(range(job.partitions), finished, team.size)
+    with_buckets = _shuffle(team, job, held, owners, makers, reports)
+    try:
+        for partition, buckets in with_buckets:
+            held.results[partition] = _reduce(job, held, buckets, board)
+            if job.output is not None:
+                _write(job.output, held, partition, job.partitions)
+    except (PeerLostError, DeadlineError, MismatchError):
+        raise
+    except (TypeError, TaskError) as error:
+        board.give_up(type(error).__name__, str(error))
+        _raise_problem(board, error)
+    except Exception as error:
+        board.give_up("TaskError", f"map_reduce: a partition could not be reduced.\n{_tell(error)}")
+        _raise_problem(board, error)
+    team.store.set(f"{prefix}/reduced/{team.rank}", "1")
+    reduced = [f"{prefix}/reduced/{rank}" for rank in range(team.size)]
+    team.wait_until(lambda: team.store.check(reduced) or board.problem() is not None)
+    _raise_problem(board)
+    return Outcome(counters, {**finished, **owners}, len(splits))
+
+
+def _map(board: Board, job: Job, held: Held, splits: Sequence[Split]) -> None:
+    while board.problem() is None and (task := board.claim()) is not None:
+        _do_map_task(board, job, held, splits[task], task)
+    while board.problem() is None and (task := board.find_idle()) is not None:
+        _do_map_task(board, job, held, splits[task], task)
+    held.num_backups += board.num_backups
+    _raise_problem(board)
+
+
+def _do_map_task(board: Board, job: Job, held: Held, split: Split, task: int) -> None:
+    try:
+        output = run_map_task(split, job, held.buckets, lambda: board.is_wanted(task))
+    except PeerLostError:
+        raise
+    except NotPairsError as error:
+        board.give_up("TypeError", f"map_reduce: {error}")
+        _raise_problem(board, error.__cause__)
+    except (TypeError, ValueError) as error:  # of a key; the map function's own make a record bad
+        board.give_up(type(error).__name__, str(error))
+        _raise_problem(board, error)
+    except Exception as error:
+        _logger.warning(
+            "map_reduce: task %d failed on rank %d: %s: %s", task, board.team.rank, type(error).__name__, error
+        )
+        held.num_retries += 1
+        if board.fail(task, _tell(error)) >= job.max_attempts:
+            failures = "\n".join(f"On rank {rank}: {text}" for rank, text in board.failures(task))
+            board.give_up(
+                "TaskError", f"map_reduce: task {task} ({split}) failed {job.max_attempts} times.\n{failures}"
+            )
+            _raise_problem(board, error)
+        return
+    if output is None or task in held.outputs:
+        return
+    held.outputs[task] = output
+    board.finish(task, output.seconds)
+    seen = Counters()
+    for one in held.outputs.values():
+        seen.num_bad_records += one.counters.num_bad_records
+    if job.max_bad_records is not None and seen.num_bad_records > job.max_bad_records:
+        board.give_up("TaskError", _say_bad(output.counters, seen.num_bad_records, job.max_bad_records))
+
+
+def _require_few_bad(job: Job, counters: Counters) -> None:
+    bad = counters.num_bad_records
+    if bad and (bad == counters.records or (job.max_bad_records is not None and bad > job.max_bad_records)):
+        raise TaskError(_say_bad(counters, bad, job.max_bad_records))
+
+
+def _say_bad(counters: Counters, bad: int, allowed: int | None) -> str:
+    shown = counters.bad_records[:1]
+    why = (
+        "all records are bad"
+        if allowed is None or bad <= allowed
+        else f"{bad:,} records are bad, and {allowed:,} may be"
+    )
+    return f"map_reduce: {why} (max_bad_records). The first:\n  " + "\n".join(
+        f"{one}\n{one.traceback}" for one in shown
+    )
+
+
+def _tell(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-4000:]
+
+
+def _raise_problem(board: Board, cause: BaseException | None = None) -> None:
+    """What one rank has said is what all raise."""
+    problem = board.problem()
+    if problem is None:
+        return
+    rank, kind, text = problem
+    where = f"{text}\n(It was found on rank {rank}.)" if board.team.size > 1 else text
+    raise _RAISED.get(kind, TaskError)(where) from (cause if rank == board.team.rank else None)
+
+
+def _report(output: MapOutput) -> TaskReport:
+    return TaskReport([[extent.length for extent in run] for run in output.runs], output.kinds, output.counters)
+
+
+def _shuffle(
+    team: Team,
+    job: Job,
+    held: Held,
+    owners: Mapping[int, int],
+    makers: Mapping[int, int],
+    reports: Sequence[TaskReport],
+) -> Iterator[tuple[int, Iterator[bytes]]]:
+    """The partitions of this rank, each with its buckets in the order of tasks and runs.
+
+    What a rank has for another is one stream, ordered by partition, task and run; from the reports both know where in
+    it each bucket lies.
+    """
+    own = {rank: sorted(p for p, owner in owners.items() if owner == rank) for rank in range(team.size)}
+    made = {rank: [task for task in sorted(makers) if makers[task] == rank] for rank in range(team.size)}
+
+    def lengths(src: int, dst: int) -> Iterator[tuple[int, int, int]]:
+        for partition in own[dst]:
+            for task in made[src]:
+                for run in reports[task].lengths:
+                    yield partition, task, run[partition]
+
+    outgoing = [
+        Stream(
+            held.buckets,
+            [run[p] for p in own[dst] for task in made[team.rank] for run in held.outputs[task].runs],
+        )
+        for dst in range(team.size)
+    ]
+    totals = [[sum(length for *_, length in lengths(src, dst)) for dst in range(team.size)] for src in range(team.size)]
+    longest = (
+        max(totals[src][dst] for src in range(team.size) for dst in range(team.size) if src != dst)
+        if team.size > 1
+        else 0
+    )
+    inbox = Spool(job.memory_bytes // 8, job.spill_folder)
+    streams = exchange(team, outgoing, [row[team.rank] for row in totals], longest, inbox, job.memory_bytes)
+    places: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for src in range(team.size):
+        at = 0
+        for partition, task, length in lengths(src, team.rank):
+            places.setdefault((partition, task), []).append((src, at, length))
+            at += length
+
+    def buckets(partition: int) -> Iterator[bytes]:
+        for task in range(len(reports)):
+            for src, at, length in places.get((partition, task), ()):
+                if length:
+                    yield streams[src].read(at, length)
+
+    for partition in own[team.rank]:
+        yield partition, buckets(partition)
+    inbox.close()
+
+
+def _reduce(job: Job, held: Held, buckets: Iterator[bytes], board: Board) -> Run:
+    runs = Spool(0, job.spill_folder)
+    begin = held.done.size
+    try:
+        grouper = Grouper(runs, job.memory_bytes // 4, listed=job.combine is None)
+        for data in buckets:
+            board.team.check_peers()
+            grouper.add(*pickle.loads(data))
+        return write_blocks(held.done, _reduced(job, grouper, board))
+    except BaseException:
+        held.done.truncate(begin)
+        raise
+    finally:
+        runs.close()
+
+
+def _write(folder: str, held: Held, partition: int, partitions: int) -> None:
+    write_part(folder, partition, partitions, read_blocks(held.done, held.results[partition]))
+
+
+def _reduced(job: Job, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
+    for number, (key, values) in enumerate(grouper.groups()):
+        if not number % _LOOK_EVERY:
+            board.team.check_peers()  # who goes on while others have given up on the group is taken for stuck
+        try:
+            value = job.reduce(key, values)
+        except Exception as error:
+            raise TaskError(
+                f"map_reduce: reduce failed for key {key!r:.200}: {type(error).__name__}: {error}\n{_tell(error)}"
+            ) from error
+        yield key, value

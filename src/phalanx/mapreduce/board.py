@@ -1,0 +1,173 @@
+"""Who does which map task: handed out through the store, one after another, to whoever has nothing to do.
+
+    claim        the next that nobody has begun                       add next
+    running      have others done it first?                           check done/TASK
+    done         the first result stands                              add done/TASK == 1
+    idle         what failed elsewhere; what a dead rank had; and
+                 what takes a straggler longer than a task takes      add runs/TASK
+
+Every rank does its own looking: there is no master that could be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx.mapreduce.team import Team
+
+_ASK_S = 0.1
+_LEAST_PATIENCE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A task that is not done, as an idle rank sees it."""
+
+    task: int
+    runs: int
+    failures: int
+    failed_here: bool
+    ran_here: bool
+    for_s: float  # for which it is known to be running, while this rank had nothing to do
+
+
+def choose_idle_task(standings: Sequence[Standing], world_size: int, patience_s: float) -> int | None:
+    """What a rank that has nothing to do should do; None: wait.
+
+    First what failed and nobody does again, by another rank than the one at which it failed, if there is one. Then the
+    straggler that runs least often.
+    """
+    for one in standings:
+        if one.failures and one.failures >= one.runs and (not one.failed_here or one.failures >= world_size):
+            return one.task
+    late = [one for one in standings if one.for_s >= patience_s and not one.ran_here]
+    return min(late, key=lambda one: (one.runs, one.task)).task if late else None
+
+
+@dataclass
+class Board:
+    """One rank's view of the tasks. `tasks` are those that are to be done, the same on every rank."""
+
+    team: Team
+    prefix: str
+    tasks: Sequence[int]
+    _done: set[int] = field(default_factory=set)
+    _failed_here: set[int] = field(default_factory=set)
+    _ran_here: set[int] = field(default_factory=set)
+    _next_ask: float = 0.0
+    _idle_since: float = 0.0
+    _took_s: list[float] = field(default_factory=list)
+    num_backups: int = 0
+
+    def _key(self, *words: object) -> str:
+        return "/".join([self.prefix, *map(str, words)])
+
+    def claim(self) -> int | None:
+        """The next task that nobody has begun; None if there is none."""
+        store = self.team.store
+        number = store.add(self._key("next"), 1) - 1
+        if number >= len(self.tasks):
+            return None
+        return self.begin(self.tasks[number])
+
+    def begin(self, task: int) -> int:
+        """This rank does it."""
+        self._ran_here.add(task)
+        number = self.team.store.add(self._key("runs", task), 1)
+        self.team.store.set(self._key("run", task, number), str(self.team.rank))
+        self._next_ask = time.monotonic() + _ASK_S
+        return task
+
+    def is_wanted(self, task: int) -> bool:
+        """Whether nobody else has done it yet; asks now and then.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        now = time.monotonic()
+        if now < self._next_ask:
+            return True
+        self._next_ask = now + _ASK_S
+        self.team.check_peers()
+        return not self._is_done(task) and self.problem() is None
+
+    def finish(self, task: int, seconds: float) -> bool:
+        """This rank has done it; whether it was the first."""
+        self._took_s.append(seconds)
+        self._done.add(task)
+        return self.team.store.add(self._key("done", task), 1) == 1
+
+    def fail(self, task: int, text: str) -> int:
+        """It failed here; how often it has, everywhere."""
+        self._failed_here.add(task)
+        number = self.team.store.add(self._key("failures", task), 1)
+        self.team.store.set(self._key("failure", task, number), json.dumps([self.team.rank, text]))
+        return number
+
+    def failures(self, task: int) -> list[tuple[int, str]]:
+        """Each failure: the rank, and what it was."""
+        keys = [self._key("failure", task, number + 1) for number in range(self._count("failure", task))]
+        return [tuple(json.loads(self.team.store.get(key))) for key in keys]
+
+    def _count(self, kind: str, task: int) -> int:
+        """How many there are; looks only, because whoever waits asks often, and a file store keeps every change."""
+        count = 0
+        while self.team.store.check([self._key(kind, task, count + 1)]):
+            count += 1
+        return count
+
+    def give_up(self, kind: str, text: str) -> None:
+        """All ranks are to hear that the job has failed; the first to say so is heard."""
+        if self.team.store.add(self._key("given-up"), 1) == 1:
+            self.team.store.set(self._key("problem"), json.dumps([self.team.rank, kind, text]))
+
+    def problem(self) -> tuple[int, str, str] | None:
+        """Why the job has failed: the rank that said so, the kind, and the text."""
+        key = self._key("problem")
+        if not self.team.store.check([key]):
+            return None
+        rank, kind, text = json.loads(self.team.store.get(key))
+        return rank, kind, text
+
+    def _is_done(self, task: int) -> bool:
+        if task not in self._done and self.team.store.check([self._key("done", task)]):
+            self._done.add(task)
+        return task in self._done
+
+    def find_idle(self) -> int | None:
+        """Something to do for a rank that finds nothing to claim; waits for it. None: all is done, or in vain.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        self._idle_since = time.monotonic()
+        patience = max(_LEAST_PATIENCE_S, sum(self._took_s) / len(self._took_s) if self._took_s else 1.0)
+        found: list[int] = []
+
+        def look() -> bool:
+            left = [task for task in self.tasks if not self._is_done(task)]
+            if not left or self.problem() is not None:
+                return True
+            choice = choose_idle_task([self._standing(task) for task in left], self.team.size, patience)
+            if choice is not None:
+                found.append(choice)
+            return choice is not None
+
+        self.team.wait_until(look)
+        if not found:
+            return None
+        self.num_backups += found[0] not in self._failed_here
+        return self.begin(found[0])
+
+    def _standing(self, task: int) -> Standing:
+        return Standing(
+            task,
+            self._count("run", task),
+            self._count("failure", task),
+            task in self._failed_here,
+            task in self._ran_here,
+            time.monotonic() - self._idle_since,
+        )

@@ -1,0 +1,69 @@
+"""What a job counted: records, pairs, bytes, and the records that its map function could not do."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+_SHOWN = 5
+_TEXT = 200
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record for which the map function raised, or that could not be decoded. It has no effect on the result."""
+
+    where: str
+    record: str
+    error: str
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, where: str, record: Any, error: BaseException) -> BadRecord:
+        """`error` was raised for `record`."""
+        shown = repr(record)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "/phalanx/mapreduce/" not in frame.filename.replace("\\", "/")]
+        return cls(
+            where,
+            shown if len(shown) <= _TEXT else f"{shown[:_TEXT]}…",
+            f"{type(error).__name__}: {error}"[: 2 * _TEXT],
+            "".join(traceback.format_list(own)),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.record}: {self.error}"
+
+
+@dataclass
+class Counters:
+    """Sums over all tasks, each counted once, whoever did it and how often. `bad_records` shows the first few."""
+
+    records: int = 0
+    num_bad_records: int = 0
+    bytes_read: int = 0
+    pairs: int = 0
+    combined_pairs: int = 0
+    bucket_bytes: int = 0
+    bad_records: list[BadRecord] = field(default_factory=list)
+
+    def add(self, other: Counters) -> None:
+        """Count what another has counted, too."""
+        for one in fields(self):
+            if one.name != "bad_records":
+                setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        self.bad_records = [*self.bad_records, *other.bad_records][:_SHOWN]
+
+    def count_bad(self, where: str, record: Any, error: BaseException) -> None:
+        """One record more that is bad."""
+        self.num_bad_records += 1
+        if len(self.bad_records) < _SHOWN:
+            self.bad_records.append(BadRecord.of(where, record, error))
+
+    def describe_bad(self) -> str:
+        """How many, and the first of them."""
+        lines = [f"{self.num_bad_records:,} of {self.records:,} records were bad:", *map(str, self.bad_records)]
+        if self.num_bad_records > len(self.bad_records):
+            lines.append(f"and {self.num_bad_records - len(self.bad_records):,} more")
+        return "\n  ".join(lines)

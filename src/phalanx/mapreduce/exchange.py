@@ -1,0 +1,44 @@
+"""The shuffle: every rank has a stream of bytes for every rank, and all_to_all carries them in rounds of bounded size.
+
+rank 0   │ for 0 │ for 1          │ for 2 │         round 0: the first chunk of each stream
+rank 1   │ for 0   │ for 1 │ for 2   │              round 1: the next …
+                                                    as many rounds as the longest stream has chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.mapreduce.spool import Extent, Spool, Stream
+from phalanx.mapreduce.team import Team
+
+_LEAST_CHUNK = 4096
+_MOST_CHUNK = 8 << 20
+
+
+def plan_rounds(longest: int, world_size: int, memory_bytes: int) -> tuple[int, int]:
+    """How many rounds, and the bytes of a stream in one: of all, sent and received, an eighth of the memory."""
+    chunk = min(max(memory_bytes // (16 * world_size), _LEAST_CHUNK), _MOST_CHUNK)
+    return -(-longest // chunk), chunk
+
+
+def exchange(
+    team: Team, outgoing: Sequence[Stream], incoming: Sequence[int], longest: int, inbox: Spool, memory_bytes: int
+) -> list[Stream]:
+    """Send a stream to each rank; what came from each is in `inbox` afterwards. Collective.
+
+    `incoming`: the length of what each rank sends. `longest` of all streams of all ranks. What a rank has for itself
+    is not moved: its stream is given back as it is.
+    """
+    rounds, chunk = plan_rounds(longest, team.size, memory_bytes)
+    arrived: list[list[Extent]] = [[] for _ in incoming]
+    for number in range(rounds):
+        start = number * chunk
+        parts = [b"" if peer == team.rank else stream.read(start, chunk) for peer, stream in enumerate(outgoing)]
+        expected = [
+            0 if peer == team.rank else max(0, min(chunk, length - start)) for peer, length in enumerate(incoming)
+        ]
+        for extents, data in zip(arrived, team.all_to_all(parts, expected), strict=True):
+            if data:
+                extents.append(inbox.append(data))
+    return [outgoing[peer] if peer == team.rank else Stream(inbox, extents) for peer, extents in enumerate(arrived)]

@@ -1,0 +1,105 @@
+"""What is to be done: the arguments of a call, checked, and the same on every rank."""
+
+from __future__ import annotations
+
+import codecs
+import operator
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.mapreduce.splits import Indexable, names_files
+
+Map = Callable[[Any], Any]
+Reduce = Callable[[Any, Iterator[Any]], Any]
+Combine = Callable[[Any, Any], Any]
+
+_LEAST_MEMORY = 1 << 20
+_BLOCK_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of `map_reduce`."""
+
+    inputs: Any
+    map: Map
+    reduce: Reduce
+    combine: Combine | None
+    partitions: int
+    gather: bool
+    output: str | None
+    memory_bytes: int
+    split_bytes: int | None
+    split_records: int | None
+    encoding: str | None
+    max_bad_records: int | None
+    max_attempts: int
+    spill_folder: str | None
+
+    def __post_init__(self) -> None:
+        for name in ("map", "reduce"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"map_reduce: {name} must be a function, got {getattr(self, name)!r:.80}")
+        if self.combine is not None and not callable(self.combine):
+            raise TypeError(f"map_reduce: combine must be a function of two values or None, got {self.combine!r:.80}")
+        for name, least in (
+            ("partitions", 1),
+            ("memory_bytes", _LEAST_MEMORY),
+            ("split_bytes", 1),
+            ("split_records", 1),
+            ("max_bad_records", 0),
+            ("max_attempts", 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("split_bytes", "split_records", "max_bad_records"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"map_reduce: {name} must be an integer, got {value!r:.80}")
+            if value < least:
+                raise ValueError(f"map_reduce: {name} must be at least {least:,}, got {value:,}")
+        if self.encoding is not None:
+            try:
+                codecs.lookup(self.encoding)
+                is_one_byte = "\n".encode(self.encoding) == b"\n"
+            except LookupError:
+                raise ValueError(f"map_reduce: Python knows no encoding {self.encoding!r}") from None
+            if not is_one_byte:
+                raise ValueError(
+                    f"map_reduce: lines of {self.encoding} cannot be found by a byte. Use encoding=None and decode in "
+                    "map, or convert the files."
+                )
+        if self.spill_folder is not None and not os.path.isdir(self.spill_folder):
+            raise ValueError(f"map_reduce: spill_folder {self.spill_folder!r} is no folder")
+
+    @property
+    def sequence(self) -> Indexable[Any] | None:
+        """The inputs, if they are no files."""
+        return None if names_files(self.inputs) else self.inputs
+
+    @property
+    def adds(self) -> bool:
+        """Whether combine is `+`, which needs no call."""
+        return self.combine is operator.add
+
+    @property
+    def block_bytes(self) -> int:
+        """What is read at once; decoded and split it is about ten times as much."""
+        return min(_BLOCK_BYTES, max(4096, self.memory_bytes // 64))
+
+    @property
+    def terms(self) -> tuple[Any, ...]:
+        """What must be the same on every rank."""
+        sequence = self.sequence
+        return (
+            self.partitions,
+            self.combine is not None,
+            self.gather,
+            self.output is not None,
+            self.memory_bytes,
+            self.split_bytes,
+            self.split_records,
+            self.encoding,
+            "files" if sequence is None else f"{len(sequence)} records",
+        )

@@ -1,0 +1,102 @@
+"""Which partition a key belongs to, on every rank of every run, and whether keys have an order.
+
+Python's own hash of a string is another one in each process. What is equal must have one hash: 1, 1.0 and True are one
+key of a dict, so they are one here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import numbers
+import uuid
+from collections.abc import Collection, Iterable
+from pathlib import PurePath
+from typing import Any
+from zlib import crc32
+
+_MASK = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15
+_NAMED = 6
+
+
+def stable_hash(key: Any) -> int:
+    """The same number for the same key in every process; equal keys have equal numbers.
+
+    Raises:
+        TypeError: nothing in a key of this type is known to be the same in every process.
+        ValueError: the key is not equal to itself (NaN).
+    """
+    if isinstance(key, enum.Enum) and not isinstance(key, str | int):
+        return crc32(f"{type(key).__qualname__}.{key.name}".encode())
+    if isinstance(key, str):
+        return crc32(key.encode("utf-8", "surrogatepass"))
+    if isinstance(key, bytes):
+        return crc32(key)
+    if isinstance(key, numbers.Real):
+        if key != key:
+            raise ValueError("map_reduce: NaN cannot be a key: it is not equal to itself")
+        return _mix(hash(key))  # of numbers it is not randomised, and equal across their types
+    if key is None:
+        return 1
+    if isinstance(key, tuple):
+        number = len(key)
+        for item in key:
+            number = _mix(number * 31 + stable_hash(item))
+        return number
+    if isinstance(key, datetime.datetime):
+        return _mix(crc32(key.isoformat().encode()) if key.tzinfo is None else hash(key.timestamp()))
+    if isinstance(key, datetime.date):
+        return _mix(key.toordinal())
+    if isinstance(key, uuid.UUID):
+        return _mix(key.int)
+    if isinstance(key, PurePath):
+        return crc32(str(key).encode("utf-8", "surrogateescape"))
+    if isinstance(key, numbers.Number) and hasattr(key, "as_tuple"):  # Decimal, which is no Real
+        return _mix(hash(key))
+    raise TypeError(
+        f"map_reduce: {key!r:.80} of type {type(key).__name__} cannot be a key.\n"
+        "Use strings, bytes, numbers, None, dates, UUIDs, paths, or tuples of those."
+    )
+
+
+def _mix(number: int) -> int:
+    """Spread what differs in high bits alone (1/2 and 1/4, as floats hash) over the low ones."""
+    number = (number & _MASK) * _MIX & _MASK
+    return number >> 32
+
+
+def partitions_of(keys: Collection[Any], types: set[type], count: int) -> Iterable[int]:
+    """The partition of each key."""
+    if types == {str}:
+        try:
+            return [number % count for number in map(crc32, map(str.encode, keys))]
+        except UnicodeEncodeError:  # half a surrogate pair
+            pass
+    return [stable_hash(key) % count for key in keys]
+
+
+def find_kinds(types: Iterable[type]) -> set[str]:
+    """The kinds of keys that are among `types`: those of one kind can be compared with each other."""
+    return {_kind_of(one) for one in types}
+
+
+def _kind_of(one: type) -> str:
+    for base, name in ((str, "str"), (bytes, "bytes"), (tuple, "tuple"), (numbers.Number, "number")):
+        if issubclass(one, base):
+            return name
+    return one.__name__
+
+
+def require_order(kinds: Collection[str]) -> None:
+    """All ranks ask this of the kinds on all ranks, so that either all of them go on or none.
+
+    Raises:
+        TypeError: keys of several kinds have no order.
+    """
+    if len(kinds) > 1:
+        named = ", ".join(sorted(kinds)[:_NAMED])
+        raise TypeError(
+            f"map_reduce: keys of different kinds cannot be sorted: {named}.\n"
+            "Let map yield keys of one kind, such as (kind, key) tuples or str(key)."
+        )

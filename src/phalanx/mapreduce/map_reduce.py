@@ -1,0 +1,157 @@
+"""The call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from phalanx.backend import rendezvous
+from phalanx.errors import DeadlineError, PeerLostError
+from phalanx.log import get_logger
+from phalanx.mapreduce import interrupted
+from phalanx.mapreduce.attempt import Held, Outcome, attempt
+from phalanx.mapreduce.job import Job
+from phalanx.mapreduce.membership import Survivors
+from phalanx.mapreduce.part_files import path_of
+from phalanx.mapreduce.result import Result, blocks_of, gather_blocks
+from phalanx.mapreduce.splits import Indexable
+from phalanx.mapreduce.spool import Spool
+from phalanx.mapreduce.team import Team
+
+_logger = get_logger(__name__)
+_Path = str | os.PathLike[str]
+
+
+def map_reduce(
+    inputs: _Path | Sequence[_Path] | Indexable[Any],
+    map: Callable[[Any], Any],
+    reduce: Callable[[Any, Iterator[Any]], Any],
+    *,
+    combine: Callable[[Any, Any], Any] | None = None,
+    partitions: int = 32,
+    gather: bool = False,
+    output: _Path | None = None,
+    memory_bytes: int = 256 << 20,
+    split_bytes: int | None = None,
+    split_records: int | None = None,
+    encoding: str | None = "utf-8",
+    max_bad_records: int | None = 100,
+    max_attempts: int = 3,
+    spill_folder: _Path | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Result:
+    """Map records to (key, value) pairs, bring those of one key together, and reduce them, on all ranks of a group.
+
+        counts = map_reduce(
+            "text/*.txt",
+            map=lambda line: [(word, 1) for word in line.split()],
+            combine=operator.add,
+            reduce=lambda word, counts: sum(counts),
+        )
+        for word, count in counts: ...
+
+    Collective; in a process without a group it does it all. The result is the same, bit by bit, with any number of
+    ranks: it depends on the inputs, the functions, how inputs are split, and `memory_bytes`, which decides where a
+    table is emptied and so how `combine` brackets values.
+
+    Arguments:
+        inputs: a file, a pattern, a list of those (a record is a line), or a sequence (a record is an item; strings
+            and paths as records: `Records([...])`). Every rank must be able to read all of it. `.gz`, `.bz2` and `.xz`
+            are read as what is in them, a file by one task.
+        map: of a record; yields or returns pairs. A record for which it raises is bad and has no effect.
+        reduce: of a key and an iterator over its values, which come in the order of the input; returns a value.
+        combine: of two values of a key; associative. It is used within a map task, so that less is sent; `reduce` then
+            gets one value for each task that has the key, or several. `operator.add` costs no call.
+        partitions: into how many parts the keys are divided, by a hash that is the same everywhere.
+        gather: every rank gets the result of all partitions; else each has those that it has reduced.
+        output: a folder for the result, a file of JSON lines a partition, written by the rank that has it.
+        memory_bytes: what a rank may hold of the data; what is more goes to `spill_folder` (default TMPDIR).
+        split_bytes, split_records: of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000 records.
+        encoding: of the lines; None: a record is bytes. A line that cannot be decoded is bad.
+        max_bad_records: with more the job fails, as it does when all are bad; None: any number.
+        max_attempts: how often a task may fail (a file that one rank cannot read), on whichever ranks.
+        group: the default group by default.
+
+    A rank that is lost: the others do again what only it had, and go on without it. Under `phalanx run`, which ends or
+    replaces ranks itself, call it inside `phalanx.elastic.run`.
+
+    Raises:
+        TypeError, ValueError: an argument; a key that cannot be one; keys that cannot be sorted. On every rank.
+        FileNotFoundError: no such input.
+        TaskError: a function failed, too many records were bad, or a task failed too often. On every rank.
+        PeerLostError: a rank was lost, and the others cannot go on by themselves.
+    """
+    job = Job(
+        inputs=inputs,
+        map=map,
+        reduce=reduce,
+        combine=combine,
+        partitions=partitions,
+        gather=gather,
+        output=None if output is None else os.fspath(output),
+        memory_bytes=memory_bytes,
+        split_bytes=split_bytes,
+        split_records=split_records,
+        encoding=encoding,
+        max_bad_records=max_bad_records,
+        max_attempts=max_attempts,
+        spill_folder=None if spill_folder is None else os.fspath(spill_folder),
+    )
+    team = Team.of(group)
+    call = interrupted.count_call(rendezvous.generation())
+    held = interrupted.take(call, job) or Held(job)
+    first, survivors = team, cast(Survivors | None, None)
+    try:
+        while True:
+            try:
+                outcome = attempt(team, job, held)
+                result = _finish(team, job, held, outcome)
+                first.store.set(f"{held.token}/finished/{first.rank}", "1")
+                break
+            except (PeerLostError, DeadlineError) as error:
+                if rendezvous.agent_address():
+                    interrupted.keep(call, job, held)
+                    held = Held(job)
+                    raise
+                survivors = survivors or _first_membership(team, held)
+                if survivors is None:
+                    raise
+                lost = getattr(error, "ranks", ()) or getattr(error, "missing", ())
+                _logger.warning("map_reduce: a rank is lost, the others do its part: %s", str(error).splitlines()[0])
+                team = survivors.regroup(team, lost)
+    finally:
+        held.buckets.close()
+    if survivors is not None:
+        result.lost = survivors.find_lost(team)
+    if result.counters.num_bad_records and team.rank == 0:
+        _logger.warning("map_reduce: %s", result.counters.describe_bad())
+    return result
+
+
+def _first_membership(team: Team, held: Held) -> Survivors | None:
+    """None where nobody knows enough of the others to go on without one."""
+    if team.group is None or not team.persons or not held.token:
+        return None
+    return Survivors(team.group, team.store, held.token, list(team.persons), team.timeout_s)
+
+
+def _finish(team: Team, job: Job, held: Held, outcome: Outcome) -> Result:
+    """Bring the partitions to where they are wanted. Collective."""
+    own = {partition: run for partition, run in held.results.items() if outcome.owners[partition] == team.rank}
+    inbox = Spool(job.memory_bytes // 8, job.spill_folder)
+    blocks = gather_blocks(team, own, held.done, inbox, job.memory_bytes) if job.gather else blocks_of(own, held.done)
+    result = Result(
+        blocks,
+        (held.done, inbox),
+        outcome.counters,
+        num_tasks=outcome.num_tasks,
+        num_retries=held.num_retries,
+        num_backups=held.num_backups,
+        group=team.group,
+    )
+    if job.output is not None:
+        result.files = tuple(path_of(job.output, number, job.partitions) for number in sorted(own))
+    return result

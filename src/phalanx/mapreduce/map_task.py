@@ -1,0 +1,102 @@
+"""One map task: the records of a split through the map function, into a bucket for each partition."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.mapreduce.counters import Counters
+from phalanx.mapreduce.job import Job
+from phalanx.mapreduce.keys import find_kinds, partitions_of
+from phalanx.mapreduce.records import read_blocks
+from phalanx.mapreduce.splits import Split
+from phalanx.mapreduce.spool import Extent, Spool
+from phalanx.mapreduce.table import Table
+
+_SLICE_S = 0.05
+_GC_THRESHOLD = 50_000
+
+
+@dataclass
+class MapOutput:
+    """What a task has left in the spool: runs, each with the extent of the bucket of every partition, in order."""
+
+    runs: list[list[Extent]] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
+    counters: Counters = field(default_factory=Counters)
+    seconds: float = 0.0
+
+
+def run_map_task(split: Split, job: Job, spool: Spool, is_wanted: Callable[[], bool]) -> MapOutput | None:
+    """Do a task; None if `is_wanted`, which is asked now and then, said no. Then nothing of it is left in the spool.
+
+    The same split gives the same output, on every rank, always: a table is emptied where the data say so, not time.
+    """
+    output = MapOutput()
+    began, begin = time.monotonic(), spool.size
+    table = Table(job, output.counters, job.memory_bytes // 3)
+    size = 1
+    try:
+        for block in read_blocks(split, job.sequence, job.encoding, job.block_bytes):
+            output.counters.bytes_read += block.num_bytes
+            for where, record, error in block.bad:
+                output.counters.records += 1
+                output.counters.count_bad(where, record, error)
+            start = 0
+            while start < len(block.items):
+                at = time.perf_counter()
+                stop = min(start + size, len(block.items))
+                table.take(block, start, stop)
+                spent = time.perf_counter() - at
+                # So many records that others are asked some twenty times a second, not more.
+                size = max(1, size * 2 if spent < _SLICE_S / 2 else size // 2 if spent > _SLICE_S * 2 else size)
+                start = stop
+                if not is_wanted():
+                    spool.truncate(begin)
+                    return None
+            if table.is_full():
+                _write_run(table, job, spool, output)
+        _write_run(table, job, spool, output)
+    except BaseException:
+        spool.truncate(begin)
+        raise
+    output.seconds = time.monotonic() - began
+    return output
+
+
+def _write_run(table: Table, job: Job, spool: Spool, output: MapOutput) -> None:
+    values = table.drain()
+    if not values:
+        return
+    types = set(map(type, values))
+    output.kinds |= find_kinds(types)
+    buckets: list[tuple[list[Any], list[Any]]] = [([], []) for _ in range(job.partitions)]
+    for (key, value), partition in zip(values.items(), partitions_of(values, types, job.partitions), strict=True):
+        keys, bucket = buckets[partition]
+        keys.append(key)
+        bucket.append(value)
+    values.clear()
+    run = []
+    for partition, bucket_of_keys in enumerate(buckets):
+        data = pickle.dumps(bucket_of_keys, protocol=5) if bucket_of_keys[0] else b""
+        buckets[partition] = ([], [])  # each is let go when it is written
+        run.append(spool.append(data))
+        output.counters.bucket_bytes += len(data)
+    output.runs.append(run)
+
+
+@contextlib.contextmanager
+def rarely_collecting() -> Iterator[None]:
+    """Inside, pairs come and go by the million, none of them garbage: the collector looks at them for nothing."""
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(max(_GC_THRESHOLD, before[0]), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -1,0 +1,71 @@
+"""The result as files: one per partition, a JSON list [key, value] a line, each there as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"part-\d{5}-of-(\d{5})\.jsonl")
+
+
+def require_own(folder: str, partitions: int) -> None:
+    """Make the folder; what is in it may be of a run with as many partitions, which is written over.
+
+    Raises:
+        ValueError: parts of another number are there, between which and ours nobody could tell.
+    """
+    os.makedirs(folder, exist_ok=True)
+    others = sorted(
+        name for name in os.listdir(folder) if (match := _NAME.fullmatch(name)) and int(match[1]) != partitions
+    )
+    if others:
+        raise ValueError(
+            f"map_reduce: {folder} holds the result of another run ({others[0]}, and this one has {partitions} "
+            "partitions). Remove it, or give another folder."
+        )
+
+
+def path_of(folder: str, number: int, partitions: int) -> Path:
+    """Where a partition is written."""
+    return Path(folder, f"part-{number:05}-of-{partitions:05}.jsonl")
+
+
+def write_part(folder: str, number: int, partitions: int, pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Write a partition; over one that is there.
+
+    Raises:
+        TypeError: a key or value cannot be written as JSON.
+        OSError: the disk cannot take it.
+    """
+    path = path_of(folder, number, partitions)
+    passing = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(passing, "w", encoding="utf-8") as file:
+            file.writelines(_line(key, value) for key, value in pairs)
+        os.replace(passing, path)
+    finally:
+        passing.unlink(missing_ok=True)
+
+
+def read_parts(folder: str | os.PathLike[str]) -> Iterable[tuple[Any, Any]]:
+    """What the parts in a folder hold, as JSON has it: file after file, each in the order of its keys."""
+    for name in sorted(os.listdir(folder)):
+        if _NAME.fullmatch(name):
+            with open(Path(folder, name), encoding="utf-8") as file:
+                for line in file:
+                    key, value = json.loads(line)
+                    yield key, value
+
+
+def _line(key: Any, value: Any) -> str:
+    try:
+        return json.dumps([key, value], ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"map_reduce: key {key!r:.80} with value {value!r:.80} cannot be written as JSON: {error}.\n"
+            "Let reduce return what JSON has, or leave `output` away and write what the result iterates over."
+        ) from error

@@ -1,0 +1,124 @@
+"""What a map_reduce leaves: keys and values in order, on this rank or on all, and how it went."""
+
+from __future__ import annotations
+
+import heapq
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.mapreduce.counters import BadRecord, Counters
+from phalanx.mapreduce.exchange import exchange
+from phalanx.mapreduce.grouper import Run
+from phalanx.mapreduce.spool import Spool, Stream
+from phalanx.mapreduce.team import Team
+
+_first = itemgetter(0)
+
+
+class Result:
+    """Iterates over (key, value), sorted by key: of this rank's partitions, or of all with `gather=True`.
+
+    It can be iterated as often as one likes, and reads from memory or from disk. `close()`, or the end of a `with`,
+    lets go of that; so does the last reference.
+
+    `counters` is what all ranks counted; `partitions` are the numbers of those that are here, `files` what this rank
+    has written of them. `num_tasks` of the map; `num_retries` that failed on this rank, `num_backups` that it did for
+    a straggler. `lost` are the ranks that were lost meanwhile, in the numbering of the group that was given, and
+    `group` is whose ranks have the rest: that group, that of those who are left, or None for one process.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[int, tuple[Stream, Sequence[int]]],
+        spools: Sequence[Spool],
+        counters: Counters,
+        *,
+        num_tasks: int,
+        num_retries: int,
+        num_backups: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._blocks = dict(blocks)
+        self._spools = tuple(spools)
+        self.counters = counters
+        self.partitions = tuple(sorted(blocks))
+        self.files: tuple[Path, ...] = ()
+        self.num_tasks = num_tasks
+        self.num_retries = num_retries
+        self.num_backups = num_backups
+        self.lost: tuple[int, ...] = ()
+        self.group = group
+
+    @property
+    def bad_records(self) -> list[BadRecord]:
+        """The first of the records that had no effect, from all ranks."""
+        return self.counters.bad_records
+
+    def partition(self, number: int) -> Iterator[tuple[Any, Any]]:
+        """The keys and values of one partition, in order.
+
+        Raises:
+            KeyError: it is not here.
+        """
+        stream, lengths = self._blocks[number]
+        return self._read(stream, lengths)
+
+    def _read(self, stream: Stream, lengths: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        at = 0
+        for length in lengths:
+            yield from pickle.loads(stream.read(at, length))
+            at += length
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return heapq.merge(*(self.partition(number) for number in self.partitions), key=_first)
+
+    def close(self) -> None:
+        """Let go of the data."""
+        self._blocks, self.partitions = {}, ()
+        for spool in self._spools:
+            spool.close()
+
+    def __enter__(self) -> Result:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        c = self.counters
+        return (
+            f"<Result of map_reduce: {c.records:,} records ({c.num_bad_records:,} bad), {c.pairs:,} pairs, "
+            f"{len(self.partitions)} partitions here>"
+        )
+
+
+def blocks_of(results: Mapping[int, Run], spool: Spool) -> dict[int, tuple[Stream, list[int]]]:
+    """The partitions that this rank has finished, as a result reads them."""
+    return {number: (Stream(spool, run), [extent.length for extent in run]) for number, run in results.items()}
+
+
+def gather_blocks(
+    team: Team, results: Mapping[int, Run], spool: Spool, inbox: Spool, memory_bytes: int
+) -> dict[int, tuple[Stream, list[int]]]:
+    """The partitions of all ranks; those of others go to `inbox`. Collective."""
+    mine = {number: [extent.length for extent in run] for number, run in sorted(results.items())}
+    told: list[dict[int, list[int]]] = team.gather(mine)
+    stream = Stream(spool, [extent for number in mine for extent in results[number]])
+    totals = [sum(map(sum, lengths.values())) for lengths in told]
+    arrived = exchange(team, [stream] * team.size, totals, max(totals) if team.size > 1 else 0, inbox, memory_bytes)
+    found: dict[int, tuple[Stream, list[int]]] = {}
+    for rank, lengths in enumerate(told):
+        at = 0
+        for number, run in lengths.items():
+            total = sum(run)
+            found[number] = (arrived[rank].part(at, total), run)
+            at += total
+    return found

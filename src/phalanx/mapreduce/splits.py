@@ -1,0 +1,165 @@
+"""What a map task reads: bytes of files, cut anywhere, or positions of a sequence. Plans are pure; sizes are given.
+
+    files    a.txt                       b.txt    c.txt.gz
+             |-----------|-----------|---|-----|  |------|
+    splits   0           1           2            3          a compressed file cannot be entered in its middle
+
+A split is cut by bytes, and says nothing of records: whoever reads it takes the lines that begin in it.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+Item = TypeVar("Item", covariant=True)
+COMPRESSED = (".gz", ".bz2", ".xz")
+
+_LEAST_SPLIT_BYTES = 1 << 20
+_MOST_SPLIT_BYTES = 32 << 20
+_MOST_SPLIT_RECORDS = 1000
+_USUAL_SPLITS = 32  # of a small input: enough to spread over ranks of any number
+
+
+class Indexable(Protocol[Item]):
+    """A sequence, as a map-style dataset of PyTorch is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Item: ...
+
+
+class Records(Generic[Item]):
+    """A sequence whose items are the records, also where they are strings or paths, which else would name files."""
+
+    def __init__(self, items: Indexable[Item]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int, /) -> Item:
+        return self._items[index]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `start` to `stop` of a file; all of it, however long, where `stop` is None."""
+
+    path: str
+    start: int
+    stop: int | None
+
+
+@dataclass(frozen=True)
+class FileSplit:
+    """Pieces of one or several files."""
+
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """Positions `start` to `stop` of the sequence."""
+
+    start: int
+    stop: int
+
+
+Split = FileSplit | SequenceSplit
+
+
+def names_files(inputs: Any) -> bool:
+    """Whether `inputs` are files: a path, a pattern, or a list of those. Everything else is a sequence of records.
+
+    Raises:
+        TypeError: neither.
+    """
+    if isinstance(inputs, str | os.PathLike):
+        return True
+    if isinstance(inputs, list | tuple) and inputs and all(isinstance(one, str | os.PathLike) for one in inputs):
+        return True
+    if isinstance(inputs, bytes) or not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
+        raise TypeError(
+            f"map_reduce: inputs is a {type(inputs).__name__}. Give a path, a pattern such as 'text/*.txt', a list of "
+            "those, or a sequence of records (with len() and [index])."
+        )
+    return False
+
+
+def find_files(inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[tuple[str, int]]:
+    """The files that `inputs` name, with their sizes: patterns in sorted order, the rest in the order given.
+
+    Raises:
+        FileNotFoundError: a path or pattern leads to no file.
+        ValueError: one leads to a folder or a device.
+    """
+    found: list[str] = []
+    problems = []
+    for one in [inputs] if isinstance(inputs, str | os.PathLike) else inputs:
+        name = os.fspath(one)
+        if not os.path.exists(name) and glob.has_magic(name):
+            matches = sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
+            if not matches:
+                problems.append(f"no file matches {name!r}")
+            found += matches
+        elif not os.path.exists(name):
+            problems.append(f"there is no file {name!r}")
+        else:
+            found.append(name)
+    if problems:
+        told = "\n  ".join(problems[:8])
+        raise FileNotFoundError(
+            f"map_reduce: {told}\nIf these are records and not files, say so: phalanx.mapreduce.Records([...])."
+        )
+    if others := [name for name in found if not os.path.isfile(name)]:
+        raise ValueError(f"map_reduce: {others[0]!r} is no regular file. For a folder give a pattern: 'folder/*.txt'.")
+    return [(os.path.abspath(name), os.path.getsize(name)) for name in found]
+
+
+def plan_file_splits(files: Sequence[tuple[str, int]], split_bytes: int | None = None) -> list[FileSplit]:
+    """Cut files of these sizes into splits of `split_bytes` each, the last one shorter.
+
+    Small files share a split. The plan depends on the sizes alone: not on ranks, so that results do not, either.
+    """
+    total = sum(size for _, size in files)
+    span = split_bytes or min(max(total // _USUAL_SPLITS, _LEAST_SPLIT_BYTES), _MOST_SPLIT_BYTES)
+    splits: list[FileSplit] = []
+    pieces: list[Piece] = []
+    room = span
+
+    def end() -> None:
+        nonlocal pieces, room
+        if pieces:
+            splits.append(FileSplit(tuple(pieces)))
+        pieces, room = [], span
+
+    for path, size in files:
+        if Path(path).suffix in COMPRESSED:
+            if size > room:
+                end()
+            pieces.append(Piece(path, 0, None))
+            room -= size
+            if room <= 0:
+                end()
+            continue
+        start = 0
+        while start < size:
+            stop = min(start + room, size)
+            pieces.append(Piece(path, start, stop))
+            room -= stop - start
+            start = stop
+            if room <= 0:
+                end()
+    end()
+    return splits
+
+
+def plan_sequence_splits(length: int, split_records: int | None = None) -> list[SequenceSplit]:
+    """Cut the positions of a sequence into splits of `split_records` each, the last one shorter."""
+    span = split_records or max(1, min(length // _USUAL_SPLITS, _MOST_SPLIT_RECORDS))
+    return [SequenceSplit(start, min(start + span, length)) for start in range(0, length, span)]

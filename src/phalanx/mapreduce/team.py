@@ -1,0 +1,237 @@
+"""The ranks that do the job together: what they say to each other, and how one of them is missed.
+
+A team is a process group, or this process alone. Whatever goes wrong between ranks comes out as `PeerLostError`, with
+those of whom it is known; over Gloo, which names nobody, a rank of this host is missed by its process.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.shared import rehearses
+from phalanx.coordination.rank_info import host_identity
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError
+from phalanx.symmetric_memory.watch import ProcessId
+
+_LOOK_S = 0.2  # how often it is asked whether the others live
+_LONGEST_PAUSE_S = 0.02
+_MOURN_S = 5.0  # a connection breaks before its process is gone
+
+
+class Store(Protocol):
+    """What is needed of torch's store."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value, which is there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, which begins at zero; the sum."""
+        ...
+
+
+class OwnStore:
+    """The store of a process that is alone."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+        self._values[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        """The value, which is there."""
+        return self._values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, which begins at zero; the sum."""
+        number = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(number).encode()
+        return number
+
+
+@dataclass(frozen=True)
+class Person:
+    """The process of a rank. `number` is the rank that it had when the job began, which it keeps."""
+
+    number: int
+    host: str
+    process: ProcessId
+
+    @classmethod
+    def of_self(cls, number: int) -> Person:
+        """This process."""
+        return cls(number, host_identity(), ProcessId.of_self())
+
+
+@dataclass
+class Team:
+    """One membership. `group` is None for a process that is alone."""
+
+    group: dist.ProcessGroup | None
+    store: Store
+    persons: list[Person] = field(default_factory=list)
+    _next_look: float = 0.0
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, persons: Sequence[Person] = ()) -> Team:
+        """The team of a group, by default the default group, if there is one. `persons` by rank, if they are known.
+
+        Raises:
+            ValueError: this rank is not in the group.
+        """
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("map_reduce: this rank is not in the group; only those that are may call it")
+        if group is None or group.size() == 1 or rehearses(group):
+            return cls(None, OwnStore(), [Person.of_self(0 if group is None else max(group.rank(), 0))])
+        _, store = dist.distributed_c10d._world.pg_map[group]
+        return cls(group, cast(Store, store), list(persons))
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def timeout_s(self) -> float:
+        """What an operation of the group may take."""
+        assert self.group is not None
+        if isinstance(self.group, PhalanxProcessGroup):
+            return self.group._timeout_s
+        return float(self.group._get_backend(self._device()).options._timeout.total_seconds())
+
+    # -- words ---------------------------------------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank says, by rank. Collective."""
+        if self.group is None:
+            return [value]
+        data = pickle.dumps(value, protocol=5)
+        lengths = [int(length) for length in self._exchange_lengths([len(data)] * self.size)]
+        return [pickle.loads(found) for found in self.all_to_all([data] * self.size, lengths)]
+
+    def all_to_all(self, parts: Sequence[bytes], lengths: Sequence[int]) -> list[bytes]:
+        """Give each rank its part; what came from each, whose length is known. Collective."""
+        if self.group is None:
+            return [parts[0]]
+        device = self._device()
+        joined = bytearray(b"".join(parts))
+        send = (
+            torch.frombuffer(joined, dtype=torch.uint8).to(device)
+            if joined
+            else torch.empty(0, dtype=torch.uint8, device=device)
+        )
+        receive = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        self._run(
+            lambda: dist.all_to_all_single(
+                receive, send, list(lengths), [len(part) for part in parts], group=self.group, async_op=True
+            )
+        )
+        view = memoryview(cast(Any, receive.cpu().numpy()))
+        found, start = [], 0
+        for length in lengths:
+            found.append(bytes(view[start : start + length]))
+            start += length
+        return found
+
+    def _exchange_lengths(self, lengths: Sequence[int]) -> list[int]:
+        send = torch.tensor(lengths, dtype=torch.int64, device=self._device())
+        receive = torch.empty_like(send)
+        self._run(lambda: dist.all_to_all_single(receive, send, group=self.group, async_op=True))
+        found: list[int] = receive.tolist()
+        return found
+
+    def _device(self) -> torch.device:
+        assert self.group is not None
+        devices = self.group._device_types
+        if torch.device("cpu") in devices:
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _run(self, begin: Callable[[], Any]) -> None:
+        try:
+            work = begin()
+            if not isinstance(self.group, PhalanxProcessGroup):
+                # A rank of Gloo whose neighbours live would wait for them for minutes, and they have given up.
+                self.wait_until(work.is_completed)
+            work.wait()
+        except (PeerLostError, MismatchError, DeadlineError):
+            raise
+        except RuntimeError as error:  # DistBackendError and DistNetworkError are among them
+            raise self._lost(error) from error
+
+    # -- who is there --------------------------------------------------------------------------------------------
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Ask again and again.
+
+        Raises:
+            PeerLostError: meanwhile a rank has ended.
+        """
+        pause = 0.0005
+        while not is_so():
+            self.check_peers()
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    def check_peers(self) -> None:
+        """Look, now and then, whether the others live.
+
+        Raises:
+            PeerLostError: one has ended.
+        """
+        now = time.monotonic()
+        if self.group is None or now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        if ended := self.find_ended():
+            raise PeerLostError(self._say_ended(ended), ranks=ended)
+
+    def find_ended(self) -> tuple[int, ...]:
+        """Those whose process is known to be gone: the ranks of this host that are."""
+        if not self.persons:
+            return ()
+        me = self.persons[self.rank]
+        return tuple(
+            rank
+            for rank, person in enumerate(self.persons)
+            if rank != self.rank and person.host == me.host and person.process.has_ended()
+        )
+
+    def _lost(self, error: RuntimeError) -> PeerLostError:
+        until = time.monotonic() + _MOURN_S
+        while not (ended := self.find_ended()) and time.monotonic() < until:
+            time.sleep(_LONGEST_PAUSE_S)
+        said = self._say_ended(ended) if ended else f"map_reduce: an operation of the group failed: {error}"
+        return PeerLostError(said, ranks=ended)
+
+    def _say_ended(self, ranks: tuple[int, ...]) -> str:
+        named = ", ".join(f"{rank} (pid {self.persons[rank].process.pid})" for rank in ranks)
+        return f"map_reduce: rank{'s' * (len(ranks) > 1)} {named} {'have' if len(ranks) > 1 else 'has'} ended"

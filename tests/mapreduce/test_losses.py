@@ -1,0 +1,76 @@
+"""A rank that is killed, whenever, changes nothing of the result: the others do its part."""
+
+import operator
+import os
+import random
+import signal
+from collections import Counter
+
+import pytest
+
+from phalanx.mapreduce import map_reduce
+from phalanx.testing import run_ranks
+
+STRIKES = 4
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    rng = random.Random(2)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(" ".join(f"w{int(rng.expovariate(0.01))}" for _ in range(6)) for _ in range(3000)))
+    return path
+
+
+def struck(rank, world_size, path, victims, gather):
+    """Word count, in which each of `victims` (rank -> number of a call of its functions) kills itself."""
+    calls = 0
+
+    def strike():
+        nonlocal calls
+        calls += 1
+        if calls == victims.get(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def count(line):
+        strike()
+        for word in line.split():
+            yield word, 1
+
+    def add_up(word, counts):
+        strike()
+        return sum(counts)
+
+    result = map_reduce(
+        path, count, add_up, combine=operator.add, gather=gather, split_bytes=4000, partitions=8, memory_bytes=1 << 20
+    )
+    if rank in victims:
+        os.kill(os.getpid(), signal.SIGKILL)  # it was not struck: its share was small
+    return dict(result), result.lost, 1 if result.group is None else result.group.size()
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_the_others_do_what_a_killed_rank_has_done_and_would_have(text, backend):
+    """The first call of all, in the middle of map, at the end of map, in reduce; then at random."""
+    want = Counter(text.read_text().split())
+    rng = random.Random(backend)
+    at = [1, 400, 1000, 1100] + [rng.randrange(1, 1500) for _ in range(STRIKES - 4)]
+    for number in range(STRIKES):
+        world_size = 2 + number % 3
+        victim = rng.randrange(world_size)
+        ranks = run_ranks(struck, world_size, text, {victim: at[number]}, True, backend=backend, lost=(victim,))
+        for rank, told in enumerate(ranks):
+            if rank != victim:
+                assert told[0] == want, (world_size, victim, at[number])
+                assert told[1:] in (((victim,), world_size - 1), ((), world_size))
+
+
+def test_two_ranks_of_four_may_be_killed_and_each_partition_is_still_somewhere(text):
+    want = Counter(text.read_text().split())
+    for victims in ({0: 1, 3: 1}, {1: 20, 2: 60}):  # few: however little of the map a rank gets
+        ranks = run_ranks(struck, 4, text, victims, False, lost=tuple(victims))
+        left = [told for told in ranks if told is not None]
+        assert len(left) == 2
+        assert [told[1:] for told in left] == [(tuple(victims), 2)] * 2
+        assert sum(len(told[0]) for told in left) == len(want)
+        assert {**left[0][0], **left[1][0]} == want

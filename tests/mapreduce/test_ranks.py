@@ -1,0 +1,214 @@
+"""Any number of ranks gives what one process gives, bit by bit, and hears of a mistake on any of them."""
+
+import operator
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.mapreduce import map_reduce
+from phalanx.mapreduce.attempt import plan_owners
+from phalanx.mapreduce.board import Standing, choose_idle_task
+from phalanx.testing import run_ranks
+
+
+def count(line):
+    for word in line.split():
+        yield word, 1
+
+
+def add_up(key, values):
+    return sum(values)
+
+
+def fractions(number):
+    """Values whose sum depends on the order in which they are added."""
+    rng = random.Random(number)
+    yield number % 5, rng.uniform(-1, 1) * 10 ** rng.randrange(12)
+
+
+def all_of(rank, world_size, folder):
+    """Many jobs, one after another, in one group; the results of each."""
+    found = []
+    for split_bytes, memory, combine in [(50, 1 << 20, operator.add), (333, 1 << 26, None), (10**6, 1 << 20, None)]:
+        for gather in (True, False):
+            result = map_reduce(
+                [f"{folder}/*.txt"], count, add_up, combine=combine, gather=gather, split_bytes=split_bytes,
+                memory_bytes=memory, partitions=5, max_bad_records=None,
+            )  # fmt: skip
+            found.append((list(result), result.partitions, result.counters.records, result.counters.num_bad_records))
+    for combine in (operator.add, None):
+        result = map_reduce(range(3000), fractions, lambda k, v: sum(v), combine=combine, gather=True, split_records=70)
+        found.append(([(key, value.hex()) for key, value in result], (), 0, 0))
+    with map_reduce(
+        range(40), lambda n: [(n % 3, "x" * 10**5)], lambda k, v: len("".join(v)), memory_bytes=1 << 20
+    ) as big:
+        found.append((list(big), big.partitions, 0, 0))
+    out = f"{folder}/out-{world_size}"
+    result = map_reduce([f"{folder}/*.txt"], count, add_up, output=out, partitions=3, max_bad_records=None)
+    assert all(path.is_file() for path in result.files)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_results_do_not_depend_on_the_number_of_ranks(tmp_path, backend):
+    rng = random.Random(11)
+    for number in range(4):
+        lines = [bytes(rng.choices(b"abc \xff\n", (5, 5, 5, 9, 0.1, 2), k=300)) for _ in range(number)]
+        (tmp_path / f"{number}.txt").write_bytes(b"\n".join(lines))
+    alone = all_of(0, 1, tmp_path)
+    lines = [line for n in range(4) for line in (tmp_path / f"{n}.txt").read_bytes().split(b"\n")]
+    text = b" ".join(line for line in lines if b"\xff" not in line)
+    assert dict(alone[0][0]) == Counter(text.decode().split())
+    parts = [path.read_bytes() for path in sorted((tmp_path / "out-1").iterdir())]
+    for world_size in (2, 3, 4) if backend == "phalanx" else (3,):
+        ranks = run_ranks(all_of, world_size, tmp_path, backend=backend)
+        for number, whole in enumerate(alone):
+            each = [found[number] for found in ranks]
+            if each[0][1] == whole[1]:  # gathered: all have all
+                assert all(one == whole for one in each)
+            else:
+                assert sorted(pair for one in each for pair in one[0]) == whole[0]
+                assert sorted(p for one in each for p in one[1]) == list(whole[1])
+                assert all(one[2:] == whole[2:] for one in each)
+        written = sorted((tmp_path / f"out-{world_size}").iterdir())
+        assert [path.read_bytes() for path in written] == parts
+
+
+def mistakes(rank, world_size, folder):
+    """What each rank hears, job after job, in a group that goes on."""
+
+    def hear(*args, **kwargs):
+        try:
+            map_reduce(*args, **kwargs)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return "nothing", ""
+
+    def yields_nonsense(number):
+        return [7] if number == 3 else [(number, 1)]
+
+    def divide(key, values):
+        return 1 // (key - 5)
+
+    def mixed(number):
+        return [(str(number) if number == 3 else number, 1)]
+
+    def bad(number):
+        raise ArithmeticError("bad luck")
+
+    def reads(path):
+        return [(path, 1)]
+
+    told = [
+        hear([f"{folder}/nothing*"], count, add_up),
+        hear(range(9), yields_nonsense, add_up),
+        hear(range(9), lambda n: [(n, n)], divide),
+        hear(range(9), mixed, add_up),
+        hear(range(900), bad, add_up, split_records=10),
+        hear(range(9 + rank), lambda n: [(n, 1)], add_up),
+        hear(range(9), lambda n: [({1}, 1)], add_up),
+        hear(range(9), lambda n: [(n, 1)], lambda k, v: {1}, output=f"{folder}/out"),
+    ]
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        told.append(hear([1], reads, add_up, group=dist.GroupMember.NON_GROUP_MEMBER))
+    else:
+        told.append(
+            ("nothing", str(dict(map_reduce(range(5), lambda n: [(n % 2, 1)], add_up, gather=True, group=group))))
+        )
+    return told
+
+
+def test_a_mistake_is_heard_on_every_rank_and_the_group_goes_on(tmp_path):
+    ranks = run_ranks(mistakes, 3, tmp_path)
+    want = [
+        ("FileNotFoundError", "no file matches"),
+        ("TypeError", "map must yield (key, value) pairs, and yielded 7"),
+        ("TaskError", "reduce failed for key 5: ZeroDivisionError"),
+        ("TypeError", "keys of different kinds cannot be sorted: number, str"),
+        ("TaskError", "ArithmeticError: bad luck"),
+        ("ValueError", "rank 2: (32, False, False, False, 268435456, None, None, 'utf-8', '11 records')"),
+        ("TypeError", "cannot be hashed"),
+        ("TypeError", "cannot be written as JSON"),
+    ]
+    for told in ranks:
+        for (kind, text), (want_kind, want_text) in zip(told, want, strict=False):
+            assert (kind, want_text in text) == (want_kind, True), (kind, text)
+    assert ranks[0][-1] == ranks[1][-1] == ("nothing", "{0: 3, 1: 2}")
+    assert "this rank is not in the group" in ranks[2][-1][1]
+
+
+def unreadable_on_rank_1(rank, world_size):
+    """A sequence that rank 1 cannot read: the others do its tasks, and it theirs again never."""
+
+    class Data:
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            if rank == 1:
+                raise MemoryError("no room here")
+            return index
+
+    result = map_reduce(Data(), lambda n: [(n, n)], add_up, split_records=1, gather=True, max_attempts=3)
+    return dict(result), result.num_retries
+
+
+def test_a_task_that_fails_on_one_rank_is_done_by_another():
+    ranks = run_ranks(unreadable_on_rank_1, 3)
+    assert [result for result, _ in ranks] == [{n: n for n in range(12)}] * 3
+    assert ranks[0][1] == ranks[2][1] == 0
+
+
+def straggling(rank, world_size, folder):
+    """Rank 0 does not get on with its task before another rank has come to the end of that one."""
+    folder = Path(folder)
+
+    def slow(number):
+        if rank == 0:
+            (folder / "rank 0 has begun").touch()
+            wait_for(folder / f"{number // 30 * 30 + 29} by another")
+        else:
+            wait_for(folder / "rank 0 has begun")
+            (folder / f"{number} by another").touch()
+        return [(number % 3, 1)]
+
+    result = map_reduce(range(60), slow, add_up, split_records=30, gather=True)
+    return dict(result), result.num_backups, result.counters.records
+
+
+def wait_for(path):
+    until = time.monotonic() + 40
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.001)
+
+
+def test_the_task_of_a_straggler_is_done_by_another_rank_too_and_counts_once(tmp_path):
+    ranks = run_ranks(straggling, 2, tmp_path)
+    assert [result for result, _, _ in ranks] == [{0: 20, 1: 20, 2: 20}] * 2
+    assert [backups for _, backups, _ in ranks] == [0, 1]
+    assert ranks[0][2] == 60
+
+
+def test_plans_of_who_reduces_and_what_an_idle_rank_does():
+    assert plan_owners(range(5), {}, 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0}
+    assert plan_owners(range(5), {0: 0, 1: 0, 2: 1}, 3) == {3: 2, 4: 1}
+    assert plan_owners([], {}, 3) == {}
+
+    def standing(task, runs=1, failures=0, failed_here=False, ran_here=False, for_s=0.0):
+        return Standing(task, runs, failures, failed_here, ran_here, for_s)
+
+    assert choose_idle_task([standing(1)], 2, 1.0) is None
+    assert choose_idle_task([standing(1, for_s=2.0)], 2, 1.0) == 1  # a straggler's
+    assert choose_idle_task([standing(1, for_s=2.0, ran_here=True)], 2, 1.0) is None
+    assert choose_idle_task([standing(1, 2, for_s=2), standing(4, for_s=2)], 2, 1.0) == 4
+    assert choose_idle_task([standing(1, failures=1)], 2, 1.0) == 1  # failed elsewhere
+    assert choose_idle_task([standing(1, failures=1, failed_here=True, ran_here=True)], 2, 1.0) is None
+    assert choose_idle_task([standing(1, runs=2, failures=1)], 2, 1.0) is None  # somebody does it again
+    assert choose_idle_task([standing(1, 2, 2, True, True)], 2, 1.0) == 1  # it failed everywhere
+    assert choose_idle_task([standing(1, 1, 1, True, True)], 1, 1.0) == 1  # there is nobody else
