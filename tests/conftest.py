@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strikes", type=int, default=4, help="kills and stops at random in one elastic job")
     parser.addoption("--strikes-seed", type=int, default=0, help="by which they are drawn")
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
+    parser.addoption(
+        "--stage-kills", type=int, default=3, help="ranks of pipelines killed at random cells of schedules"
+    )
     parser.addoption("--elastic-kills", type=int, default=6, help="ranks of elastic jobs killed at random places")
 
 

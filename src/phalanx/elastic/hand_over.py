@@ -103,6 +103,24 @@ class ShardedPart:
         self._optimizer.load_kept_state(value["state"])
 
 
+class SlicesPart:
+    """Options of an optimizer that is shared with other ranks, and this rank's slices of its state, cut as they are."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def show(self) -> Any:
+        """Options of each group, and the state of each slice by the number of the parameter."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        return {"groups": groups, "state": self._optimizer.shard_state_dict()["state"]}
+
+    def take(self, value: Any) -> None:
+        """Set both."""
+        for mine, theirs in zip(self._optimizer.param_groups, value["groups"], strict=True):
+            mine.update(theirs)
+        self._optimizer.load_shard(value["state"])
+
+
 class StatefulPart:
     """Whatever has `state_dict` and `load_state_dict`."""
 

@@ -29,7 +29,7 @@ from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, LOST, MEET, 
 from phalanx.elastic.random_state import RandomStates
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords
-from phalanx.elastic.stages import StageRecords, require_same_stages, why_not_kept
+from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.log import get_logger
@@ -419,6 +419,7 @@ class ElasticJob:
         reached(REBIND)
         for module in state._modules:
             rebind_module(module, old, self._group)
+        rebind_sharded(state)
         record = self._find_record(number, standings)
         reached(HAND_OVER)
         StageRecords.hand_over(self._stages, state, number, keeper, holders, self._group)

@@ -22,6 +22,7 @@ from phalanx.elastic.membership import JobEndedError
 from phalanx.elastic.records import RankRecords
 from phalanx.elastic.state import State
 from phalanx.optim.kept_state import KeptState
+from phalanx.partition.owners import owner_of
 
 _LOAD = "Start again, with a new Pipeline and the last checkpoint (phalanx.CheckpointManager)."
 
@@ -106,13 +107,27 @@ class StageRecords:
 
 def why_not_kept(state: State, group: Any) -> str:
     """Why a stage that is lost can't be had back; empty where it can."""
-    if state._sharded or state._rounds:
-        return "a Pipeline with an optimizer that is shared with other ranks is not kept"
+    if state._rounds:
+        return "a Pipeline with LocalSGD or DiLoCo is not kept"
     if not all(pipe.spans(group) for pipe in state._pipelines):
-        return "a Pipeline in a mesh, or on some of the ranks only, is not kept"
+        return "a Pipeline on some of the ranks only is not kept"
+    data_groups = [pipe.data_group for pipe in state._pipelines]
+    if any(all(one.process_group is not group for group in data_groups) for one in state._sharded):
+        return "an optimizer that is shared with other ranks than the replicas of its stage is not kept"
     if not shares_memory(group):
         return "its ranks share no memory, so the stage's weights went with it"
     return ""
+
+
+def rebind_sharded(state: State) -> None:
+    """Let optimizers that replicas share use their new groups; states come later. Collective."""
+    for optimizer in state._sharded:
+        owner = owner_of(optimizer)
+        group = next(pipe.data_group for pipe in state._pipelines if pipe is owner)
+        number = [optimizer.num_updates]
+        dist.broadcast_object_list(number, group=group, group_src=0)
+        assert group is not None
+        optimizer.regroup(group, 0, number[0])
 
 
 def require_same_stages(state: State, why: str, size: int, standings: Sequence[Standing], group: Any) -> None:
@@ -155,5 +170,5 @@ def require_same_stages(state: State, why: str, size: int, standings: Sequence[S
 def name_stages(state: State, ranks: Sequence[int]) -> str:
     """Those of some ranks, in words."""
     pipe = state._pipelines[0]
-    named = [f"stage {', '.join(map(str, pipe.stages_of(rank)))} (rank {rank})" for rank in ranks]
+    named = [f"stage {', '.join(map(str, pipe.stages_of(pipe.pipeline_rank(rank))))} (rank {rank})" for rank in ranks]
     return " and ".join(named) or "no stage"

@@ -23,7 +23,7 @@ from phalanx.ddp import DistributedDataParallel
 from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.global_batch import GlobalBatch
-from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart, ValuePart
+from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, SlicesPart, StatefulPart, ValuePart
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
 from phalanx.elastic.rebind import averaging_modules
@@ -413,6 +413,8 @@ class State:
         for thing in self._things.values():
             if isinstance(thing, nn.Module):
                 parts.append(ModulePart(thing, buffers=True))
+            elif thing in self._sharded:
+                parts.append(SlicesPart(thing))
             elif isinstance(thing, Optimizer):
                 parts.append(OptimizerPart(thing))
             elif not isinstance(thing, DistributedSampler):

@@ -113,6 +113,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.gather_gradients = gather_gradients
         self._optimizer_class = optimizer_class
+        self._given = dict(defaults)  # AdamW's own have one that its constructor does not take
         self._undo = Undo(self.process_group) if self.world_size > 1 else None
         self._shared: list[SharedParameters] = []
         self._shards: list[list[ParameterShard]] = []  # of each group, this rank's
@@ -157,7 +158,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         ask_for_gradients(shared.parameters, None if self.gather_gradients else mine, self.process_group)
         local_group = {**_options(group), "params": [shard.tensor for shard in shards]}
         if self._local is None:
-            self._local = build_local(self._optimizer_class, local_group, self.defaults, cuts=self._cut)
+            self._local = build_local(self._optimizer_class, local_group, self._given, cuts=self._cut)
             self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
         else:
             self._local.add_param_group(local_group)
@@ -344,6 +345,27 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Take this rank's part of what `kept_state` gave."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._take_state({parameters[number]: state for number, state in whole.items()})
+
+    def load_shard(self, state: Mapping[int, Any]) -> None:
+        """Take the "state" of a `shard_state_dict` of a rank of this number, in a group of this size.
+
+        Raises:
+            ValueError: its slices are others.
+        """
+        numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        shards = {numbers[shard.parameter]: shard for group in self._shards for shard in group}
+        for number, part in state.items():
+            mine = shards.get(number)
+            if mine is None or (mine.part.start, mine.part.stop) != (part["start"], part["stop"]):
+                raise ValueError(
+                    f"ZeroRedundancyOptimizer.load_shard on rank {self.rank}: elements {part['start']} to "
+                    f"{part['stop']} of parameter {number} are not this rank's"
+                )
+        self.optim.state.clear()
+        for number, part in state.items():
+            self.optim.state[shards[number].tensor] = dict(part["state"])
+        self._moving = None
+        self._pass_options()
 
     # -- state ---------------------------------------------------------------------------------------------------
 

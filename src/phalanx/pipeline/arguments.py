@@ -41,6 +41,18 @@ def find_groups(
     return group, None
 
 
+def form_anew(mesh: DeviceMesh) -> None:
+    """Give a mesh groups in the default group of now; the old ones are gone. Collective over that."""
+    new = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    vars(mesh).update(vars(new))  # the object that the program has goes on
+
+
+def place_in(mesh: DeviceMesh, rank: int) -> int:
+    """Where a rank of the job is along a mesh's axis of pipelines."""
+    axis = (mesh.mesh_dim_names or ()).index("pipeline")
+    return int((mesh.mesh == rank).nonzero()[0, axis])
+
+
 def check_arguments(
     micro_batches: int, ranks: int, schedule: str, checkpoint: str, reduction: str, outputs: str, balance: Any
 ) -> None:

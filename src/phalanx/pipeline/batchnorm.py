@@ -79,6 +79,11 @@ class MiniBatchStatistics:
         """Drop what was noted: the step failed."""
         self._seen = {}
 
+    def regroup(self, replicas: dist.ProcessGroup | None) -> None:
+        """Go on with other replicas; the step failed."""
+        self._replicas = replicas
+        self._seen = {}
+
 
 class _Watch:
     """Runs a layer on buffers of its own, which then hold the statistics of the micro-batch."""

@@ -18,7 +18,7 @@ from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
 from phalanx.pipeline import micro_batches as batches
 from phalanx.pipeline.agreement import agree_on_cut, require_same_cut
-from phalanx.pipeline.arguments import check_arguments, find_groups
+from phalanx.pipeline.arguments import check_arguments, find_groups, form_anew, place_in
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.cut import (
     Balance,
@@ -126,6 +126,7 @@ class Pipeline(StageModule):
         require_one_owner_of_buffers(layers, parts)
         self.plan: CutPlan = describe_cut(layers, parts, planned, reason, costs)
         self._costs, self._counts = costs, counts
+        self._mesh = mesh
         self._take_own(module, parts, planned, device, init_fn, data_group)
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -181,26 +182,44 @@ class Pipeline(StageModule):
         """The stages on a rank of the pipeline."""
         return self._plan(self._micro_batches, True).stages_of(rank)
 
+    def pipeline_rank(self, rank: int) -> int:
+        """The rank in its pipeline of a rank of the job."""
+        return rank if self._mesh is None else place_in(self._mesh, rank)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks with this one's stages in other pipelines; None if there are no replicas."""
+        return self._data_group
+
     def spans(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether its stages are on the ranks of `group`, without replicas."""
-        return self._group is group and self._data_group is None
+        """Whether its stages, with their replicas, are on the ranks of `group`."""
+        if self._mesh is None or group is None:
+            return self._group is group
+        return sorted(self._mesh.mesh.flatten().tolist()) == list(range(group.size()))
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on in `group`, where each rank has the stages that it had, or that of its number had. Collective.
 
+        In a mesh `group` has all of its ranks; the mesh, the same object, has groups of the new one afterwards.
         Parameters and buffers stay as they are: whoever is new has got them from elsewhere, or will.
 
         Raises:
             ValueError: the group has another size.
             MismatchError: a rank has other stages than the first.
         """
-        if group.size() != self._size:
-            raise ValueError(f"Pipeline.regroup: its {self._size} ranks can't go on as {group.size()}")
+        size = self._size if self._mesh is None else self._mesh.mesh.numel()
+        if group.size() != size:
+            raise ValueError(f"Pipeline.regroup: its {size} ranks can't go on as {group.size()}")
+        if self._mesh is not None:
+            form_anew(self._mesh)
+            group, self._data_group = find_groups(self._mesh, None)
         require_same_cut(self._counts, group)
         self._group, self._rank = group, group.rank()
+        if self._replicas is not None and self._data_group is not None:
+            self._replicas.group = self._data_group
+        self._statistics.regroup(self._data_group)
         self._wire.regroup(group)
         self._executor.forget()
-        self._statistics.forget()
         self._tied.forget()
         self._shared, self._failed, self._without_values = False, "", []
 
