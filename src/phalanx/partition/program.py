@@ -29,11 +29,14 @@ class Program:
         self._results = tuple(results)
         steps = [(layer.name, node) for layer in layers for node in layer.nodes]
         last_use = {source: at for at, (_, node) in enumerate(steps) for source in node.all_input_nodes}
-        self._steps: list[tuple[str, fx.Node, Callable[..., Any], tuple[fx.Node, ...], bool, bool]] = [
+        self._steps: list[
+            tuple[str, fx.Node, Callable[..., Any], tuple[fx.Node, ...], tuple[fx.Node, ...], bool, bool]
+        ] = [
             (
                 name,
                 node,
                 _function(root, node),
+                tuple(node.all_input_nodes),
                 tuple(n for n in node.all_input_nodes if last_use[n] == at and n not in self._results),
                 _is_simple(node),
                 node in marked,
@@ -52,12 +55,12 @@ class Program:
         """The results, from the values that come from elsewhere. Marked nodes run in a context of `inside()`."""
         env = dict(values)
         self.running = True  # and stays so if a layer raises
-        for name, node, function, done, simple, is_marked in self._steps:
+        for name, node, function, arguments, done, simple, is_marked in self._steps:
             self.at = name
             began = 0.0 if self.seconds is None else time.perf_counter()
             with inside() if is_marked else _NOTHING:
                 if simple:
-                    env[node] = function(*[env[argument] for argument in node.all_input_nodes])
+                    env[node] = function(*[env[argument] for argument in arguments])
                 else:
                     args, kwargs = self._arguments(node, env)
                     env[node] = function(*args, **kwargs)

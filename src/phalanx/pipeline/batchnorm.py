@@ -8,7 +8,7 @@ model sees that gets the mini-batch at once: one update a step, with mean and va
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,9 +33,12 @@ class MiniBatchStatistics:
         ]
         self._seen: dict[nn.Module, list[tuple[float, Tensor, Tensor]]] = {}
 
-    @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measured(self) -> AbstractContextManager[None]:
         """While this lasts, layers in training note the statistics of what they get; the running ones stay."""
+        return self._watched() if self._layers else nullcontext()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         hooks = []
         for layer in self._layers:
             if layer.training:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
@@ -93,7 +94,7 @@ class Executor:
                 micro_batches = len(work.inputs)
             self.schedule = work.plan(micro_batches)
             for stage in self.stages.values():
-                stage.most = self.schedule.in_flight(stage.index)
+                stage.begin(self.schedule.in_flight(stage.index))
             self._seed = self._random.draw_seed() if work.training else 0
             for action in self.schedule.orders[self._rank]:
                 self.at = action
@@ -126,12 +127,14 @@ class Executor:
     def _forward(self, stage: Stage, micro_batch: int, work: Work) -> float:
         inputs: dict[fx.Node, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
+        state: Tensor | None = None
         if stage.index == 0:
             inputs = dict(work.inputs[micro_batch])
-            step = Step(len(work.inputs), work.rows[micro_batch], sum(work.rows))
-            state = None
+            step = Step(len(work.inputs), work.rows[micro_batch], sum(work.rows), self._seed + micro_batch)
         else:
-            (state, *values), step = self._receive(stage.index - 1, stage.index)
+            values, step = self._receive(stage.index - 1, stage.index)
+            if step.has_state:
+                state, *values = values
             self._unpack(stage, stage.index - 1, values, inputs, leaves)
             for source in stage.part.receives:
                 if source != stage.index - 1:
@@ -140,9 +143,10 @@ class Executor:
         begin = time.perf_counter()
         if work.training:
             if state is None:
-                self._random.seed(self._seed + micro_batch)
+                self._random.seed(step.seed)
             else:
                 self._random.set(state)
+            before = self._random.get()
         finish = None
         if stage.index == self._num_stages - 1 and work.finish is not None:
             made_of, whose = work.finish, step
@@ -169,11 +173,13 @@ class Executor:
             if target == self._num_stages:
                 continue
             values, needs = sends.get(target, ([], []))
-            if target == stage.index + 1:
-                values, needs = (
-                    [self._random.get() if work.training else None, *values],
-                    [*([False] if work.training else []), *needs],
-                )
+            if target == stage.index + 1 and work.training:
+                now = self._random.get()
+                if state is not None or not torch.equal(before, now):
+                    step = replace(step, has_state=True)
+                    self._send(Edge(stage.index, target), [now, *values], [False, *needs], step)
+                    step = replace(step, has_state=False)
+                    continue
             self._send(Edge(stage.index, target), values, needs, step)
         return begin
 

@@ -1,8 +1,8 @@
 """The random state of a micro-batch: where it begins, and how it goes from stage to stage.
 
 Micro-batch i of a step begins with the seed s + i, where s is drawn from the program's own generator when the step
-begins, and its state goes through the stages with it. So dropout does what it does in this loop, however the model is
-cut:
+begins, and goes through the stages with it; from the first stage on that has drawn a number, so does the state. So
+dropout does what it does in this loop, however the model is cut:
 
     s = torch.randint(2**62, ()).item()
     for i, (x, y) in enumerate(zip(inputs.chunk(m), targets.chunk(m))):

@@ -15,6 +15,7 @@ torch.distributed.pipelining, which can't be had without its stages.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -59,6 +60,13 @@ class Schedule:
 
     def in_flight(self, stage: int) -> int:
         """How many micro-batches a stage holds at most between forward and the end of backward."""
+        return self._in_flight[stage]
+
+    @functools.cached_property
+    def _in_flight(self) -> tuple[int, ...]:
+        return tuple(self._most_in_flight(stage) for stage in range(self.num_stages))
+
+    def _most_in_flight(self, stage: int) -> int:
         held = most = 0
         for action in self.orders[self.rank_of(stage)]:
             if action.stage == stage:
@@ -94,6 +102,11 @@ def plan_schedule(
             f"schedule {name!r} has one stage on each rank: {num_stages} stages cannot be spread over {num_ranks} "
             "ranks. Take as many stages as ranks, or schedule 'interleaved'."
         )
+    return _plan(name, num_ranks, micro_batches, num_stages, training)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(name: str, num_ranks: int, micro_batches: int, num_stages: int, training: bool) -> Schedule:
     orders = tuple(
         tuple(_order(name, rank, num_ranks, num_stages, micro_batches) if training
               else _forwards(rank, num_ranks, num_stages // num_ranks, micro_batches))

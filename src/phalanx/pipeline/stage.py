@@ -75,8 +75,14 @@ class Stage:
         self._sizes: tuple[int, int, int, int] | None = None
         """What a micro-batch keeps for its backward; and what more of it, if weights are left for later."""
         self.in_flight: dict[int, InFlight] = {}
-        self.most = 1
-        """How many micro-batches the schedule lets be in flight here."""
+        self._most = 1
+        self._fruitless: set[bool] = set()
+        """Whether convolutions were looked for, too, where this step's graphs had nothing to be made apart."""
+
+    def begin(self, most: int) -> None:
+        """A step begins, in which at most so many micro-batches are in flight here."""
+        self._most = most
+        self._fruitless.clear()
 
     def forward(
         self,
@@ -107,7 +113,7 @@ class Stage:
         some = recompute and (any(leaves.values()) or any(p.requires_grad for p in self.parameters))
         for target, nodes in self.part.sends.items():
             values = [results[node] for node in nodes]
-            tensors = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
+            tensors = flat_tensors(values)
             needs = [training and (t.requires_grad or (some and t.is_floating_point())) for t in tensors]
             sends[target] = (values, needs)
             if training:
@@ -143,13 +149,17 @@ class Stage:
         With `later_weights` there will be a call of `backward_weights`, some time, for all that can be left for it.
         """
         held = self.in_flight[micro_batch]
-        if self._weights is None:
+        if self._weights is None or True in self._fruitless:
             return
         roots = _roots(held)
         leaves = any(held.leaves.values())
         later = leaves and (later_weights or self._has_room(roots, held.recomputed))
+        if later in self._fruitless:
+            return
         held.weights = self._weights.find(roots, convolutions=later)
         held.at_once = not later
+        if held.weights is None:
+            self._fruitless.add(later)
 
     def _has_room(self, roots: Sequence[Tensor], recomputed: bool) -> bool:
         """Whether the weights of a micro-batch can be left until it is sent, in memory that the schedule takes anyway.
@@ -161,7 +171,7 @@ class Stage:
             found = self._weights.find(roots, convolutions=True)
             self._sizes = (saved_bytes(roots), *(found.extra_bytes if found is not None else (0, 0, 0)))
         saved, outputs, inputs, largest = self._sizes or (0, 0, 0, 0)
-        now, most = (1, 1) if recomputed else (len(self.in_flight), self.most)
+        now, most = (1, 1) if recomputed else (len(self.in_flight), self._most)
         return outputs + inputs + (now - 1) * saved <= _TOLERATED * most * saved + largest
 
     def backward(
@@ -272,4 +282,6 @@ def _copy(value: Any) -> Any:
 
 def flat_tensors(values: Sequence[Any]) -> list[Tensor]:
     """The tensors in nested values."""
+    if all(isinstance(value, Tensor) for value in values):
+        return list(values)
     return [leaf for leaf in tree_flatten(list(values))[0] if isinstance(leaf, Tensor)]

@@ -36,7 +36,7 @@ class Forms:
             ValueError: a tensor has another dtype, or another size in a dimension other than the first.
         """
         for node, value in zip(nodes, values, strict=True):
-            leaves = tree_flatten(value)[0]
+            leaves = [value] if isinstance(value, Tensor) else tree_flatten(value)[0]
             for leaf in leaves:
                 if not isinstance(leaf, (Tensor, *_CONSTANTS)):
                     raise TypeError(

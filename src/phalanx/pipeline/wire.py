@@ -4,13 +4,15 @@ A message is a header of fixed size, then what it announces. Where the header sa
 both map, nothing follows. The form of the values (how they nest, their dtypes and all dimensions but the first) is sent
 only when it is another than the last time on the same edge.
 
-    header   status | micro-batches of the step | rows of this one | rows of all | bytes of the form | (rows, place) ...
+    header   status | bytes of the form | of the step: micro-batches, rows of this one, rows of all, seed, has_state
+             | (rows, place) of each tensor
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from phalanx.backend.lending import Lending
 
 _WORDS = 64
-_FIXED = 5
+_FIXED = 7
 _MOST = (_WORDS - _FIXED) // 2
 _TAG = 1_000_000  # above what programs use on the same group
 _STAGES, _NUMBERS = 512, 2048  # stages and ranks, and pipelines, with tags of their own: all fit into 31 bits
@@ -49,11 +51,17 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What all stages must know of a step: its micro-batches, the rows of this one and of all."""
+    """What all stages must know of a step: its micro-batches, the rows of this one and of all.
+
+    `seed`: that of this micro-batch. `has_state`: some stage has drawn numbers; then the first of the values is the
+    state of the generators after that.
+    """
 
     micro_batches: int
     rows: int
     all_rows: int
+    seed: int = 0
+    has_state: bool = False
 
 
 class StageFailedError(PhalanxError):
@@ -66,7 +74,10 @@ class StageLostError(PeerLostError):
 
 @dataclass(frozen=True)
 class _Form:
-    """Values without their data: `leaves` has (dtype, dimensions after the first, needs a gradient) or a constant."""
+    """Values without their data: `leaves` has (dtype, dimensions after the first, needs a gradient) or a constant.
+
+    `tree` is empty if the values are the leaves.
+    """
 
     tree: str
     leaves: tuple[Any, ...]
@@ -113,7 +124,8 @@ class Wire:
 
     def send_values(self, edge: Edge, values: Sequence[Any], needs_grad: Sequence[bool], step: Step) -> None:
         """Send nested values; `needs_grad` says for each tensor in them whether its gradient is wanted back."""
-        leaves, tree = tree_flatten(list(values))
+        plain = all(isinstance(value, Tensor) for value in values)
+        leaves, tree = (values, None) if plain else tree_flatten(list(values))
         wanted = iter(needs_grad)
         described: list[Any] = []
         tensors: list[Tensor] = []
@@ -126,7 +138,7 @@ class Wire:
         news = b""
         if self._sent.get(edge) != (tree, described):
             self._sent[edge] = (tree, described)
-            news = _Form(treespec_dumps(tree), tuple(described)).encode()
+            news = _Form("" if tree is None else treespec_dumps(tree), tuple(described)).encode()
         rows = [0 if t.dim() == 0 else t.shape[0] for t in tensors]
         self._post(edge, step, news, rows, tensors)
 
@@ -135,7 +147,7 @@ class Wire:
         self._post(edge, step, b"", [0] * len(grads), grads)
 
     def _post(self, edge: Edge, step: Step, news: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
-        header = [_VALUES, step.micro_batches, step.rows, step.all_rows, len(news)]
+        header = [_VALUES, len(news), step.micro_batches, step.rows, step.all_rows, step.seed, int(step.has_state)]
         places = [self._place(tensor) for tensor in tensors]
         for count, place in zip(rows, places, strict=True):
             header += [count, place]
@@ -143,7 +155,7 @@ class Wire:
         dst, tag = self._rank_of[edge.target], self._tag(edge)
         if size > _WORDS:
             raise ValueError(f"at most {_MOST} tensors may go from a stage to another, got {len(tensors)}")
-        self._send(torch.tensor(header + [0] * (_WORDS - len(header))), dst, tag)
+        self._send(_words(header), dst, tag)
         if news:
             self._send(torch.frombuffer(bytearray(news), dtype=torch.uint8), dst, tag)
         for tensor, place in zip(tensors, places, strict=True):
@@ -201,14 +213,14 @@ class Wire:
             StageFailedError, StageLostError: the stage there failed, or lost a peer; the message is its own.
         """
         header, step, src, tag = self._header(edge)
-        if header[4]:
+        if header[1]:
             form: _Form = pickle.loads(
-                self._receive(torch.empty(header[4], dtype=torch.uint8), src, tag).numpy().tobytes()
+                self._receive(torch.empty(header[1], dtype=torch.uint8), src, tag).numpy().tobytes()
             )
-            self._forms[edge] = form, treespec_loads(form.tree)
+            self._forms[edge] = form, treespec_loads(form.tree) if form.tree else None
         form, tree = self._forms[edge]
         words = iter(header[_FIXED:])
-        leaves = []
+        leaves: list[Any] = []
         for leaf in form.leaves:
             if isinstance(leaf, _Array):
                 rows, place = next(words), next(words)
@@ -217,8 +229,7 @@ class Wire:
                 leaves.append(tensor.requires_grad_() if leaf.needs_grad else tensor)
             else:
                 leaves.append(leaf)
-        values: list[Any] = tree_unflatten(leaves, tree)
-        return values, step
+        return leaves if tree is None else tree_unflatten(leaves, tree), step
 
     def receive_gradients(self, edge: Edge, like: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of `like`, which were sent the other way; None where there is none.
@@ -245,9 +256,9 @@ class Wire:
         src, tag = self._rank_of[edge.source], self._tag(edge)
         header: list[int] = self._receive(torch.empty(_WORDS, dtype=torch.int64), src, tag).tolist()
         if header[0] in (_FAILED, _LOST):
-            text = self._receive(torch.empty(header[4], dtype=torch.uint8), src, tag).numpy().tobytes().decode()
+            text = self._receive(torch.empty(header[1], dtype=torch.uint8), src, tag).numpy().tobytes().decode()
             raise StageLostError(text) if header[0] == _LOST else StageFailedError(text)
-        return header, Step(header[1], header[2], header[3]), src, tag
+        return header, Step(header[2], header[3], header[4], header[5], bool(header[6])), src, tag
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> Tensor:
         self._group.recv([tensor], src, tag).wait()
@@ -278,7 +289,7 @@ class Wire:
         `lost`: it is a rank that is gone; who hears of it shall raise what they would if they had seen it themselves.
         """
         data = text.encode()
-        header = torch.tensor([_LOST if lost else _FAILED, 0, 0, 0, len(data)] + [0] * (_WORDS - _FIXED))
+        header = _words([_LOST if lost else _FAILED, len(data)])
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         works = []
         try:
@@ -289,3 +300,8 @@ class Wire:
                 work.wait(timedelta(seconds=_FAREWELL_S))
         except RuntimeError:  # a peer is gone, which the others hear anyway
             pass
+
+
+def _words(header: list[int]) -> Tensor:
+    """A header of its fixed size."""
+    return torch.frombuffer(array("q", header + [0] * (_WORDS - len(header))), dtype=torch.int64)
