@@ -1,6 +1,7 @@
 """Ranks in containers of one machine: other process numbers, other networks, other users, other names."""
 
 import ctypes
+import itertools
 import os
 from datetime import timedelta
 
@@ -105,16 +106,31 @@ def test_one_host_of_two_names_is_one_host(tmp_path) -> None:
     assert first[2]
 
 
-def _identity(rank, world_size, namespaces):
-    return contained(lambda: (os.uname().nodename, host_identity()), namespaces=(namespaces,))
+def _identity(rank, world_size, namespaces, pipes):
+    def look():
+        found = os.uname().nodename, host_identity()
+        os.write(pipes[1 - rank][1], b".")  # a namespace whose processes have ended gives its number to the next one
+        os.read(pipes[rank][0], 1)
+        return found
+
+    return contained(look, namespaces=(namespaces,))
+
+
+def _identities(namespace):
+    pipes = [os.pipe(), os.pipe()]
+    try:
+        return run_ranks(_identity, 2, namespace, pipes, init=False)
+    finally:
+        for end in itertools.chain(*pipes):
+            os.close(end)
 
 
 @pytest.mark.parametrize("namespace", ["net", "user"])
 def test_two_hosts_of_one_name_are_two_hosts(namespace) -> None:
-    first, second = run_ranks(_identity, 2, namespace, init=False)
+    first, second = _identities(namespace)
     assert first[0] == second[0] == os.uname().nodename
     assert len({first[1], second[1], host_identity()}) == 3
 
 
 def test_a_pid_namespace_makes_no_host() -> None:
-    assert {identity for _, identity in run_ranks(_identity, 2, "pid", init=False)} == {host_identity()}
+    assert {identity for _, identity in _identities("pid")} == {host_identity()}

@@ -82,7 +82,7 @@ def calls(rng):
         ([], lambda s: s.multi_set(texts, [value] * len(texts))),
         ([], lambda s: s.multi_set(["a", "b"], [value])),
         ([], lambda s: s.queue_push(queue, value)),
-        ([queue], lambda s: s.queue_pop(queue, block)),
+        ([queue] if block else [], lambda s: s.queue_pop(queue, block)),
         ([], lambda s: s.queue_len(queue)),
         ([], lambda s: s.has_extended_api()),
         ([], lambda s: s.timeout),

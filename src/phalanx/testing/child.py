@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -48,6 +49,9 @@ class Task:
 def work(task: Task) -> None:
     """Join the group, call the function, leave the group, and write down how it went."""
     die_with_parent(task.parent)
+    # What the parent has made is not looked at again by this rank's collections: each would copy all of its pages, and
+    # end objects that live on there (a store's thread that is not in this process cannot be joined: SIGABRT).
+    gc.freeze()
     os.setpgrp()  # so that the parent can end this rank together with whatever it started
     with task.stack_path.open("w") as stack:
         faulthandler.enable(stack)
