@@ -83,7 +83,7 @@ def test_the_random_state_travels_from_where_numbers_are_drawn():
     def received(rank, world_size):
         layers = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 4), nn.Dropout(0.5)]
         torch.manual_seed(3)
-        pipe = Pipeline(nn.Sequential(*layers), balance=[1, 1, 1, 1], loss_fn=functional.mse_loss)
+        pipe = Pipeline(nn.Sequential(*layers), balance=[1, 2, 1, 1], loss_fn=functional.mse_loss)
         x = torch.ones(16, 4)
         loss = pipe.step(x, target=x)
         return sum(len(form.leaves) for edge, (form, _) in pipe._wire._forms.items() if edge.target == rank), loss
