@@ -55,6 +55,20 @@ def test_rounds_of_gradients_are_counted_apart() -> None:
     assert silent(log, now_s=10) == []
 
 
+def test_a_round_of_an_earlier_reducer_with_the_same_number_is_not_the_one_that_the_others_are_in() -> None:
+    """A rank that was stopped after the first step, behind which a wrapper makes another reducer, was never found: it
+    had been in the first round of gradients, and the others waited in the first round."""
+    first = record(1, 1, 2, kind=GRADIENTS)
+    log = group([first, record(1, 3, kind=GRADIENTS)], [first])
+    assert [s.pid for s in silent(log, now_s=10)] == [101]
+    assert silent(log, now_s=10, standing={101: 4}) == [Silent(101, 6.0, (100,), "gradients #1 (train.py:1)")]
+    done = record(1, 2.5, 4, kind=GRADIENTS)
+    assert silent(group([first, record(1, 3, kind=GRADIENTS)], [first, done]), now_s=10) == []
+    # who is stopped there himself keeps nobody waiting who has been there and gone
+    log = group([record(1, 5, kind=GRADIENTS)], [done])
+    assert silent(log, now_s=10, standing={100: 6}) == []
+
+
 def test_a_process_that_is_stopped_inside_an_operation_holds_up_the_others_there() -> None:
     log = group([record(7, 3)], [record(7, 2)])
     assert silent(log, now_s=10) == []

@@ -200,6 +200,9 @@ class Attempt(HostRanks):
         who = f"the zygote (pid {zygote.pid}), from which the ranks are forked,"
         said = f"phalanx run: {who} ended: {how}. The ranks go on"
         adopted.adopt(zygote.pid, {pid: rank for pid, rank in ranks.items() if pid not in adopted})
+        adopted.signal(
+            signal.SIGKILL, [rank for pid, rank in ranks.items() if self.elastic.is_evicted(pid)], group=True
+        )
         zygote.control.close()
         try:
             if self._stillborn == _MAX_STILLBORN:
@@ -283,7 +286,8 @@ class Attempt(HostRanks):
             why = f"it had done nothing for {accused.silent.silent_s:.1f} s"
         why += f" (--evict-after {self._plan.settings.evict_after_s:g})"
         if self.elastic.claims(accused.rank, accused.pid):
-            self._host.display.say(told)
+            if not self.elastic.is_evicted(accused.pid):  # else the zygote, or the kernel, takes its time to end it
+                self._host.display.say(told)
             self.do_elastic(self.elastic.evict(accused.rank, why, time.monotonic()))
         else:
             self._evicted[accused.pid] = f"It was killed: {text} (--evict-after).\n\n{stack}".rstrip()

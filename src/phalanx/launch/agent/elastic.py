@@ -228,9 +228,13 @@ class Elastic:
             return [Say(f"phalanx run: rank {self.rank_of(seat)} (pid {member.pid}): {said}"), Continue(seat)]
         if member.report is None:
             self._evicted[member.pid] = f"killed: {why}"
-        self._undying[seat] = now + DYING_S
+        self._undying.setdefault(seat, now + DYING_S)
         self._plan_due()
         return [Evict(seat, why)]
+
+    def is_evicted(self, pid: int) -> bool:
+        """Whether this process was to be killed because it kept the others waiting, and has not ended yet."""
+        return pid in self._evicted
 
     def give_up(self) -> GiveUp:
         """What was lost and not decided is an ordinary failure from now on."""

@@ -242,8 +242,15 @@ class HostRanks:
         self.on_exit(Exit(rank, pid, status, at, self._evicted.pop(pid, dump)))
         self.pages.drop(pid)
 
+    def hear_ranks(self) -> None:
+        """All that elastic ranks of this host have said until now."""
+        for fd in self.links.fds:
+            for rank, pid, message in self.links.read(fd):
+                self.on_rank_message(rank, pid, message)
+
     def on_exit(self, exit: Exit) -> None:
         """The process of a rank has ended; all that it said was heard."""
+        self.hear_ranks()  # first, or the last who is known to hold the state ends before others have said that they do
         for pid in self._processes.pids.values():
             progress = self.pages.read(pid)
             if progress is not None and progress.state is not None:

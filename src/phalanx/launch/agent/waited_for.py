@@ -59,7 +59,8 @@ def find_silent(
             for member in group.ranks:
                 if member.pid not in pids or member.left or not member.came:
                     continue
-                has_come = any(r.seq >= seq for r in member.records if _counter(r) == counted)
+                waiters = [record for pid, record in inside.items() if pid not in standing_ns]
+                has_come = _has_come(member.records, counted, seq, waiters)
                 if member.pid in standing_ns:
                     others = [r.enter_ns for pid, r in inside.items() if pid != member.pid]
                     if not others or (has_come and member.pid not in inside):
@@ -84,6 +85,19 @@ def find_silent(
 def _counter(record: Record) -> str:
     """What the operation is counted in: rounds of gradients have numbers of their own."""
     return "gradients" if record.kind == GRADIENTS else "calls"
+
+
+def _has_come(records: Sequence[Record], counted: str, seq: int, waiters: Sequence[Record]) -> bool:
+    """Whether who has these records has come to an operation in which `waiters` are.
+
+    Rounds of gradients are counted by each reducer: of those of another, or of an earlier one (a wrapper makes another
+    after its first step), with such a number it had left the last one before the others came.
+    """
+    came = (record for record in records if _counter(record) == counted and record.seq >= seq)
+    if counted == "calls" or not waiters:
+        return any(came)
+    latest_ns = max(record.enter_ns for record in waiters)
+    return any(record.leave_ns == 0 or record.leave_ns >= latest_ns for record in came)
 
 
 def _running(groups: Sequence[GroupLog]) -> set[int]:

@@ -386,6 +386,7 @@ class LeaderAttempt(Attempt):
             self.on_report(report)
 
     def _lose(self, member: int, why: str) -> None:
+        self.hear_ranks()  # first, as in on_exit
         node = self._peers.lose(member, why)
         now = time.monotonic()
         if node is None:
