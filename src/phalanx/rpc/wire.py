@@ -32,9 +32,10 @@ class Kind(enum.IntEnum):
     RELEASE = 6  # these segments are free again
     FORGET = 7  # these segments will not come again
     FETCH = 8  # the object that a reference means
+    PART = 9  # of the workers among themselves, to who has called, before the answer
 
 
-REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH = (int(kind) for kind in Kind)
+REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, PART = (int(kind) for kind in Kind)
 
 
 class Frame:

@@ -62,7 +62,7 @@ class Agent:
         self.on_lost: list[Callable[[Member], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.serving = Serving(options.num_worker_threads, self._handle, self.flush, self._tick)
-        self.connections = Connections(name, number, host, options, self.serving, self._lose, self._take_answer)
+        self.connections = Connections(name, number, host, options, self.serving, self._lose, self._take_back)
         self.me = self.connections.me
         self.peers = self.connections.peers
         self.peer = self.connections.peer
@@ -163,6 +163,15 @@ class Agent:
             self._fail(peer, call)
         return connection
 
+    def tell_back(self, to: Member, name: str, argument: Any) -> None:
+        """As `tell`, to one who waits for an answer of ours: its thread that waits hears it."""
+        connection = self.peer(to).calls_us
+        if connection is None:
+            self.tell(to, name, argument)
+        else:
+            payload = serialize((name, argument), to)
+            connection.send(wire.PART, 0, payload.data, b"", payload.buffers)
+
     def _fail(self, peer: Peer, call: Call) -> None:
         text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
         if call.number:
@@ -207,10 +216,17 @@ class Agent:
             call = self._take_answer(connection, frame)
             if call is not None:
                 call.future.rang()
-        elif kind == wire.CONTROL:
+        elif kind == wire.CONTROL or kind == wire.PART:
             self._take_control(connection, frame)
         elif kind == wire.FETCH:
             self._take_fetch(connection, frame)
+
+    def _take_back(self, connection: Any, frame: Frame) -> None:
+        """Of a thread that reads what it waits for."""
+        if frame.kind == wire.PART:
+            self._take_control(connection, frame)
+        else:
+            self._take_answer(connection, frame)
 
     def _take_answer(self, connection: Any, frame: Frame) -> Call | None:
         """Of the leader, or a thread that reads: an answer has come; the call that it is of, which has it now."""

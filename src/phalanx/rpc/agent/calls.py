@@ -51,6 +51,7 @@ class Peer:
         self.member = member
         self.calls: dict[int, Call] = {}
         self.connection: Any = None
+        self.calls_us: Any = None  # the connection on which it does
         self.connecting = threading.Lock()
         self.lost = ""  # why it will not answer any more
         self._most_calls = most_calls

@@ -123,9 +123,8 @@ class Connections:
 
     def _welcome(self, member: Member, sock: socket.socket, fd_sock: socket.socket) -> None:
         self.membership.learn(member)
-        self.peer(member)
         self._watch(member)
-        self._add(sock, fd_sock, member)
+        self.peer(member).calls_us = self._add(sock, fd_sock, member)
 
     def meet_containers(self) -> None:
         """Let workers in that are on this host and do not see this process in their /proc."""
@@ -208,7 +207,7 @@ class Connections:
         if peer.lost or member.uid == self.me.uid:
             return
         peer.lost = self._gone[member.uid] = why
-        peer.connection = None
+        peer.connection = peer.calls_us = None
         if not self._closed:
             self.membership.forget(member)
         self._lost(peer)

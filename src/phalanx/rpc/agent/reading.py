@@ -26,7 +26,6 @@ import torch
 from torch.futures import Future
 
 from phalanx import _core
-from phalanx.rpc import wire
 from phalanx.rpc.agent.serving import LATE_S, Serving, Spin
 from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.wire import Frame
@@ -54,8 +53,19 @@ class Answer(Future[T]):
         """The answer."""
         reading = self.reading
         if reading is not None and not torch._C.Future.done(self):
-            reading.wait(self)
+            reading.read_until(self, self._wait)
         return torch._C.Future.wait(self)  # type: ignore[no-any-return]
+
+    def _wait(self) -> None:
+        torch._C.Future.wait(self)
+
+    def has_come(self) -> bool:
+        """Whether it is there; changes nothing."""
+        return torch._C.Future.done(self)
+
+    def hear(self, callback: Callable[[Any], Any]) -> None:
+        """As `add_done_callback`, of one who will wait for it as well, and whose callback is short."""
+        torch._C.Future.add_done_callback(self, callback)
 
     def then(self, callback: Any) -> Any:
         """As torch's."""
@@ -86,18 +96,26 @@ class Caller(Protocol):
     calls: dict[int, Any]  # that are under way
 
 
+class Awaited(Protocol):
+    """What a thread reads for. Who lets it come in another thread tells the reading: `ring`."""
+
+    def has_come(self) -> bool:
+        """Whether it is there."""
+
+
 class _Turn:
     """Of one thread. `busy_since`: when it began to hand out answers, or 0."""
 
-    __slots__ = ("busy_since", "future")
+    __slots__ = ("awaited", "busy_since", "thread")
 
-    def __init__(self, future: Answer[Any]) -> None:
-        self.future = future
+    def __init__(self, awaited: Awaited) -> None:
+        self.awaited = awaited
+        self.thread = threading.get_ident()
         self.busy_since = 0.0
 
 
 class Reading:
-    """Of one connection on which `caller` calls. `take(connection, frame)` hands out an answer."""
+    """Of one connection on which `caller` calls. `take(connection, frame)` hands out what has come."""
 
     def __init__(
         self,
@@ -130,16 +148,16 @@ class Reading:
         if self._is_muted and self._turn is None and self._num_waits < self._needed_waits:
             self.unmute()
 
-    def wait(self, future: Answer[Any]) -> None:
-        """Read until it is done; or, if another thread reads, only wait."""
-        turn = self._begin(future, 0)
+    def read_until(self, awaited: Awaited, wait: Callable[[], None]) -> None:
+        """Read until it has come, or the connection ends; `wait` for it if another thread reads."""
+        turn = self._begin(awaited, 0)
         if turn is None:
             with self._lock:  # whoever reads sees it when it leaves; and it may just have left
                 self._num_others += 1
             try:
-                turn = self._begin(future, 1)
+                turn = self._begin(awaited, 1)
                 if turn is None:
-                    torch._C.Future.wait(future)
+                    wait()
                     return
             finally:
                 with self._lock:
@@ -151,11 +169,11 @@ class Reading:
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
-    def _begin(self, future: Answer[Any], most_others: int) -> _Turn | None:
+    def _begin(self, awaited: Awaited, most_others: int) -> _Turn | None:
         """The turn of this thread; None if another one has it, or several wait: then the leader reads for all."""
         if self._turn is not None or self._num_others > most_others:
             return None
-        turn = _Turn(future)
+        turn = _Turn(awaited)
         with self._lock:
             if self._turn is not None or self._is_closed:
                 return None
@@ -168,9 +186,9 @@ class Reading:
         return turn
 
     def _read_until_done(self, turn: _Turn) -> None:
-        future, pending, connection = turn.future, self._pending, self._connection
+        awaited, pending, connection = turn.awaited, self._pending, self._connection
         fd, bell = connection.socket.fileno(), self._bell
-        while not future.done() and self._turn is turn:
+        while not awaited.has_come() and self._turn is turn:
             if not pending:
                 found = _core.wait_ready(fd, bell, self._spin.begin(), 1000)
                 self._spin.end()
@@ -184,13 +202,12 @@ class Reading:
                     pending.extend(frames)
             turn.busy_since = time.monotonic()
             while pending and self._turn is turn:
-                self._hand_out(pending.popleft(), future)
+                self._hand_out(pending.popleft(), awaited)
             turn.busy_since = 0.0
 
-    def _hand_out(self, frame: Frame, mine: Answer[Any]) -> None:
+    def _hand_out(self, frame: Frame, mine: Awaited) -> None:
         call = self._caller.calls.get(frame.call)
-        is_answer = frame.kind == wire.REPLY or frame.kind == wire.ERROR
-        if not is_answer or (call is not None and call.future is not mine and call.future.has_callbacks):
+        if call is not None and call.future is not mine and call.future.has_callbacks:
             self._serving.incoming.append((self._connection, frame))
             self._serving.wake()
         else:
@@ -212,10 +229,10 @@ class Reading:
             if self._num_others or self._num_waits < self._needed_waits:
                 self.unmute()
 
-    def ring(self, future: Answer[Any]) -> None:
-        """If a thread reads until this is done: it is."""
+    def ring(self, awaited: Awaited) -> None:
+        """If another thread reads until this has come: it has."""
         turn = self._turn
-        if turn is not None and turn.future is future:
+        if turn is not None and turn.awaited is awaited and turn.thread != threading.get_ident():
             with self._lock:
                 if not self._is_closed:
                     os.eventfd_write(self._bell, 1)

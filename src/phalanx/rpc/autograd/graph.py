@@ -150,6 +150,7 @@ class Send:
     """A message of this worker's: `output` keeps its graph."""
 
     message: MessageId
+    to: int  # the uid of who has it
     output: Tensor
     reached: Reached
 
@@ -176,7 +177,9 @@ def reach(nodes: Iterable[Any]) -> Reached:
     return Reached(leaves, received)
 
 
-def make_send(tensors: Sequence[Tensor], context_id: int, uid: int, number: int) -> tuple[Send, set[MessageId]] | None:
+def make_send(
+    tensors: Sequence[Tensor], context_id: int, to: int, uid: int, number: int
+) -> tuple[Send, set[MessageId]] | None:
     """Note that these tensors leave, and the message's ancestors; None if nothing is being recorded (no_grad)."""
     output: Tensor = SendRpc.apply(*tensors)  # type: ignore[no-untyped-call]
     node: Any = output.grad_fn
@@ -186,7 +189,7 @@ def make_send(tensors: Sequence[Tensor], context_id: int, uid: int, number: int)
     ancestors = reached.ancestors(context_id)
     depth = max((one[0] for one in ancestors), default=0) + 1
     node.message = (depth, uid, number)
-    return Send(node.message, output, reached), ancestors
+    return Send(node.message, to, output, reached), ancestors
 
 
 def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, ancestors: Iterable[MessageId]) -> Any:

@@ -31,7 +31,7 @@ class AutogradHook:
             return None
         if to.uid not in context.known and to.uid != self._uid:
             context.known[to.uid] = to
-        return self._note(context, payload)
+        return self._note(context, to, payload)
 
     def receive_request(self, note: Any, arrived: Arrived, caller: Member) -> AbstractContextManager[Any]:
         """A call has come: its function runs inside of the caller's context."""
@@ -42,15 +42,15 @@ class AutogradHook:
     def on_reply(self, to: Member, payload: Payload, note: Any) -> Any:
         """Its result leaves."""
         context = self._contexts.meet(note[0], note[1])
-        return None if context is None else self._note(context, payload)
+        return None if context is None else self._note(context, to, payload)
 
     def receive_reply(self, note: Any, arrived: Arrived, callee: Member) -> None:
         """The result of a call has come."""
         _attach(self._contexts.get(note[0]), note, arrived)
 
-    def _note(self, context: Context, payload: Payload) -> Any:
+    def _note(self, context: Context, to: Member, payload: Payload) -> Any:
         leaving = [one for one in (*payload.tensors, *payload.sparse) if one.requires_grad]
-        made = make_send(leaving, context.id, self._uid, next(self._numbers)) if leaving else None
+        made = make_send(leaving, context.id, to.uid, self._uid, next(self._numbers)) if leaving else None
         if made is None:
             return context.id, context.origin, None, ()
         send, ancestors = made

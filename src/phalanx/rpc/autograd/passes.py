@@ -2,13 +2,15 @@
 
     worker 0 (calls backward)            worker 1                        worker 2
     finds all messages that take part
-    BEGIN: "of yours, these" ──────────► ·                ─────────────► ·
     runs the engine from the roots
-    RecvRpc ── gradients ──────────────► engine from SendRpc
-    gate: waits                          RecvRpc ── gradients ─────────► engine from SendRpc
+    RecvRpc ── BEGIN, gradients ───────► engine from SendRpc
+    gate: waits ── BEGIN ──────────────────────────────────────────────► ·
+                                         RecvRpc ── gradients ─────────► engine from SendRpc
                                          its part is over                leaves: gradients gather
     SendRpc ◄──────────────────────────── gradients ───────────────────── RecvRpc
     goes on; over when the engine is and all others say that their parts are
+
+BEGIN says: "of your messages, these". It goes with the first gradients to a worker, or before worker 0 waits.
 
 Each worker runs the engine once: every node of its graph sees all its gradients before it runs, and runs once. A
 worker's messages are waited for inside of the engine, deepest first, by gates that have the lowest priority. All
@@ -19,7 +21,7 @@ no worker waits for another that waits for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from torch.futures import Future
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc import remote_error
+from phalanx.rpc.agent.reading import Answer, Awaited, Reading
 from phalanx.rpc.autograd.contexts import Context
 from phalanx.rpc.autograd.graph import MessageId, Send, chain_gates, current, reach, run_engine
 from phalanx.rpc.remote_error import set_error
@@ -40,6 +43,27 @@ class BackwardError(PhalanxError):
     """A worker's part of a backward pass failed; its cause shows where."""
 
 
+class _Change:
+    """What who called backward reads for: something that has come, or an error."""
+
+    def __init__(self, run: Pass, has_come: Callable[[], bool]) -> None:
+        self._run = run
+        self._has_come = has_come
+
+    def has_come(self) -> bool:
+        """Whether it is there."""
+        return self._run.error is not None or self._has_come()
+
+    def wait(self) -> None:
+        """Another thread reads: it will tell."""
+        with self._run._changed:
+            self._run._changed.wait_for(self.has_come)
+
+
+def nothing() -> None:
+    """There is nobody who has to begin."""
+
+
 class Pass:
     """The part of one worker. Locks nothing while the engine runs."""
 
@@ -50,6 +74,7 @@ class Pass:
         me: Member,
         send: Callable[[Pass, MessageId, Sequence[Tensor | None]], None],
         start: Callable[[Callable[[], None], bool], None],
+        reading_of: Callable[[int], Reading | None],
     ) -> None:
         self.context = context
         self.context_id = context.id
@@ -57,7 +82,10 @@ class Pass:
         self._me = me
         self.error: BaseException | None = None
         self.num_others = 0  # whose parts are not over; of who called backward
-        self._send = send
+        self.begin_others: Callable[[], None] = nothing  # those that do not know of it yet
+        self._reading_of = reading_of
+        self._reads: tuple[Reading, Awaited] | None = None
+        self.send_gradients = send
         self._start = start
         self._changed = threading.Condition()
         self._arrived: dict[MessageId, Sequence[Tensor | None]] = {}
@@ -68,10 +96,15 @@ class Pass:
 
     # -- what comes from others; in the thread that reads --------------------------------------------------------------
 
-    def begin(self, plan: list[MessageId], retain_graph: bool) -> Future[Any]:
-        """Take part, with these messages of ours; the future is done when this part is over."""
+    def begin(
+        self, plan: list[MessageId], retain_graph: bool, first: tuple[MessageId, Sequence[Tensor | None]] | None
+    ) -> Future[Any]:
+        """Take part, with these messages of ours, of which one's gradients are here; done when our part is over."""
         done: Future[Any] = Future()
         with self._changed:
+            if first is not None:
+                self._arrived[first[0]] = first[1]
+                self._changed.notify_all()
             self._plan, self._retain_graph, self._done = plan, retain_graph, done
             failed = self.error is not None
         if failed:
@@ -85,6 +118,7 @@ class Pass:
         with self._changed:
             self._arrived[message] = gradients
             self._changed.notify_all()
+        self._ring()
         self._start_if_ready()
 
     def fail(self, error: BaseException) -> None:
@@ -93,6 +127,7 @@ class Pass:
             if self.error is None:
                 self.error = error
             self._changed.notify_all()
+            self._ring()
             over = self._done is not None and not self._is_started
             self._is_started = self._is_started or over
         if over:
@@ -110,6 +145,25 @@ class Pass:
             with self._changed:
                 self.num_others -= 1
                 self._changed.notify_all()
+            self._ring()
+
+    def _ring(self) -> None:
+        """Who called backward reads one connection: what it waits for may have come on another one."""
+        reads = self._reads
+        if reads is not None:
+            reads[0].ring(reads[1])
+
+    def _read_until(self, uid: int, has_come: Callable[[], bool]) -> None:
+        """Of who called backward: read the answers of a worker until that has come, or something went wrong."""
+        reading = self._reading_of(uid)
+        if reading is None or has_come():
+            return
+        awaited = _Change(self, has_come)
+        self._reads = reading, awaited
+        try:
+            reading.read_until(awaited, awaited.wait)
+        finally:
+            self._reads = None
 
     def _start_if_ready(self) -> None:
         """Start when the first gradients are here: until then the engine has nothing to do."""
@@ -124,6 +178,9 @@ class Pass:
 
     def wait(self, message: MessageId) -> None:
         """Wait until the gradients of a message of ours have come."""
+        if message not in self._arrived and self.id[0] == self._me.uid:
+            self.begin_others()
+            self._read_until(self.context.sends[message].to, lambda: message in self._arrived)
         with self._changed:
             while message not in self._arrived:
                 if self.error is not None:
@@ -139,7 +196,7 @@ class Pass:
         """Gradients of a message of another worker."""
         if self.error is not None:
             raise self.error
-        self._send(self, message, gradients)
+        self.send_gradients(self, message, gradients)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -154,8 +211,10 @@ class Pass:
         reached = [reach([root.grad_fn for root in roots]), *(send.reached for send in sends)]
         self._run_engine(outputs, gradients, reached, retain_graph)
 
-    def wait_others(self) -> None:
+    def wait_others(self, begun: Iterable[tuple[int, Answer[Any]]]) -> None:
         """Until all others are done, or something went wrong."""
+        for uid, done in begun:
+            self._read_until(uid, done.has_come)
         with self._changed:
             self._changed.wait_for(lambda: not self.num_others or self.error is not None)
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.rpc import current
 from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.agent.reading import Answer, Reading
 from phalanx.rpc.agent.serving import SHORT_S
 from phalanx.rpc.agent.threads import Threads
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import MessageId
 from phalanx.rpc.autograd.hook import AutogradHook
-from phalanx.rpc.autograd.passes import Pass, PassId
+from phalanx.rpc.autograd.passes import Pass, PassId, nothing
 from phalanx.rpc.call_hook import set_call_hook
 from phalanx.rpc.worker_info import Member
 
@@ -68,25 +69,43 @@ class AutogradWorker:
         for message in sorted(messages, reverse=True):
             plans.setdefault(message[1], []).append(message)
         mine = plans.pop(self.agent.me.uid, [])
-        others = [self._member(uid, context) for uid in plans]
+        others = {uid: self._member(uid, context) for uid in plans}
+        begun: dict[int, Answer[Any]] = {}
+
+        def begin(uid: int, first: tuple[MessageId, Sequence[Tensor | None]] | None = None) -> None:
+            told = context.id, run.id, plans[uid], retain_graph, first
+            begun[uid] = self.agent.control(others[uid], "autograd.begin", told, 0.0)
+            begun[uid].hear(run.other_is_over)
+
+        def begin_others() -> None:
+            for uid in others:
+                if uid not in begun:
+                    begin(uid)
+
+        def send(run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
+            if message[1] in others and message[1] not in begun:
+                begin(message[1], (message, gradients))
+            else:
+                self._send_gradients(run, message, gradients)
+
         run.num_others = len(others)
+        run.begin_others, run.send_gradients = begin_others, send
         try:
-            for member in others:
-                told = context.id, context.origin, run.id, plans[member.uid], retain_graph
-                self.agent.control(member, "autograd.begin", told, 0.0).add_done_callback(run.other_is_over)
             try:
                 run.run(roots, mine, retain_graph)
             except BaseException as error:
                 run.fail(run.explain(error))
-            run.wait_others()
+            begin_others()
+            run.wait_others(begun.items())
             if run.error is not None:
-                for member in others:
+                for member in others.values():
                     self.agent.tell(member, "autograd.abort", (context.id, run.id, str(run.error)))
                 run.wait_all_others()
                 raise run.error
         finally:
             context.passes.pop(run.id, None)
             run.error = None
+            run.begin_others, run.send_gradients = nothing, self._send_gradients  # which hold it
 
     def _member(self, uid: int, context: Context) -> Member:
         member = self.agent.membership.by_uid(uid)
@@ -105,7 +124,7 @@ class AutogradWorker:
     # -- one pass, of all others ---------------------------------------------------------------------------------------
 
     def _pass(self, context: Context, pass_id: PassId) -> Pass:
-        made = Pass(context, pass_id, self.agent.me, self._send_gradients, self._start)
+        made = Pass(context, pass_id, self.agent.me, self._send_gradients, self._start, self._reading_of)
         found: Pass = context.passes.setdefault(pass_id, made)
         return found
 
@@ -123,9 +142,15 @@ class AutogradWorker:
         else:
             self._threads.run(run)
 
-    def _begin(self, caller: Member, told: tuple[int, int, PassId, list[MessageId], bool]) -> Any:
-        context_id, _, pass_id, plan, retain_graph = told
-        return self._pass(self.contexts.find(context_id), pass_id).begin(plan, retain_graph)
+    def _reading_of(self, uid: int) -> Reading | None:
+        """Who reads what that worker answers."""
+        peer = self.agent.peers.get(uid)
+        connection = None if peer is None else peer.connection
+        return None if connection is None else connection.reading
+
+    def _begin(self, caller: Member, told: tuple[int, PassId, list[MessageId], bool, Any]) -> Any:
+        context_id, pass_id, plan, retain_graph, first = told
+        return self._pass(self.contexts.find(context_id), pass_id).begin(plan, retain_graph, first)
 
     def _send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         uid = message[1]
@@ -133,7 +158,8 @@ class AutogradWorker:
             run.put(message, gradients)
         else:
             to = self._member(uid, run.context)
-            self.agent.tell(to, "autograd.gradients", (run.context_id, run.id, message, gradients))
+            tell = self.agent.tell_back if uid == run.id[0] else self.agent.tell
+            tell(to, "autograd.gradients", (run.context_id, run.id, message, gradients))
 
     def _hear_gradients(self, sender: Member, told: tuple[int, PassId, MessageId, Sequence[Tensor | None]]) -> None:
         context = self.contexts.get(told[0])
