@@ -152,6 +152,7 @@ def _join(rank: int, options: rpc.RpcBackendOptions, folder: str) -> None:
     Path(folder, "left").touch()
     until(met)
     rpc.rpc_sync("w1", set_event, ("leave again",))
+    until(lambda: current.agent().membership.find("w1") is None)  # it takes its name out of the store, which is here
     rpc.shutdown()
 
 
