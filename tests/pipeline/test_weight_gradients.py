@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.pipeline import weight_gradients
-from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_bytes
+from phalanx.pipeline.weight_gradients import Weights, saved_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,7 @@ def _frozen(layer):
     return layer
 
 
+NONE, SOME, ALL = 0.0, 300.0, float("inf")
 ROWS = (5, 3, 6)
 IMAGES = (4, 2, 5, 5)
 CASES = {
@@ -127,9 +128,9 @@ def _train(model, inputs, backward):
     return grads, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("room", [NONE, SOME, ALL])
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_autograd(case, at_once):
+def test_gradients_are_those_of_autograd(case, room):
     build, shape, products = CASES[case]
     torch.manual_seed(1)
     model = build()
@@ -138,17 +139,18 @@ def test_gradients_are_those_of_autograd(case, at_once):
     apart, weights, counts = copy.deepcopy(model), Weights(), []
 
     def backward(loss):
-        found = weights.find([loss], convolutions=not at_once)
+        found = weights.find([loss], room)
         counts.append(0 if found is None else len(found._products))
         if found is None:
             loss.backward()
             return
-        found.backward([loss], [None], at_once=at_once)
+        found.backward([loss], [None])
         found.run()
 
     expected = _train(model, inputs, torch.Tensor.backward)
     torch.testing.assert_close(_train(apart, inputs, backward), expected)
-    assert counts == [products if "convolutions" not in case or not at_once else 0] * 3
+    if "convolutions" not in case or room != SOME:
+        assert counts == [products if "convolutions" not in case or room == ALL else 0] * 3
 
 
 def test_a_stage_without_gradients_to_send_finds_its_first_weight_too():
@@ -157,9 +159,9 @@ def test_a_stage_without_gradients_to_send_finds_its_first_weight_too():
         model = nn.Sequential(nn.Linear(6, 6, bias=bias), nn.ReLU(), nn.Linear(6, 6, bias=bias))
         other, x = copy.deepcopy(model), torch.randn(4, 6)
         loss = model(x).square().sum()
-        found = Weights().find([loss], convolutions=True)
+        found = Weights().find([loss], NONE)
         assert len(found._products) == (2 if bias else 1)
-        found.backward([loss], [None], at_once=True)
+        found.backward([loss], [None])
         other(x).square().sum().backward()
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
@@ -178,7 +180,7 @@ def test_hooks_of_parameters_and_values_are_called_as_often_as_by_autograd():
     model[2].register_forward_hook(watch)
     x = torch.randn(4, 6, requires_grad=True)
     loss = model(x).sum()
-    found = Weights().find([loss], convolutions=True)
+    found = Weights().find([loss], ALL)
     assert [product.weight for _, product in found._products] == [model[3].weight, model[2].weight]
     found.backward([loss], [None])
     found.run()
@@ -194,22 +196,31 @@ def test_what_comes_before_is_added_to_in_place_and_what_is_no_tensor_of_its_own
     layer, x = nn.Linear(6, 6), torch.randn(4, 6, requires_grad=True)
     layer.weight.grad = before = torch.ones(6, 6)
     loss = layer(x).sum()
-    found = Weights().find([loss], convolutions=False)
-    found.backward([loss], [None], at_once=True)
+    found = Weights().find([loss], NONE)
+    found.backward([loss], [None])
     assert layer.weight.grad is before
     torch.testing.assert_close(before, 1 + x.detach().sum(0).expand(6, 6))
     layer.weight.grad = torch.ones(6, 6).requires_grad_()
-    assert Weights().find([layer(x).sum()], convolutions=False) is None
+    assert Weights().find([layer(x).sum()], NONE) is None
 
 
-def test_it_knows_how_much_memory_what_is_left_takes():
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-    x = torch.randn(16, 6, requires_grad=True)
-    y = model(x)
-    found = Weights().find([y], convolutions=False)
-    assert isinstance(found, WeightGradients)
-    assert found.extra_bytes == (16 * (8 + 4) * 4, 16 * (6 + 8) * 4, 8 * 6 * 4)
-    assert saved_bytes([y]) == 16 * (6 + 8) * 4
+def test_those_of_the_first_layers_are_left_for_later_as_far_as_there_is_room():
+    """What they are made of is kept; when the backward comes to them, it has let go of the rest."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))
+    y = model(torch.randn(16, 6, requires_grad=True))
+    assert saved_bytes([y]) == 16 * (6 + 8 + 4) * 4
+    largest, first, second = 8 * 6 * 4, 16 * (6 + 8) * 4, 16 * (8 + 4) * 4
+    for room, later in ((0, 0), (first - largest, 1), (first + second - largest, 2), (ALL, 3)):
+        found = Weights().find([y], room)
+        assert {product.weight: not product.at_once for _, product in found._products} == {
+            model[at].weight: number < later for number, at in enumerate((0, 2, 4))
+        }
+    found = Weights().find([y], first - largest)
+    found.backward([y], [torch.ones_like(y)])
+    before = {at: model[at].weight.grad is None for at in (0, 2, 4)}
+    found.run()
+    assert before == {0: True, 2: False, 4: False}
+    assert model[0].weight.grad is not None
 
 
 def test_nothing_of_a_micro_batch_outlives_it():
@@ -221,7 +232,7 @@ def test_nothing_of_a_micro_batch_outlives_it():
     x = torch.randn(4, 6, requires_grad=True)
     dying = weakref.ref(x)
     loss = (model(x) @ x.t()).sum()
-    found = weights.find([loss], convolutions=False)
+    found = weights.find([loss], NONE)
     found.backward([loss], [None])
     found.run()
     del x, loss, found

@@ -38,7 +38,6 @@ class InFlight:
     finish: Callable[[dict[fx.Node, Any]], Any] | None = None
     recompute: bool = False
     recomputed: bool = False
-    at_once: bool = False
     weights: WeightsBackward | WeightGradients | None = None
     """What is left for `backward_weights`."""
 
@@ -72,17 +71,16 @@ class Stage:
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
         # torch's DDP hangs its hooks on the graph, where nobody sees them: its weights stay autograd's.
         self._weights = None if any(isinstance(module, DistributedDataParallel) for module in own) else Weights()
-        self._sizes: tuple[int, int, int, int] | None = None
-        """What a micro-batch keeps for its backward; and what more of it, if weights are left for later."""
+        self._saved_bytes: int | None = None
+        """What a micro-batch keeps for its backward, once one was seen."""
         self.in_flight: dict[int, InFlight] = {}
         self._most = 1
-        self._fruitless: set[bool] = set()
-        """Whether convolutions were looked for, too, where this step's graphs had nothing to be made apart."""
 
     def begin(self, most: int) -> None:
         """A step begins, in which at most so many micro-batches are in flight here."""
         self._most = most
-        self._fruitless.clear()
+        if self._weights is not None:
+            self._weights.begin()
 
     def forward(
         self,
@@ -149,30 +147,24 @@ class Stage:
         With `later_weights` there will be a call of `backward_weights`, some time, for all that can be left for it.
         """
         held = self.in_flight[micro_batch]
-        if self._weights is None or True in self._fruitless:
+        if self._weights is None:
             return
         roots = _roots(held)
-        leaves = any(held.leaves.values())
-        later = leaves and (later_weights or self._has_room(roots, held.recomputed))
-        if later in self._fruitless:
-            return
-        held.weights = self._weights.find(roots, convolutions=later)
-        held.at_once = not later
-        if held.weights is None:
-            self._fruitless.add(later)
+        if not any(held.leaves.values()):
+            room = 0.0  # nobody waits
+        else:
+            room = float("inf") if later_weights else self._room(roots, recomputed=held.recomputed)
+        held.weights = self._weights.find(roots, room)
 
-    def _has_room(self, roots: Sequence[Tensor], recomputed: bool) -> bool:
-        """Whether the weights of a micro-batch can be left until it is sent, in memory that the schedule takes anyway.
+    def _room(self, roots: Sequence[Tensor], *, recomputed: bool) -> float:
+        """How many bytes may be kept of a micro-batch until its gradients are sent, in memory that is taken anyway.
 
-        What they are made of is kept until then. But their gradients are not made in memory of their own, and at the
-        end of a schedule there are fewer micro-batches in flight.
+        The schedule lets so many micro-batches be in flight here; at its end there are fewer of them.
         """
-        if self._sizes is None and self._weights is not None:
-            found = self._weights.find(roots, convolutions=True)
-            self._sizes = (saved_bytes(roots), *(found.extra_bytes if found is not None else (0, 0, 0)))
-        saved, outputs, inputs, largest = self._sizes or (0, 0, 0, 0)
+        if self._saved_bytes is None:
+            self._saved_bytes = saved_bytes(roots)
         now, most = (1, 1) if recomputed else (len(self.in_flight), self._most)
-        return outputs + inputs + (now - 1) * saved <= _TOLERATED * most * saved + largest
+        return self._saved_bytes * (_TOLERATED * most - (now - 1))
 
     def backward(
         self, micro_batch: int, grads: dict[int, list[Tensor | None]], *, later_weights: bool = False
@@ -193,7 +185,7 @@ class Stage:
                     root_grads.append(grad)
         leaves = [leaf for source in held.leaves.values() for leaf in source]
         if isinstance(held.weights, WeightGradients):
-            held.weights.backward(roots, root_grads, at_once=held.at_once)
+            held.weights.backward(roots, root_grads)
         elif later_weights:
             held.weights = backward_input(roots, root_grads, leaves, self.parameters)
         elif roots:

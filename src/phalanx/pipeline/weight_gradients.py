@@ -44,6 +44,8 @@ class _Product:
     convolution: tuple[Any, ...] = ()
     grad: Tensor | None = None
     """Of the output, once autograd has been there."""
+    at_once: bool = False
+    """Whether it is added as soon as it can be had, and not later."""
 
     def add(self) -> None:
         """Add it to `weight.grad`. What it is made of may go then."""
@@ -75,21 +77,12 @@ class WeightGradients:
         self._others = others
         self._later: list[_Product] = []
 
-    @property
-    def extra_bytes(self) -> tuple[int, int, int]:
-        """Of what is kept until `run`: the gradients of outputs, and the inputs; and of the largest weight."""
-        return (
-            sum(_output_bytes(node) for node, _ in self._products),
-            _held_bytes([product.operand for _, product in self._products if product.operand is not None]),
-            max(_nbytes(p.weight) for _, p in self._products),
-        )
-
-    def backward(self, roots: list[Tensor], grads: list[Tensor | None], *, at_once: bool = False) -> None:
-        """`torch.autograd.backward`, but for the weights; of these too, each as soon as it can be had, if `at_once`."""
+    def backward(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
+        """`torch.autograd.backward`, but for the weights whose gradients are left for `run`."""
         handles = []
         try:
             for node, product in self._products:
-                handles.append(node.register_prehook(self._take(product, at_once)))
+                handles.append(node.register_prehook(self._take(product)))
             self._products = ()
             torch.autograd.backward(roots, grads, inputs=self._others)
         finally:
@@ -103,10 +96,10 @@ class WeightGradients:
             for product in later:
                 product.add()
 
-    def _take(self, product: _Product, at_once: bool) -> Any:
+    def _take(self, product: _Product) -> Any:
         def hook(grads: Sequence[Tensor | None]) -> None:
             product.grad = grads[0]
-            if at_once:
+            if product.at_once:
                 with torch.no_grad():
                     product.add()
             else:
@@ -121,12 +114,28 @@ class Weights:
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}
         """Parameters by their nodes in graphs."""
+        self._fruitless: set[bool] = set()
+        """Whether convolutions were looked for, too, where this step's graphs had nothing."""
 
-    def find(self, roots: Sequence[Tensor], *, convolutions: bool) -> WeightGradients | None:
+    def begin(self) -> None:
+        """A step begins, whose graphs may be others."""
+        self._fruitless.clear()
+
+    def find(self, roots: Sequence[Tensor], room: float) -> WeightGradients | None:
         """What of the gradients behind `roots` can be made apart; None if nothing can, or autograd must see all.
 
-        With `convolutions` theirs, too, which can be made later, but not added in the making.
+        As many as find `room`, in bytes, for what they are made of are left for later: those that the backward comes to
+        last, when it has let go of what others have kept. Of the rest, a convolution's can't be added in the making.
         """
+        convolutions = room > 0
+        if convolutions in self._fruitless or True in self._fruitless:
+            return None
+        found = self._find(roots, room, convolutions)
+        if found is None:
+            self._fruitless.add(convolutions)
+        return found
+
+    def _find(self, roots: Sequence[Tensor], room: float, convolutions: bool) -> WeightGradients | None:
         uses: dict[Any, int] = {}
         candidates: list[tuple[Any, Any, Any, str]] = []
         todo: list[Any] = []
@@ -155,15 +164,16 @@ class Weights:
                 else:
                     uses[source] = 1
                     todo.append(source)
-        return self._choose(uses, candidates, ends, convolutions)
+        return self._choose(uses, candidates, ends, room, convolutions)
 
     def _choose(
-        self, uses: dict[Any, int], candidates: list[Any], ends: list[Any], convolutions: bool
+        self, uses: dict[Any, int], candidates: list[Any], ends: list[Any], room: float, convolutions: bool
     ) -> WeightGradients | None:
         products: list[tuple[Any, _Product, tuple[Any, ...]]] = []
         for node, edges, at, saved in candidates:
             if (found := self._product(node, edges, at, saved, uses, convolutions)) is not None:
                 products.append((node, *found))
+        products = _leave_some(products, room)
         while True:  # a weight is made here for all its uses, or for none
             made: dict[Any, int] = {}
             for _, _, nodes in products:
@@ -266,6 +276,25 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
     else:
         parameter.grad.add_(grad)
+
+
+def _leave_some(products: list[Any], room: float) -> list[Any]:
+    """Decide which are for later, and drop what can be neither left nor added in the making."""
+    if not products:
+        return []
+    if room < float("inf"):
+        room += max(
+            _nbytes(product.weight) for _, product, _ in products
+        )  # autograd would make it in memory of its own
+        products.sort(key=lambda item: item[0]._sequence_nr())  # those of the first layers are made last
+        kept: set[int] = set()
+        for node, product, _ in products:
+            room -= _output_bytes(node)
+            if product.operand.data_ptr() not in kept:
+                kept.add(product.operand.data_ptr())
+                room -= _nbytes(product.operand)
+            product.at_once = room < 0
+    return [item for item in products if not (item[1].at_once and item[1].convolution)]
 
 
 def saved_bytes(roots: Sequence[Tensor]) -> int:
