@@ -48,6 +48,7 @@ class Held:
     results: dict[int, Run] = field(default_factory=dict)  # by partition
     num_backups: int = 0
     num_retries: int = 0
+    num_kept: int = 0  # outputs that were there when the call was made again
     token: str = ""  # of the first membership: keys that are this job's alone
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import pickle
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -30,24 +30,13 @@ Run = list[Extent]
 def write_blocks(spool: Spool, pairs: Iterable[tuple[Any, Any]]) -> Run:
     """Write pairs in blocks of some tens of KiB, so that who reads them holds one at a time."""
     run: Run = []
-    block: list[tuple[Any, Any]] = []
-    size = 16
-
-    def end() -> int:
+    size, rest = 16, iter(pairs)
+    while block := list(islice(rest, size)):
         run.append(spool.append(pickle.dumps(block, protocol=5)))
-        block.clear()
-        return run[-1].length
-
-    for pair in pairs:
-        block.append(pair)
-        if len(block) >= size:
-            length = end()
-            if length < _BLOCK_BYTES // 2:
-                size *= 2
-            elif length > _BLOCK_BYTES * 2:
-                size = max(1, size // 2)
-    if block:
-        end()
+        if run[-1].length < _BLOCK_BYTES // 2:
+            size *= 2
+        elif run[-1].length > _BLOCK_BYTES * 2:
+            size = max(1, size // 2)
     return run
 
 

@@ -42,6 +42,7 @@ def take(call: int, job: Job) -> Held | None:
     if _kept is None or _kept[0] != _digest(call, job):
         return None
     held, _kept = _kept[1], None
+    held.num_kept = len(held.outputs)
     return held
 
 

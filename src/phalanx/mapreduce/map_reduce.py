@@ -150,6 +150,7 @@ def _finish(team: Team, job: Job, held: Held, outcome: Outcome) -> Result:
         num_tasks=outcome.num_tasks,
         num_retries=held.num_retries,
         num_backups=held.num_backups,
+        num_kept=held.num_kept,
         group=team.group,
     )
     if job.output is not None:

@@ -8,7 +8,8 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+
+import numpy as np
 
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.job import Job
@@ -75,18 +76,21 @@ def _write_run(table: Table, job: Job, spool: Spool, output: MapOutput) -> None:
         return
     types = set(map(type, values))
     output.kinds |= find_kinds(types)
-    buckets: list[tuple[list[Any], list[Any]]] = [([], []) for _ in range(job.partitions)]
-    for (key, value), partition in zip(values.items(), partitions_of(values, types, job.partitions), strict=True):
-        keys, bucket = buckets[partition]
-        keys.append(key)
-        bucket.append(value)
+    keys, listed = list(values), list(values.values())
+    partitions = np.fromiter(partitions_of(values, types, job.partitions), np.int32, len(keys))
     values.clear()
-    run = []
-    for partition, bucket_of_keys in enumerate(buckets):
-        data = pickle.dumps(bucket_of_keys, protocol=5) if bucket_of_keys[0] else b""
-        buckets[partition] = ([], [])  # each is let go when it is written
+    order = np.argsort(partitions, kind="stable")
+    ends = np.searchsorted(partitions[order], np.arange(1, job.partitions + 1)).tolist()
+    run, start = [], 0
+    for end in ends:
+        data = b""
+        if end > start:
+            places = order[start:end].tolist()
+            bucket = (list(map(keys.__getitem__, places)), list(map(listed.__getitem__, places)))
+            data = pickle.dumps(bucket, protocol=5)
         run.append(spool.append(data))
         output.counters.bucket_bytes += len(data)
+        start = end
     output.runs.append(run)
 
 

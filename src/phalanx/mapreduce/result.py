@@ -28,9 +28,11 @@ class Result:
     lets go of that; so does the last reference.
 
     `counters` is what all ranks counted; `partitions` are the numbers of those that are here, `files` what this rank
-    has written of them. `num_tasks` of the map; `num_retries` that failed on this rank, `num_backups` that it did for
-    a straggler. `lost` are the ranks that were lost meanwhile, in the numbering of the group that was given, and
-    `group` is whose ranks have the rest: that group, that of those who are left, or None for one process.
+    has written of them. Of the `num_tasks` of the map, `num_retries` failed on this rank, `num_backups` it did for a
+    straggler, and `num_kept` it still had of a call that the loss of a rank had ended.
+
+    `lost` are the ranks that were lost meanwhile, in the numbering of the group that was given. `group` is whose ranks
+    have the rest: that group, that of those who are left, or None for one process.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Result:
         num_tasks: int,
         num_retries: int,
         num_backups: int,
+        num_kept: int,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._blocks = dict(blocks)
@@ -52,6 +55,7 @@ class Result:
         self.num_tasks = num_tasks
         self.num_retries = num_retries
         self.num_backups = num_backups
+        self.num_kept = num_kept
         self.lost: tuple[int, ...] = ()
         self.group = group
 
