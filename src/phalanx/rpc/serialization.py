@@ -11,13 +11,19 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import struct
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+_NBYTES = struct.Struct("<H")  # of a function's name
+_NO_NAME = _NBYTES.pack(0)
 _DTYPES = tuple(
     dtype
     for dtype in (
@@ -26,8 +32,10 @@ _DTYPES = tuple(
     )
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_AS_IT_IS = frozenset(_CODES[one] for one in (torch.float32, torch.float64, torch.int64, torch.int32))
 _MOST_GAPS = 4  # so many times the memory of the elements
 _CPU = torch.device("cpu")
+_MOST_NAMES, _MOST_NAME_BYTES = 4096, 4096
 
 
 class Payload:
@@ -86,6 +94,47 @@ class Arrived:
         return found
 
 
+class _Names:
+    """Functions of modules, by what they are called in a pickle, behind its length; as long as they are there."""
+
+    def __init__(self) -> None:
+        self._names: dict[FunctionType, bytes] = {}
+        self._functions: dict[bytes, FunctionType] = {}
+
+    def of(self, function: FunctionType) -> bytes | None:
+        """What it is called; None if it is none of a module, or another one is called so by now."""
+        if not _is_there(function):
+            return None
+        name = self._names.get(function)
+        if name is None:
+            pickled = pickle.dumps(function, 5)
+            if len(pickled) > _MOST_NAME_BYTES:
+                return None
+            if len(self._names) >= _MOST_NAMES:
+                self._names.clear()
+            name = self._names[function] = _NBYTES.pack(len(pickled)) + pickled
+        return name
+
+    def find(self, name: bytes) -> FunctionType:
+        """The function that is called so."""
+        function = self._functions.get(name)
+        if function is None or not _is_there(function):
+            function = pickle.loads(memoryview(name)[_NBYTES.size :])
+            assert function is not None
+            if len(self._functions) >= _MOST_NAMES:
+                self._functions.clear()
+            if type(function) is FunctionType and _is_there(function):
+                self._functions[name] = function
+        return function
+
+
+def _is_there(function: FunctionType) -> bool:
+    """Whether its module has it, under its name."""
+    module = sys.modules.get(function.__module__)
+    return module is not None and module.__dict__.get(function.__qualname__) is function
+
+
+names = _Names()
 _current = _Current()
 _table: dict[type, Callable[[Any], Any]] = {}
 
@@ -105,6 +154,13 @@ def register(kind: type, reduce: Callable[[Any, Payload], Any]) -> None:
 def serialize(obj: Any, to: Any = None, *, is_answer: bool = False) -> Payload:
     """Pickle `obj` for the worker `to`. Tensors are referred to, not copied: they must stay as they are until sent."""
     payload = Payload(to, is_answer)
+    if obj is None:  # the answer of many
+        return payload
+    payload.data = _dump(obj, payload)
+    return payload
+
+
+def _dump(obj: Any, payload: Payload) -> bytes:
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, 5, buffer_callback=payload.buffers.append)
     pickler.dispatch_table = _dispatch_table()
@@ -117,8 +173,7 @@ def serialize(obj: Any, to: Any = None, *, is_answer: bool = False) -> Payload:
         raise
     finally:
         _current.payload = before
-    payload.data = stream.getvalue()
-    return payload
+    return stream.getvalue()
 
 
 def deserialize(
@@ -126,11 +181,41 @@ def deserialize(
 ) -> tuple[Any, Arrived]:
     """The object, and the tensors in it."""
     arrived = Arrived(forks, without_grad)
+    if not data:
+        return None, arrived
     before, _current.arrived = _current.arrived, arrived
     try:
         return pickle.loads(data, buffers=buffers), arrived
     finally:
         _current.arrived = before
+
+
+def serialize_call(work: Call, to: Any) -> Payload:
+    """As `serialize`, for a function and its arguments. What a function of a module is called is pickled once."""
+    function, args, kwargs = work
+    payload = Payload(to)
+    name = names.of(function) if type(function) is FunctionType else None
+    if name is None:  # a method, say: its object may be among the arguments
+        payload.data = _NO_NAME + _dump(work, payload)
+    elif args or kwargs:
+        payload.data = name + _dump((args, kwargs), payload)
+    else:
+        payload.data = name
+    return payload
+
+
+def deserialize_call(
+    data: bytes, buffers: Sequence[Any], forks: Sequence[Any], *, without_grad: bool
+) -> tuple[Call, Arrived]:
+    """The function and its arguments, and the tensors in them."""
+    end = _NBYTES.unpack_from(data)[0] + _NBYTES.size
+    if end == _NBYTES.size:
+        return deserialize(memoryview(data)[end:], buffers, forks, without_grad=without_grad)
+    function = names.find(data[:end])
+    if end == len(data):
+        return (function, (), {}), Arrived(forks, without_grad)
+    (args, kwargs), arrived = deserialize(memoryview(data)[end:], buffers, forks, without_grad=without_grad)
+    return (function, args, kwargs), arrived
 
 
 def arriving() -> Arrived:
@@ -163,10 +248,15 @@ def _reduce_tensor(tensor: Tensor, payload: Payload) -> Any:
     if code is None or tensor.layout is not torch.strided or tensor.device != _CPU:
         return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
     payload.tensors.append(tensor)
-    flat, stride = _flat(tensor.detach())
-    array: Any = flat.view(torch.uint8).numpy() if flat.numel() else None
+    requires_grad = tensor.requires_grad
+    plain = tensor.detach() if requires_grad else tensor
+    if code in _AS_IT_IS and plain.is_contiguous() and plain.numel() and not plain.is_neg():
+        array: Any = plain.numpy()
+        return _tensor, (code, tuple(tensor.shape), None, requires_grad, pickle.PickleBuffer(array))
+    flat, stride = _flat(plain)
+    array = flat.view(torch.uint8).numpy() if flat.numel() else None
     memory = None if array is None else pickle.PickleBuffer(array)
-    return _tensor, (code, tuple(tensor.shape), stride, tensor.requires_grad, memory)
+    return _tensor, (code, tuple(tensor.shape), stride, requires_grad, memory)
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:

@@ -53,7 +53,10 @@ class Frame:
 
 def head(kind: int, call: int, data: Any, extras: Any, buffers: Sequence[tuple[int, int]]) -> bytes:
     """What stands before the pickled object; `buffers` are (bytes, segment)."""
-    nbytes = HEAD.size + BUFFER.size * len(buffers) + len(data) + len(extras)
+    nbytes = HEAD.size + len(data) + len(extras)
+    if not buffers:
+        return HEAD.pack(nbytes, call, len(data), len(extras), 0, kind, 0)
+    nbytes += BUFFER.size * len(buffers)
     nbytes += sum(size for size, segment in buffers if not segment)
     first = HEAD.pack(nbytes, call, len(data), len(extras), len(buffers), kind, 0)
-    return first + b"".join(BUFFER.pack(*one) for one in buffers) if buffers else first
+    return first + b"".join(BUFFER.pack(*one) for one in buffers)

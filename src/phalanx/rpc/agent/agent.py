@@ -35,7 +35,7 @@ from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
-from phalanx.rpc.serialization import deserialize, serialize
+from phalanx.rpc.serialization import deserialize, serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
 
@@ -113,7 +113,7 @@ class Agent:
         """
         if self.closed:
             raise ClosedError(f"{what}({name}) to {to}: this worker was shut down.")
-        payload = serialize(obj, to)
+        payload = (serialize_call if kind == wire.REQUEST or kind == wire.REMOTE else serialize)(obj, to)
         hook = call_hook()
         note = hook.on_request(to, payload) if hook is not None and kind != wire.CONTROL else None
         extras = b""

@@ -16,7 +16,7 @@ from phalanx.rpc.agent.serving import SHORT_S
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.references import Owned, References
 from phalanx.rpc.remote_error import MissingFunctionError, set_error
-from phalanx.rpc.serialization import deserialize
+from phalanx.rpc.serialization import deserialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
 
@@ -88,7 +88,9 @@ class Request:
         try:
             forks = self._agent.take_forks(self._forks) if self._forks else []
             self._unconfirmed = [rref._get_future() for rref in forks if not rref.is_owner()]
-            self._work, arrived = deserialize(frame.data, frame.buffers, forks, without_grad=self._note is not None)
+            self._work, arrived = deserialize_call(
+                frame.data, frame.buffers, forks, without_grad=self._note is not None
+            )
             frame.buffers = ()
             self._function = key = _key(self._work[0], self._work[1])
             if self._note is not None:
@@ -133,10 +135,10 @@ class Request:
                 one.wait()
         function, args, kwargs = self._work[:3]
         hook = call_hook()
-        around: Any = contextlib.nullcontext()
         if self._note is not None and hook is not None:
-            around = hook.receive_request(self._note, self._work[3], self._caller)
-        with around:
+            with hook.receive_request(self._note, self._work[3], self._caller):
+                result = function(*args, **kwargs)
+        else:
             result = function(*args, **kwargs)
         if _is_async(function, args):
             if not isinstance(result, torch._C.Future):  # what `then` returns is none of torch.futures
