@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,9 @@ from phalanx import rpc
 # Optimizers read `.grad`, which is the parameter's only one: while one of this process has put its gradients there, no
 # other may.
 _grads_are_ours = threading.Lock()
+
+# The optimizers of this worker, by the number of the reference to them: they live as long as that.
+_ours: weakref.WeakValueDictionary[Any, LocalOptimizer] = weakref.WeakValueDictionary()
 
 
 class DistributedOptimizer:
@@ -57,8 +61,8 @@ class DistributedOptimizer:
         rpc.autograd.get_gradients(context_id)
         here = [one for one in self.remote_optimizers if one.is_owner()]
         others = [one for one in self.remote_optimizers if not one.is_owner()]
-        steps = [rpc.rpc_async(one.owner(), _step, (one, context_id)) for one in others]
-        _wait_all([*(partial(_step, one, context_id) for one in here), *(one.wait for one in steps)])
+        steps = [rpc.rpc_async(one.owner(), _step, (one._id, context_id)) for one in others]
+        _wait_all([*(partial(_step, one._id, context_id) for one in here), *(one.wait for one in steps)])
 
 
 class LocalOptimizer:
@@ -94,11 +98,18 @@ class LocalOptimizer:
 def _make(
     optimizer_class: Callable[..., Any], params: list[rpc.RRef[Any]], *args: Any, **kwargs: Any
 ) -> rpc.RRef[LocalOptimizer]:
-    return rpc.RRef(LocalOptimizer(optimizer_class, params, *args, **kwargs))
+    made = LocalOptimizer(optimizer_class, params, *args, **kwargs)
+    rref = rpc.RRef(made)
+    _ours[rref._id] = made
+    return rref
 
 
-def _step(optimizer: rpc.RRef[LocalOptimizer], context_id: int) -> None:
-    optimizer.local_value().step(context_id)
+def _step(rref_id: Any, context_id: int) -> None:
+    """Of the optimizer with that number, which whoever calls this holds a reference to."""
+    optimizer = _ours.get(rref_id)
+    if optimizer is None:
+        raise RuntimeError(f"DistributedOptimizer: {rpc.get_worker_info()} has no optimizer {rref_id} (any more).")
+    optimizer.step(context_id)
 
 
 def _wait_all(waits: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from phalanx.errors import PhalanxError
 
@@ -238,7 +238,15 @@ def run_engine(
         inputs.append(_anchor_edge)
     if not inputs:
         return []
-    found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=retain_graph, allow_unused=True)
+    found = _engine_run_backward(  # as torch.autograd.grad does, after checks of what a user may give
+        tuple(outputs),
+        tuple(gradients),
+        retain_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
     return [(variable, one) for variable, one in zip(variables, found, strict=False) if one is not None]
 
 

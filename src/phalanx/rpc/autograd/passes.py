@@ -10,7 +10,8 @@
     SendRpc ◄──────────────────────────── gradients ───────────────────── RecvRpc
     goes on; over when the engine is and all others say that their parts are
 
-BEGIN says: "of your messages, these". It goes with the first gradients to a worker, or before worker 0 waits.
+BEGIN says: "of your messages, these". It goes with the first gradients to a worker; but before worker 0 waits for the
+gradients of a message, to all that may take part in them: who has sent one that lies deeper.
 
 Each worker runs the engine once: every node of its graph sees all its gradients before it runs, and runs once. A
 worker's messages are waited for inside of the engine, deepest first, by gates that have the lowest priority. All
@@ -60,7 +61,7 @@ class _Change:
             self._run._changed.wait_for(self.has_come)
 
 
-def nothing() -> None:
+def nothing(message: MessageId) -> None:
     """There is nobody who has to begin."""
 
 
@@ -82,7 +83,7 @@ class Pass:
         self._me = me
         self.error: BaseException | None = None
         self.num_others = 0  # whose parts are not over; of who called backward
-        self.begin_others: Callable[[], None] = nothing  # those that do not know of it yet
+        self.begin_others: Callable[[MessageId], None] = nothing  # those that a message's gradients may need
         self._reading_of = reading_of
         self._reads: tuple[Reading, Awaited] | None = None
         self.send_gradients = send
@@ -179,7 +180,7 @@ class Pass:
     def wait(self, message: MessageId) -> None:
         """Wait until the gradients of a message of ours have come."""
         if message not in self._arrived and self.id[0] == self._me.uid:
-            self.begin_others()
+            self.begin_others(message)
             self._read_until(self.context.sends[message].to, lambda: message in self._arrived)
         with self._changed:
             while message not in self._arrived:

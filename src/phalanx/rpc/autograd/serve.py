@@ -77,9 +77,9 @@ class AutogradWorker:
             begun[uid] = self.agent.control(others[uid], "autograd.begin", told, 0.0)
             begun[uid].hear(run.other_is_over)
 
-        def begin_others() -> None:
+        def begin_others(message: MessageId | None = None) -> None:
             for uid in others:
-                if uid not in begun:
+                if uid not in begun and (message is None or plans[uid][0][0] > message[0]):
                     begin(uid)
 
         def send(run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
