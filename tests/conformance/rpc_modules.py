@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import types
 import warnings
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +62,7 @@ def build() -> dict[str, ModuleType]:
     api._barrier = lambda names: _all_gather(None, set(names))
     api._wait_all_workers = lambda timeout=0.0: _all_gather(None, timeout=timeout or -1.0)
     api._delete_all_user_and_unforked_owner_rrefs = gc.collect
-    api.shutdown = phalanx.rpc.shutdown
+    api.shutdown = partial(_shutdown, api, api._wait_all_workers)
     api.get_worker_info = phalanx.rpc.get_worker_info
     api.rpc_sync, api.rpc_async, api.remote = phalanx.rpc.rpc_sync, phalanx.rpc.rpc_async, phalanx.rpc.remote
     api.RRef = phalanx.rpc.RRef
@@ -74,6 +75,7 @@ def build() -> dict[str, ModuleType]:
     found = _module("")
     for name in phalanx.rpc.__all__:
         setattr(found, name, getattr(phalanx.rpc, name))
+    found.shutdown = api.shutdown
     found.is_available = lambda: True
     found.PyRRef = phalanx.rpc.RRef
     found._rref_context_get_debug_info = _references
@@ -139,6 +141,17 @@ def _autograd_debug_info() -> dict[str, str]:
 
 def _module(name: str) -> Any:
     return types.ModuleType(f"{_NAME}.{name}" if name else _NAME)
+
+
+def _shutdown(api: Any, own: Any, graceful: bool = True, timeout: float = 0.0) -> None:
+    """A test that replaces PyTorch's way to wait for all workers has its own one called, as there."""
+    if graceful and api._wait_all_workers is not own:
+        try:
+            api._wait_all_workers(timeout)
+        except BaseException:
+            phalanx.rpc.shutdown(graceful=False)
+            raise
+    phalanx.rpc.shutdown(graceful, timeout)
 
 
 def _init_rpc_backend(

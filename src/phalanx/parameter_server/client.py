@@ -124,13 +124,16 @@ class ParameterServer:
         )
         self._place = plan_dense({key: one.nbytes for key, one in self._dense.items()}, len(self._servers))
         self._hosts = [ring(self._servers, index) for index in range(len(self._servers))]  # those not yet seen lost
-        self._loads = 0
         self._closed = False
         if self._trainer == self._spec.trainers[0]:
             state: State = {"step": 0, "dense": self._dense, "tables": self._tables, "optimizer": {}}
             shards = split_state(state, self._place, len(self._servers))
             self._on_all(hosting.create, [(self._spec, one) for one in shards])
-        self.step: int = self._attach()
+        attached = self._on_all(hosting.attach, [(self._trainer, described)] * len(self._servers))
+        # Who comes in the place of a lost trainer makes the step again that not all servers have heard of; the others
+        # take no notice of it.
+        self.step: int = min(clock for clock, _ in attached)
+        self._loads: int = max(number for _, number in attached)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -194,7 +197,7 @@ class ParameterServer:
         Shape: dense: that of the parameter; rows: ids (N), gradients (N, D).
 
         Raises:
-            ValueError, TypeError: there is no such name, or a shape does not fit.
+            ValueError, TypeError: there is no such name, or a shape or dtype does not fit.
             PeerLostError: all servers are lost that had some of the parameters.
             DeadlineError: a server does not answer.
         """
@@ -206,6 +209,7 @@ class ParameterServer:
                     f"ParameterServer.push: {key!r} is of shape {tuple(self._dense[key].shape)}, its gradient of "
                     f"{tuple(grad.shape)}"
                 )
+            self._check_gradient(key, grad, self._dense[key])
         summed = {}
         for key, (ids, grads) in rows.items():
             dim = self._tables[key].shape[1]
@@ -214,10 +218,18 @@ class ParameterServer:
                     f"ParameterServer.push: {ids.numel()} ids of {key!r} need gradients of shape "
                     f"{(ids.numel(), dim)}, got {tuple(grads.shape)}"
                 )
+            self._check_gradient(key, grads, self._tables[key])
             shape = self._tables[key].shape
             grad = torch.sparse_coo_tensor(ids.reshape(1, -1), grads, shape, check_invariants=False).coalesce()
             summed[key] = (grad.indices()[0], grad.values())
         self._push(dense, summed)
+
+    def _check_gradient(self, key: str, grad: Tensor, of: Tensor) -> None:
+        if grad.dtype != of.dtype or grad.layout is not torch.strided or grad.device.type != "cpu":
+            raise TypeError(
+                f"ParameterServer.push: the gradient of {key!r} must be a dense tensor of {of.dtype} on the CPU, got "
+                f"{grad.dtype}, {grad.layout}, {grad.device}"
+            )
 
     def _push(self, dense: Mapping[str, Tensor], rows: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         self._check_open()
@@ -246,10 +258,12 @@ class ParameterServer:
         return {**join_states(shards), "step": self.step}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Go on from this state. Every trainer calls it; that of the first one counts.
+        """Go on from this state. Every trainer calls it, and it is loaded once all have; that of the first one counts.
 
         Raises:
             ValueError: it is that of other parameters.
+            PeerLostError: the first trainer is lost, or all servers are that had some of the parameters.
+            DeadlineError: some trainer did not call it in time.
         """
         self._check_open()
         for key, own in (("dense", self._dense), ("tables", self._tables)):
@@ -260,11 +274,12 @@ class ParameterServer:
                     f"ParameterServer.load_state_dict: the state's {key} parameters are {theirs}, ours are {mine}"
                 )
         number = self._loads + 1
+        shards: Sequence[State | None] = [None] * len(self._servers)
         if self._trainer == self._spec.trainers[0]:
             shards = split_state(state_dict, self._place, len(self._servers))
-            self._on_all(hosting.load, [(number, one) for one in shards])
+        clocks: list[int] = self._on_all(hosting.load, [(self._trainer, number, one) for one in shards])
         self._loads = number
-        self.step = self._attach()
+        self.step = min(clocks)
 
     def close(self) -> None:
         """Leave: the others do not wait for this trainer any more. When all have left, the servers let go of it all."""
@@ -285,11 +300,6 @@ class ParameterServer:
             self.close()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
-
-    def _attach(self) -> int:
-        request = (self._trainer, self._spec.described, self._loads)
-        clocks: list[int] = self._on_all(hosting.attach, [request] * len(self._servers))
-        return max(clocks)
 
     def _on_all(self, function: Callable[..., Any], requests: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call it for every shard at once, each on the server that has it."""

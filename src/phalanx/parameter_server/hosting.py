@@ -63,6 +63,8 @@ class Hosted:
         self._number = 0  # of the last entry applied
         self._early: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
         self._waiting: list[_Waiting] = []
+        self._asked: dict[str, int] = {}  # by trainer: the number of the load that it waits for
+        self._failure: PhalanxError | None = None  # since then the shard is not what it should be
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -113,9 +115,9 @@ class Hosted:
             return _WAIT
         return self._ack(self._installed)
 
-    def attach(self, trainer: str, described: str, load_number: int) -> Any:
-        """The trainer's clock, once the shard is there and `load_number` states were loaded."""
-        if self._shard is None or not self._is_primary or self._shard.load_number < load_number:
+    def attach(self, trainer: str, described: str) -> Any:
+        """The trainer's clock and how many states were loaded, once the shard is there."""
+        if self._shard is None or not self._is_primary:
             return _WAIT
         spec = self._shard.spec
         if described != spec.described:
@@ -125,24 +127,74 @@ class Hosted:
                 f"  {spec.trainers[0]}: {spec.described}\n  {trainer}: {described}\nGive all of them the same.",
                 calls=calls,
             )
-        return self._shard.clocks[trainer]
+        return self._shard.clocks[trainer], self._shard.load_number
+
+    def ask_load(self, trainer: str, number: int) -> None:
+        """The trainer has nothing more to push before load `number`."""
+        with self._lock:
+            self._asked[trainer] = number
+
+    def load(self, trainer: str, number: int, state: State | None) -> Any:
+        """Take the state of the first trainer, once all have asked for load `number`: who is late may still push."""
+        shard = self._held()
+        if shard is None:
+            return _WAIT
+        if shard.load_number >= number:
+            return shard.clocks[trainer]
+        lost = self._lost_trainers(shard)
+        if state is None or any(self._asked.get(one, 0) < number for one in shard.active() if one not in lost):
+            if (first := shard.spec.trainers[0]) in lost:
+                raise TrainerLostError(
+                    f"ParameterServer {shard.spec.name!r}: trainer {first!r} is lost, whose state was to be loaded: "
+                    f"{lost[first]}",
+                    ranks=(self._rank(first),),
+                )
+            return _WAIT
+        loaded: Future[int] = Future()
+        told = self.write(("load", number, state))
+        clock = shard.clocks[trainer]
+        if told is None:
+            return clock
+        told.add_done_callback(partial(_pass_on, loaded, value=clock))
+        return loaded
+
+    def push(self, trainer: str, clock: int, gradients: Gradients) -> Any:
+        """Take a trainer's gradients, once it may be at this step: also who never pulls is not ahead of the others."""
+        shard = self._held()
+        if shard is None or (clock >= shard.clocks[trainer] and not self._may_go_on(shard, trainer, clock)):
+            return _WAIT
+        return self.write(("push", trainer, clock, gradients))
 
     def write(self, entry: tuple[Any, ...]) -> Any:
         """Apply it here and on the replica."""
         shard = self._held()
         if shard is None:
             return _WAIT
+        before = self._failure
         self._apply(shard, entry)
+        if self._failure is not before and self._failure is not None:
+            raise self._failure
         if self._replica is None:
             return None
         arguments = (self._name, self._index, self._number, entry)
         return self._ack(self._send(self._replica, receive, arguments))
 
     def _apply(self, shard: Shard, entry: tuple[Any, ...]) -> None:
-        shard.apply(entry)
+        if entry[0] == "load":
+            self._failure = None
+        try:
+            shard.apply(entry)
+        except Exception as error:  # of an optimizer: here and on the replica, and nothing takes it back
+            self._failure = PhalanxError(
+                f"ParameterServer {shard.spec.name!r}: server {self._agent.me.info.name!r} could not make step "
+                f"{shard.step}: {type(error).__name__}: {error}\nThe parameters are as the optimizer left them; go on "
+                "from a checkpoint."
+            )
+            self._failure.__cause__ = error
         self._number += 1
         if not shard.active():  # all have left: nobody will ask for it again
             self._shard, self._is_primary, self._primary = None, False, None
+            self._asked, self._failure = {}, None
 
     def pull(self, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Any:
         """The values, and how far the slowest trainer is behind, once the trainer may go on."""
@@ -159,6 +211,8 @@ class Hosted:
         return shard.state()
 
     def _may_go_on(self, shard: Shard, trainer: str, clock: int) -> bool:
+        if self._failure is not None:
+            raise self._failure
         lost = self._lost_trainers(shard)
         if trainer in lost:
             raise TrainerLostError(f"trainer {trainer!r} is lost, and so is its request.")
@@ -287,13 +341,13 @@ class Hosted:
         self.settle()
 
 
-def _pass_on(future: Future[Any], done: Future[Any]) -> None:
+def _pass_on(future: Future[Any], done: Future[Any], value: Any = None) -> None:
     try:
         result = done.value()
     except Exception as error:
         future.set_exception(error)
     else:
-        future.set_result(result)
+        future.set_result(result if value is None else value)
 
 
 def _on_thread(work: Callable[[], None]) -> None:
@@ -350,17 +404,17 @@ def create(name: str, index: int, spec: Spec, state: State) -> Future[Any]:
 
 
 @async_execution
-def attach(name: str, index: int, trainer: str, described: str, load_number: int) -> Future[Any]:
+def attach(name: str, index: int, trainer: str, described: str) -> Future[Any]:
     """Another trainer waits for them."""
     place = _host(name, index)
-    return place.request(partial(place.attach, trainer, described, load_number))
+    return place.request(partial(place.attach, trainer, described))
 
 
 @async_execution
 def push(name: str, index: int, trainer: str, clock: int, gradients: Gradients) -> Future[Any]:
     """All gradients that a trainer has for this server."""
     place = _host(name, index)
-    return place.request(partial(place.write, ("push", trainer, clock, gradients)))
+    return place.request(partial(place.push, trainer, clock, gradients))
 
 
 @async_execution
@@ -371,10 +425,11 @@ def leave(name: str, index: int, trainer: str) -> Future[Any]:
 
 
 @async_execution
-def load(name: str, index: int, number: int, state: State) -> Future[Any]:
-    """Go on from this state."""
+def load(name: str, index: int, trainer: str, number: int, state: State | None) -> Future[Any]:
+    """Go on from this state, or from that of the first trainer."""
     place = _host(name, index)
-    return place.request(partial(place.write, ("load", number, state)))
+    place.ask_load(trainer, number)
+    return place.request(partial(place.load, trainer, number, state))
 
 
 @async_execution

@@ -1,0 +1,216 @@
+"""Generated gradients for every optimizer of rows, generated kills, and checkpoints in the midst of a run."""
+
+import os
+import random
+import signal
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo  # every optimizer loads it: once here, and not once in each worker
+import torch.distributed as dist
+from tests.parameter_server.test_parameter_server import _counting, _ones, join, meet
+from tests.rpc.workers import pid, run_workers
+
+import phalanx
+from phalanx import rpc
+
+SERVERS = ["s0", "s1", "s2"]
+TRAINERS = ["t0", "t1"]
+ROWS = [
+    partial(torch.optim.SGD, lr=0.5),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.5, dampening=0.5),
+    partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.01),
+    partial(torch.optim.SparseAdam, lr=0.05, betas=(0.5, 0.9)),
+]
+DENSE = [
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    partial(torch.optim.Adagrad, lr=0.1, weight_decay=0.1),
+    partial(torch.optim.RMSprop, lr=0.01, centered=True),
+    partial(torch.optim.Adamax, lr=0.01),
+    partial(torch.optim.Rprop, lr=0.01),
+]
+
+
+class Case:
+    """Parameters, optimizers, and what each trainer pushes in each step, from a seed."""
+
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = [torch.float32, torch.float64, torch.bfloat16][seed % 3]
+        self.optimizer, self.row_optimizer = DENSE[seed % len(DENSE)], ROWS[seed % len(ROWS)]
+        if self.dtype is torch.bfloat16:
+            self.optimizer = DENSE[0]
+        self.reduction = self.chance.choice(["mean", "sum"])
+        self.num_servers = 1 + seed % 3
+        self.dense = {f"d{n}": self.random(*shape) for n, shape in enumerate([(), (3,), (2, 0), (4, 2)])}
+        sizes = [(1, 2), (self.chance.randint(2, 9), self.chance.randint(1, 4)), (7, 1)]
+        self.tables = {f"t{n}": self.random(*shape) for n, shape in enumerate(sizes)}
+
+    def random(self, *shape):
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def gradients(self):
+        """Of one trainer for one step; some are missing, some have no rows, some have rows twice."""
+        dense = {key: self.random(*one.shape) for key, one in self.dense.items() if self.chance.random() < 0.8}
+        rows = {}
+        for key, table in self.tables.items():
+            if self.chance.random() < 0.8:
+                num = self.chance.choice([0, 1, 5])
+                ids = torch.randint(len(table), (num,), generator=self.generator)
+                rows[key] = ids, self.random(num, table.shape[1])
+        return dense, rows
+
+    def steps(self, num):
+        return [[self.gradients() for _ in TRAINERS] for _ in range(num)]
+
+
+def train_alone(case, steps):
+    dense = {key: torch.nn.Parameter(one.clone()) for key, one in case.dense.items()}
+    tables = {key: torch.nn.Parameter(one.clone()) for key, one in case.tables.items()}
+    optimizers = [case.optimizer(list(dense.values())), case.row_optimizer(list(tables.values()))]
+    divisor = 2 if case.reduction == "mean" else 1
+    for pushed in steps:
+        for key, one in dense.items():
+            parts = [grads[key] for grads, _ in pushed if key in grads]
+            one.grad = sum(parts[1:], parts[0]) / divisor if parts else None
+        for key, one in tables.items():
+            parts = [rows[key] for _, rows in pushed if key in rows]
+            found = [torch.sparse_coo_tensor(ids[None], values, one.shape).coalesce() for ids, values in parts]
+            one.grad = None
+            if found:
+                ids = torch.cat([each.indices() for each in found], 1)
+                values = torch.cat([each.values() for each in found])
+                one.grad = torch.sparse_coo_tensor(ids, values, one.shape).coalesce() / divisor
+        for optimizer in optimizers:
+            optimizer.step()
+    return dense, tables
+
+
+def _generated(rank, folder):
+    name = [*TRAINERS, *SERVERS][rank]
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
+    with join(name, rank, 5, folder):
+        if rank > 1:
+            return
+        for seed in range(15):
+            case = Case(seed)
+            steps = case.steps(5)
+            with phalanx.ParameterServer(
+                SERVERS[: case.num_servers],
+                TRAINERS,
+                dense=case.dense,
+                tables=case.tables,
+                optimizer=case.optimizer,
+                row_optimizer=case.row_optimizer,
+                reduction=case.reduction,
+                name=f"p{seed}",
+            ) as server:
+                for pushed in steps:
+                    server.pull()
+                    server.push_gradients(*pushed[rank])
+                state = server.state_dict()
+                meet(name, f"looked {seed}")
+            dense, tables = train_alone(case, steps)
+            for key, one in {**dense, **tables}.items():
+                found = state["dense" if key in dense else "tables"][key]
+                assert torch.equal(found, one), (seed, key, found, one)
+
+
+def test_generated_gradients_train_every_kind_of_row_optimizer_as_in_one_process():
+    run_workers(_generated, 5, timeout=120)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _restored(rank, folder, with_group):
+    name = [*TRAINERS, *SERVERS][rank]
+    with join(name, rank, 5, folder):
+        if rank > 1:
+            return
+        if with_group:
+            dist.init_process_group("phalanx", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+        case = Case(4)  # SparseAdam and Adagrad
+        steps = case.steps(12)
+        make = partial(phalanx.ParameterServer, trainers=TRAINERS, dense=case.dense, tables=case.tables,
+                       optimizer=DENSE[1], row_optimizer=case.row_optimizer)  # fmt: skip
+        manager = phalanx.CheckpointManager(f"{folder}/runs" if with_group else f"{folder}/runs-{rank}")
+        with make(SERVERS[:2], name="first") as server:
+            for step, pushed in enumerate(steps):
+                server.pull()
+                server.push_gradients(*pushed[rank])
+                if step == 6:
+                    manager.async_save(step + 1, {"server": server})
+            manager.wait()
+            undisturbed = server.state_dict()
+            meet(name, "first run")
+        with make(SERVERS, name="second") as server:
+            if rank == 1:  # a step more than the other has made when it loads: that is not mixed up
+                server.push_gradients(*steps[0][rank])
+            restored = manager.load({"server": server})
+            assert restored.step == server.step == 7
+            for pushed in steps[7:]:
+                server.pull()
+                server.push_gradients(*pushed[rank])
+            torch.testing.assert_close(server.state_dict(), undisturbed, rtol=0, atol=0)
+            meet(name, "second run")
+        if with_group:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("with_group", [False, True], ids=["each trainer alone", "a group of trainers"])
+def test_a_run_that_is_restored_in_its_midst_ends_as_the_undisturbed_one(with_group):
+    """A trainer that was still pushing when the first one loaded went on from a step that was no more."""
+    run_workers(_restored, 5, with_group)
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def _killed(rank, folder, seed):
+    chance = random.Random(seed)
+    servers = ["s0", "s1", "s2", "s3"]
+    name = [*TRAINERS, *servers][rank]
+    synchronous, victims = bool(seed % 2), chance.sample(servers, 3)
+    kills = dict(zip(sorted(chance.sample(range(5, 100, 5), 3)), victims, strict=True))
+    killers = [chance.randrange(2) for _ in kills]
+    loads = chance.randrange(100)
+    with join(name, rank, 6, folder, loses=True):
+        if rank > 1:
+            return
+        server = _counting(servers, synchronous=synchronous, reduction="sum")
+        ids = torch.tensor([0, 1, 2, 5 - rank])
+        for step in range(110):
+            for killer, (at, victim) in zip(killers, kills.items(), strict=True):
+                if at == step and killer == rank:
+                    meet(name, f"before {at}")  # both have made the step before: each shard has its two copies again
+                    os.kill(rpc.rpc_sync(victim, pid), signal.SIGKILL)
+                elif at == step:
+                    meet(name, f"before {at}")
+            if step == loads:  # what is loaded is where they are
+                meet(name, "to load")
+                server.load_state_dict(server.state_dict() if rank == 0 else _zeros())
+                assert server.step == step
+            server.pull({"t": ids})
+            server.push_gradients(*_ones(ids))
+        meet(name, "all is pushed")
+        state = server.state_dict()
+        assert state["dense"]["d"].tolist() == [-220] * 3, "each push once"
+        assert state["tables"]["t"][:, 1].tolist() == [-220, -220, -220, 0, -110, -110, 0]
+        meet(name, "looked")
+        server.close()
+
+
+def _zeros():
+    return {"step": 0, "dense": {"d": torch.zeros(3)}, "tables": {"t": torch.zeros(7, 2)}, "optimizer": {}}
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("PHALANX_TEST_SEEDS", "2"))))
+def test_no_push_is_lost_or_applied_twice_while_three_of_four_servers_are_killed_one_after_the_other(seed):
+    victims = random.Random(seed).sample(["s0", "s1", "s2", "s3"], 3)
+    run_workers(_killed, 6, seed, lost=[2 + int(one[1]) for one in victims], timeout=120)

@@ -1,0 +1,197 @@
+"""A server's decisions where trainers pull, push, leave and die in generated order, against a small model."""
+
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._dynamo  # every optimizer loads it, and it leaves a variable behind
+
+from phalanx.errors import PhalanxError
+from phalanx.parameter_server.hosting import Hosted, TrainerLostError
+from phalanx.parameter_server.shard import Gradients, Spec
+
+
+class Agent:
+    """What a server asks of its worker: who is lost."""
+
+    def __init__(self):
+        self.me = SimpleNamespace(info=SimpleNamespace(name="s", id=9), uid=9)
+        self.lost = set()
+        self.membership = SimpleNamespace(find=self.find, find_lost=lambda name: None)
+
+    def find(self, name):
+        return SimpleNamespace(info=SimpleNamespace(name=name, id=int(name)))
+
+    def peer(self, member):
+        return SimpleNamespace(lost="it was killed." if member.info.name in self.lost else "")
+
+
+class Model:
+    """How far each trainer is, and what a server has applied."""
+
+    def __init__(self, trainers, bound):
+        self.bound = bound  # None: synchronous
+        self.clocks = dict.fromkeys(trainers, 0)
+        self.there = set(trainers)  # not left
+        self.lost = set()
+        self.step = 0
+
+    def advance(self):
+        while any(c > self.step for c in self.clocks.values()) and all(self.clocks[t] > self.step for t in self.there):
+            self.step += 1
+
+    def expect(self, trainer):
+        """What becomes of a request of this trainer: True, False (it waits) or an error."""
+        clock = self.clocks[trainer]
+        if self.bound is not None:
+            return all(clock - self.clocks[t] <= self.bound for t in self.there - self.lost)
+        if self.step >= clock:
+            return True
+        return TrainerLostError if any(self.clocks[t] <= self.step for t in self.lost & self.there) else False
+
+    def applied(self):
+        return [c if self.bound is not None else min(c, self.step) for c in self.clocks.values()]
+
+
+def play(seed):
+    """One interleaving; gives back how far anybody was ahead."""
+    chance = random.Random(seed)
+    trainers = [str(number) for number in range(chance.randint(1, 4))]
+    bound = chance.choice([None, None, 0, 1, 3])
+    spec = Spec("p", ("s",), tuple(trainers), bound is None, bound, partial(torch.optim.SGD, lr=1.0),
+                partial(torch.optim.SGD, lr=1.0), "sum", False, "")  # fmt: skip
+    agent, model = Agent(), Model(trainers, bound)
+    hosted = Hosted(agent, "p", 0)
+    start = {"step": 0, "dense": {"d": torch.zeros(len(trainers))}, "tables": {}, "optimizer": {}}
+    hosted.request(partial(hosted.create, spec, start))
+    asked, ahead = {}, 0
+    for _ in range(60):
+        idle = [one for one in trainers if one in model.there - model.lost and one not in asked]
+        what = chance.choice(
+            ["pull", "push", "push", "push", "leave", "die", "late"] if chance.random() < 0.1 else ["pull", "push"]
+        )
+        if what == "die" and model.there - model.lost:
+            gone = chance.choice(sorted(model.there - model.lost))
+            agent.lost.add(gone)
+            model.lost.add(gone)
+            asked.pop(gone, None)
+            hosted.settle()
+        elif idle:
+            trainer = chance.choice(idle)
+            clock = model.clocks[trainer]
+            gradient = torch.zeros(len(trainers))
+            gradient[int(trainer)] = 1
+            if what == "leave" and len(model.there) > 1:
+                hosted.request(partial(hosted.write, ("leave", trainer)))
+                model.there.discard(trainer)
+            elif what == "late":  # a push that is made again: its answer was lost
+                again = clock and hosted.request(
+                    partial(hosted.push, trainer, clock - 1, Gradients({"d": gradient}, {}))
+                )
+                assert not clock or again.value() is None
+            elif what == "pull":
+                asked[trainer] = what, hosted.request(partial(hosted.pull, trainer, clock, ["d"], {}))
+            elif what == "push":
+                asked[trainer] = (
+                    what,
+                    hosted.request(partial(hosted.push, trainer, clock, Gradients({"d": gradient}, {}))),
+                )
+        model.advance()
+        changed = True
+        while changed:  # one answer may be what another waits for
+            changed = False
+            for trainer, (what, future) in list(asked.items()):
+                expected = model.expect(trainer)
+                if expected is False:
+                    continue
+                del asked[trainer]
+                if expected is not True:
+                    with pytest.raises(expected, match="is lost"):
+                        future.value()
+                    continue
+                assert future.done(), (seed, trainer, what)
+                if what == "push":
+                    model.clocks[trainer] += 1
+                    model.advance()
+                    changed = True
+                others = [model.clocks[t] for t in model.there - model.lost]
+                ahead = max(ahead, model.clocks[trainer] - min(others, default=0)) if bound is not None else ahead
+        for trainer, (what, future) in asked.items():
+            assert not future.done(), (seed, trainer, what)
+        found = hosted._shard.state()["dense"]["d"]
+        assert (-found).tolist() == model.applied(), seed
+    return bound, ahead
+
+
+def test_pulls_and_pushes_are_answered_when_the_model_says_so_and_never_before():
+    """Who pushed without a pull ran ahead of any bound, and a server kept all its gradients."""
+    furthest = {}
+    for seed in range(150):
+        bound, ahead = play(seed)
+        if bound is not None:
+            furthest[bound] = max(furthest.get(bound, 0), ahead)
+    assert furthest == {bound: bound + 1 for bound in (0, 1, 3)}, "as far as the bound, and no further"
+
+
+def test_an_optimizer_that_fails_is_told_to_all_until_a_state_is_loaded():
+    """The trainer whose push came last heard of it; the others waited until their calls ran out of time."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            if any(float(p.grad.sum()) > 100 for group in self.param_groups for p in group["params"]):
+                raise ArithmeticError("too much")
+            super().step(closure)
+
+    make = partial(Failing, lr=1.0)
+    spec = Spec("p", ("s",), ("0", "1"), True, None, make, make, "sum", False, "")
+    hosted = Hosted(Agent(), "p", 0)
+    start = {"step": 0, "dense": {"d": torch.zeros(2)}, "tables": {}, "optimizer": {}}
+    hosted.request(partial(hosted.create, spec, start))
+
+    def push(trainer, clock, value):
+        gradients = Gradients({"d": torch.full((2,), value)}, {})
+        return hosted.request(partial(hosted.push, trainer, clock, gradients))
+
+    assert push("0", 0, 1.0).value() is None
+    waits = hosted.request(partial(hosted.pull, "0", 1, ["d"], {}))
+    for future in (push("1", 0, 1000.0), waits, push("0", 1, 1.0)):
+        with pytest.raises(PhalanxError, match=r"server 's' could not make step 0: ArithmeticError: too much\nThe par"):
+            future.value()
+    for trainer, state in (("0", start), ("1", None)):
+        hosted.ask_load(trainer, 1)
+        loaded = hosted.request(partial(hosted.load, trainer, 1, state))
+    assert loaded.value() == 0
+    for trainer in "01":
+        assert push(trainer, 0, 1.0).value() is None
+    assert hosted._shard.state()["dense"]["d"].tolist() == [-2, -2]
+
+
+def test_a_state_is_loaded_when_all_trainers_have_asked_for_it():
+    """The first trainer's state was loaded at once: what another still pushed went on top of it, at a step of before.
+
+    And who came in a lost trainer's place counted the loads from 0: its load was taken for one that had been made.
+    """
+    spec = Spec("p", ("s",), ("0", "1"), False, None, *[partial(torch.optim.SGD, lr=1.0)] * 2, "sum", False, "")
+    agent = Agent()
+    hosted = Hosted(agent, "p", 0)
+    state = {"step": 3, "dense": {"d": torch.zeros(2)}, "tables": {}, "optimizer": {}}
+    hosted.request(partial(hosted.create, spec, {**state, "step": 0}))
+
+    def load(trainer, number):
+        hosted.ask_load(trainer, number)
+        return hosted.request(partial(hosted.load, trainer, number, state if trainer == "0" else None))
+
+    first = load("0", 1)
+    pushed = hosted.request(partial(hosted.push, "1", 0, Gradients({"d": torch.ones(2)}, {})))
+    assert pushed.value() is None
+    assert not first.done()
+    assert load("1", 1).value() == first.value() == 3
+    assert hosted._shard.state()["dense"]["d"].tolist() == [0, 0]
+    assert hosted.request(partial(hosted.attach, "1", "")).value() == (3, 1)
+    waits = load("1", 2)
+    agent.lost.add("0")
+    hosted.settle()
+    with pytest.raises(TrainerLostError, match="trainer '0' is lost, whose state was to be loaded: it was killed"):
+        waits.value()
