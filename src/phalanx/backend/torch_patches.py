@@ -14,6 +14,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
     _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
     DataLoader.__iter__                  we hear which iterator is at work              an elastic job has a sampler
+    _MapDatasetFetcher.fetch             a batch has random numbers of its own          in its DataLoader's workers
 
     changed                              goes when torch (seen: 2.13)
     Backend.PHALANX, Backend.MPI         tells a backend that it is asked for, and compares names of groups in one case
@@ -25,6 +26,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
     _new_process_group_helper            takes "mpi" from `Backend.register_backend`
     DataLoader.__iter__                  tells how many batches it has handed to the loop
+    _MapDatasetFetcher.fetch             can seed each batch, and not only each worker
 
 (`csrc/interpose.c` reaches deeper, into libc10's allocation, when DDP asks for gradients in shared memory; and
 `process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.
@@ -351,6 +353,21 @@ def _observe_loaders() -> None:
 
     vars_of: Any = DataLoader
     vars_of.__iter__ = __iter__
+
+
+def call_before_fetch(function: Callable[[Any], None]) -> None:
+    """Call `function(indices)` in this process, a DataLoader's worker, before a batch of them is read."""
+    from torch.utils.data._utils import fetch
+
+    fetcher: Any = fetch._MapDatasetFetcher
+    original = fetcher.fetch
+
+    @functools.wraps(original)
+    def seeded(self: Any, indices: Any) -> Any:
+        function(indices)
+        return original(self, indices)
+
+    fetcher.fetch = seeded
 
 
 # -- once backend "mpi" is asked for, and torch was built without MPI --------------------------------------------------

@@ -13,6 +13,7 @@ from phalanx.backend.torch_patches import observe_loaders
 from phalanx.data import DistributedSampler
 from phalanx.data.index_stream import TurnStream
 from phalanx.data.partition import Partition
+from phalanx.elastic.worker_seeds import seed_workers
 
 _BATCHES = BatchSampler.__iter__
 
@@ -73,6 +74,9 @@ class DataPosition:
                 "rank may have to make those of another. Give the DataLoader batch_size, and no batch_sampler."
             )
         self.sampler.read_in_turns_of(size)
+        is_next = self.sampler._pass is not None  # the epoch advances by itself
+        if hasattr(loader, "worker_init_fn"):
+            seed_workers(loader, self.sampler.seed, self.sampler.epoch + is_next)
 
     def _observe(self, loader: Any, iterator: Any, is_new: bool) -> None:
         if not self._is_over_mine(loader):

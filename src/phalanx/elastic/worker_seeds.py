@@ -1,0 +1,64 @@
+"""What DataLoader workers draw, made a function of the batch: a worker that is started again draws the same."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import multiprocessing
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.backend.torch_patches import call_before_fetch
+
+
+def seed_workers(loader: Any, seed: int, epoch: int) -> None:
+    """From now on what the workers of `loader` draw for a batch follows from seed, epoch and the batch's first index.
+
+    Whatever a worker has done before, and whichever rank or worker does the batch. PyTorch seeds a worker once, when it
+    is started: one that is started in the middle of an epoch would draw there what the first had drawn at its begin.
+
+    Workers that are not forked are left alone: they share no memory with us, which says the epoch to those that last.
+    """
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if loader.num_workers == 0 or method != "fork":
+        return
+    if not isinstance(loader.worker_init_fn, _SeedBatches):
+        loader.worker_init_fn = _SeedBatches(seed, loader.worker_init_fn)
+    loader.worker_init_fn.epoch = epoch
+
+
+class _SeedBatches:
+    """A `worker_init_fn`, which calls that of the user."""
+
+    def __init__(self, seed: int, then: Callable[[int], None] | None) -> None:
+        self._seed, self._then = seed, then
+        self._memory = mmap.mmap(-1, 8)  # the epoch, where workers of `persistent_workers` see it change
+
+    @property
+    def epoch(self) -> int:
+        """Which epoch the loader is in."""
+        return int.from_bytes(self._memory[:8], "little")
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self._memory[:8] = number.to_bytes(8, "little")
+
+    def __call__(self, worker: int) -> None:
+        if self._then is not None:
+            self._then(worker)
+        call_before_fetch(self._seed_batch)
+
+    def _seed_batch(self, indices: Any) -> None:
+        first = indices[0] if isinstance(indices, (list, tuple)) and indices else indices
+        text = f"{self._seed} {self.epoch} {first}".encode()
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        if "numpy" in sys.modules:
+            import numpy as np
+
+            np.random.seed(number % (1 << 32))
