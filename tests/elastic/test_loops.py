@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,16 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx import elastic
+
+
+def read_ahead(loader: Any, num_batches: int = 3) -> Iterator[Any]:
+    """As a prefetcher does that brings batches to a device."""
+    batches: deque[Any] = deque()
+    for batch in loader:
+        batches.append(batch)
+        if len(batches) > num_batches:
+            yield batches.popleft()
+    yield from batches
 
 
 def train_loop(kind: str, job: Job) -> dict[str, Any]:
@@ -47,7 +59,7 @@ def train_loop(kind: str, job: Job) -> dict[str, Any]:
         @elastic.run(state)
         def train(state: Any) -> None:
             for epoch in state.epochs(job.epochs):
-                for number, (ids, x, y) in enumerate(loader):
+                for number, (ids, x, y) in enumerate(read_ahead(loader) if kind == "read ahead" else loader):
                     job.log(state.step, epoch, ids.tolist())
                     if kind == "two optimizers":
                         second.zero_grad()
@@ -57,7 +69,13 @@ def train_loop(kind: str, job: Job) -> dict[str, Any]:
                     optimizer.zero_grad()
                     out = ddp(x)
                     loss = (out.squeeze(1) - y).pow(2).mean()
-                    (loss + judging(out).mean() if kind == "two optimizers" else loss).backward()
+                    if kind in ("an error around backward", "read ahead"):
+                        job.strike("late", state.step)
+                    try:
+                        (loss + judging(out).mean() if kind == "two optimizers" else loss).backward()
+                    except RuntimeError:
+                        if kind != "an error around backward":
+                            raise
                     optimizer.step()
                     if kind == "a collective behind the update":
                         reduce(loss)
@@ -73,7 +91,7 @@ def train_loop(kind: str, job: Job) -> dict[str, Any]:
                     elif kind == "a buffer that the loop changes":
                         model.get_buffer("updates").add_(1)
                         job.strike("late", state.step)
-                    state.commit()
+                    state.commit(samples=len(ids) if kind == "read ahead" else None)
                     if kind == "validation in the middle" and state.step == 3:
                         ddp.eval()
                         reduce(loss)
@@ -101,6 +119,8 @@ KINDS = {
     "a buffer that the loop changes": (Strike(1, "late", 3), Strike(0, "late", 5)),
     "a scheduler of epochs, then validation": (Strike(1, "late", 8), Strike(0, "late", 16)),
     "validation in the middle": (Strike(1, "late", 3),),
+    "an error around backward": (Strike(1, "late", 3), Strike(0, "late", 9)),
+    "read ahead": (Strike(1, "late", 3), Strike(0, "late", 6), Strike(1, "late", 15)),
 }
 
 
@@ -111,6 +131,9 @@ def test_what_a_loop_does_behind_its_update_is_done_once_for_each_step(kind: str
     So a GAN's second update was, or a scheduler's step, an average of the model, a value; a scheduler that stepped at
     the end of an epoch stepped twice, and an epoch's end counted as a step. A buffer changed behind the update went
     back to what it was before, and a model that was being validated trained on in evaluation mode.
+
+    A loop that swallowed the error of its backward, by which it was to hear of the loss, updated with the gradients of
+    its rank alone. A loop that took batches ahead lost those that it had not used.
     """
 
     def run(name: str, strikes: tuple[Strike, ...]) -> tuple[Job, Any]:
@@ -126,3 +149,57 @@ def test_what_a_loop_does_behind_its_update_is_done_once_for_each_step(kind: str
         assert [key for key in theirs if not torch.equal(mine[key], theirs[key])] == []
     if kind != "several updates to a commit":  # of which the samples are told by step
         assert [sorted(used) for used in job.samples_of_epochs()] == [list(range(job.samples))] * job.epochs
+
+
+def loader_of(length: int = 16, batch: int = 4) -> tuple[Any, Any]:
+    data = Numbers(length)
+    sampler = phalanx.DistributedSampler(data)
+    return sampler, DataLoader(data, batch_size=batch, sampler=sampler)
+
+
+def test_a_commit_counts_the_samples_that_it_is_told_and_refuses_what_cannot_be() -> None:
+    sampler, loader = loader_of()
+    state = elastic.State(sampler=sampler)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state.commit(samples=4)
+    assert state.state_dict()["position"]["consumed"] == 4
+    state.commit(samples=4)
+    assert state.state_dict()["position"]["consumed"] == 8
+    with pytest.raises(
+        ValueError, match=r"commit\(samples=8\): that makes 16 samples .* has handed out 12.*of this rank"
+    ):
+        state.commit(samples=8)
+    for wrong in (-1, 2.0, True):
+        with pytest.raises(ValueError, match="say how many samples"):
+            state.commit(samples=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="samples= was given before in this epoch"):
+        state.commit()
+    batches = iter(loader)  # the next epoch
+    next(batches)
+    state.commit()
+    next(batches)
+    with pytest.raises(ValueError, match="this epoch's first commit had none"):
+        state.commit(samples=4)
+    with pytest.raises(ValueError, match="no sampler in State"):
+        elastic.State(best=0.0).commit(samples=4)
+
+
+def test_a_loop_that_reads_ahead_and_does_not_say_so_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Its last steps of an epoch have no samples of their own; before that nobody can tell."""
+    sampler, loader = loader_of()
+    state = elastic.State(sampler=sampler)
+    for _ in state.epochs(2):
+        for _ in read_ahead(loader, 2):
+            state.commit()
+    told = [one.getMessage() for one in caplog.records if "without a sample of its own" in one.getMessage()]
+    assert len(told) == 1
+    assert "state.commit(samples=len(batch))" in told[0]
+    caplog.clear()
+    sampler, loader = loader_of(length=18)
+    state = elastic.State(sampler=sampler)
+    for _ in state.epochs(2):
+        for _ in loader:
+            state.commit()
+    assert not caplog.records

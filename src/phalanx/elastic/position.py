@@ -32,6 +32,14 @@ class Mark:
         """Of the epoch, by all ranks together, if they stand at the same step."""
         return self.used if self.partition is None else self.partition.consumed_after(self.used)
 
+    def stands_in(self, other: Mark) -> bool:
+        """Whether it is of the same pass."""
+        return self.partition is other.partition is not None
+
+    def stands_at(self, other: Mark) -> bool:
+        """Whether it is the same place of the same pass."""
+        return self.stands_in(other) and self.used == other.used
+
     @property
     def is_inside(self) -> bool:
         """Whether the epoch has begun."""
@@ -50,6 +58,7 @@ class DataPosition:
         self._on_iterator = on_iterator
         self._iterator: Callable[[], Any] = lambda: None
         self._batch_size = 1
+        self._counted: tuple[Any, int] = None, 0  # a pass, and how many samples of it the loop says that it has used
         self.keeps_global_batch = False
         observe_loaders(self, DataPosition._learn_batch_size, DataPosition._observe)
 
@@ -95,12 +104,38 @@ class DataPosition:
         stream = sampler._pass
         if stream is None:
             return Mark(sampler.epoch, None, sampler._consumed)
+        counted, used = self._counted
+        return Mark(sampler.epoch, stream.partition, used if counted is stream else self._handed_out(stream))
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the loop counts the samples of the pass at hand itself."""
+        return self._counted[0] is not None and self._counted[0] is self.sampler._pass
+
+    def count(self, samples: int) -> None:
+        """The loop has used so many more of this pass: no longer does all count that it was handed.
+
+        Raises:
+            ValueError: it was not handed so many.
+        """
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
+            raise ValueError(f"State.commit(samples={samples!r}): say how many samples of this rank the step has used")
+        stream = self.sampler._pass
+        counted, used = self._counted
+        used = samples + (used if counted is stream else 0)
+        handed_out = 0 if stream is None else self._handed_out(stream)
+        if used > handed_out:
+            raise ValueError(
+                f"State.commit(samples={samples}): that makes {used} samples of this rank since it began with the "
+                f"epoch, and its loader has handed out {handed_out}. Give the samples of this rank, not of all ranks."
+            )
+        self._counted = stream, used
+
+    def _handed_out(self, stream: Any) -> int:
         iterator = self._iterator()
         if iterator is None:
-            used = stream.taken
-        else:
-            used = iterator._num_yielded // sampler.num_parts * self._batch_size
-        return Mark(sampler.epoch, stream.partition, used)
+            return int(stream.taken)
+        return int(iterator._num_yielded // self.sampler.num_parts * self._batch_size)
 
     @property
     def ends_step(self) -> bool:

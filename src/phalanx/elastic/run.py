@@ -36,6 +36,7 @@ from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
+_has_returned = False  # an elastic function of this process
 Train = Callable[[State], _Result]
 
 
@@ -125,6 +126,13 @@ class ElasticJob:
         self._group = dist.group.WORLD if dist.is_initialized() else None
         if self._group is None or not isinstance(self._group, PhalanxProcessGroup):
             return train(self._state)
+        if _has_returned and self._membership is None and rendezvous.agent_address():
+            _logger.warning(
+                "phalanx.elastic: a second function is elastic.run in this job, and a rank that is lost in it ends the "
+                "job. What replaces one begins with the script, and would not know that the first function has "
+                "returned on the others. Put both into one function: `if state.phase == 0: ...; state.phase = 1`."
+            )
+            return train(self._state)
         self._membership = self._membership or self._find_agent()
         if self._membership is None:
             return train(self._state)
@@ -150,6 +158,7 @@ class ElasticJob:
         except JobEndedError as error:
             self._end(error)
         finally:
+            _note_returned()
             self._state._runner = None
             self._membership.close()
 
@@ -209,6 +218,10 @@ class ElasticJob:
     def count_collectives(self) -> tuple[int, int]:
         """Of the default group; rounds of gradients are not among its collectives, and count as well."""
         return self._group._get_sequence_number_for_group(), self._group.num_gradient_rounds
+
+    def require_group(self) -> None:
+        """A barrier, which raises at once what has ended the group."""
+        dist.barrier(group=self._group)
 
     def before_commit(self, number: int) -> None:
         """See to it that the record of this commit is there, on all ranks."""
@@ -447,6 +460,11 @@ class ElasticJob:
         for optimizer in self._state._sharded:
             optimizer.keep_state()
         dist.barrier(group=self._group)
+
+
+def _note_returned() -> None:
+    global _has_returned
+    _has_returned = True
 
 
 def _leave_all_groups() -> None:

@@ -52,6 +52,10 @@ class Runner(Protocol):
         """A number that differs where the ranks have waited for each other."""
         ...
 
+    def require_group(self) -> None:
+        """Raise if the group is over, because a rank is lost. Collective."""
+        ...
+
     def before_backward(self) -> None:
         """What this rank draws for the step, and what its forward changes, is done; gradients are to come."""
         ...
@@ -66,9 +70,9 @@ class State:
     `phalanx.DistributedSampler` and whatever else has `state_dict` and `load_state_dict` are known by their kind; all
     others, `epoch=0` above all, are plain values that go back to what they were at the latest commit.
 
-    The sampler's position is that of the loader: a loop that takes batches ahead of those it trains on (a prefetcher of
-    its own) loses what it has taken and not used. Parameters that change in forward (a momentum encoder) do not go back
-    to the latest commit on ranks that survive; let them change behind the optimizer's step.
+    The sampler's position is that of the loader; a loop that takes batches ahead of those it trains on (a prefetcher of
+    its own) says how many samples a step has used: `commit(samples=n)`. Parameters that change in forward (a momentum
+    encoder) do not go back to the latest commit on ranks that survive; let them change behind the optimizer's step.
 
     With `batch="global"` a step keeps the samples that it had at the start, as many batches as there were ranks: with
     fewer ranks some do several, one after the other, before the update. The loop stays as it is. It needs a sampler,
@@ -106,6 +110,7 @@ class State:
         self._runner: Runner | None = None
         self._position: DataPosition | None = None
         self._mark: Mark | None = None
+        self._has_told_idle = False
         self._saved: dict[str, Any] = {}
         self._random_again: Callable[[], None] | None = None
         self._modules = [thing for thing in kept.values() if isinstance(thing, nn.Module)]
@@ -138,6 +143,8 @@ class State:
         self._has_late = True  # a step may be interrupted behind its update; whether it may, the first one tells
         self._was_late = False
         self._is_committing = False
+        self._open_backward: int | None = None  # autograd's number of a backward that has begun and has not ended
+        self._has_failed = False  # one has not, and another has begun
         self._at_update: tuple[int, int] | None = None
         self._modes: list[bool] = []  # of all modules: whether they train; as at the first commit of an epoch
         self._save()
@@ -194,26 +201,48 @@ class State:
             yield self.epoch
             self._commit(is_step=False)
 
-    def commit(self) -> None:
+    def commit(self, *, samples: int | None = None) -> None:
         """A step is done on this rank: what comes from here on may be lost, what was before may not.
+
+        `samples`: how many of this rank's samples were used in it, where the loop takes batches from its loader ahead
+        of those that it trains on; in each commit of an epoch, or in none. Otherwise all that the loader has handed to
+        the loop count as used.
 
         After the optimizer's step, and where no gradient is waiting for more to be added to it. What a loop does
         between this and the next batch is not done again after a loss; what it does before belongs to the step.
 
         Cost: where ranks wait for each other between an update and its commit (a second optimizer's backward, a loss
         that is reduced), a copy of the models and of the optimizers' states in each step, to take it back with.
+
+        Raises:
+            ValueError: `samples` are more than the loader has handed out, or not given in each commit of an epoch; or
+                there is no sampler, or `batch="global"`, whose steps have the samples that they have.
         """
+        if samples is not None:
+            self._count_samples(samples)
+        elif self._position is not None and self._position.is_counted:
+            raise ValueError("State.commit(): samples= was given before in this epoch; give it in each of its commits")
         if self._global is None:
             self._commit(is_step=True)
         elif self._global.ends_step:
             self._global.end_step()
             self._commit(is_step=True)
 
+    def _count_samples(self, samples: int) -> None:
+        if self._position is None or self._global is not None:
+            without = "there is no sampler in State" if self._position is None else "batch='global' counts batches"
+            raise ValueError(f"State.commit(samples={samples}): {without}, so that nothing is counted. Leave it out.")
+        began = self._mark is not None and self._mark.stands_in(self._position.mark())
+        if began and not self._position.is_counted:
+            raise ValueError(f"State.commit(samples={samples}): this epoch's first commit had none; give it in all")
+        self._position.count(samples)
+
     def _commit(self, *, is_step: bool) -> None:
         reached(COMMIT)
         number = self._number + 1
         runner = self._runner
         if runner is not None:
+            self._require_backward()
             self._is_committing = True
             runner.before_commit(number)
             if self._stepped:
@@ -226,7 +255,7 @@ class State:
             self._values["step"] += 1
             self._page.commit(self._values["step"], 0 if self._position is None else self._position.samples_per_step)
             if self._position is not None:
-                self._mark = self._position.mark()
+                self._set_mark(self._position.mark())
         else:
             self._values["epoch"] += 1
             self._modes = []
@@ -235,6 +264,18 @@ class State:
         self._save()
         if runner is not None:
             runner.after_commit()
+
+    def _set_mark(self, mark: Mark) -> None:
+        last, self._mark = self._mark, mark
+        if mark.used and not self._has_told_idle and last is not None and mark.stands_at(last):
+            self._has_told_idle = True
+            _logger.warning(
+                "phalanx.elastic: step %d was committed without a sample of its own: since the step before, the loader "
+                "has handed out none. If the loop takes batches ahead of those that it trains on (a prefetcher), a "
+                "loss costs those that it has not used: say how many samples of this rank each step has used, "
+                "state.commit(samples=len(batch)). If it does several steps with one batch, commit after the last.",
+                self._values["step"] - 1,
+            )
 
     def _save(self) -> None:
         """Note what is small, and may change before the next commit."""
@@ -316,6 +357,7 @@ class State:
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def _before_step(self, *_: Any) -> None:
+        self._require_backward()
         if self._at_update is None and self._runner is not None and self._undo is not None:
             if self._has_late:
                 self._undo.keep()
@@ -333,8 +375,28 @@ class State:
 
     @untraced
     def _before_backward(self, *_: Any) -> None:
-        if self._runner is not None:
-            self._runner.before_backward()
+        if self._runner is None:
+            return
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._open_backward):
+            self._has_failed |= self._open_backward is not None
+            self._open_backward = task
+            _after_backward(lambda: _after_backward(self._end_backward))  # behind those of wrappers, which wait there
+        self._runner.before_backward()
+
+    def _end_backward(self) -> None:
+        self._open_backward = None
+
+    def _require_backward(self) -> None:
+        """A loop may have swallowed the error by which it was to hear of a loss; what it has done since does not count.
+
+        A backward that ended by an error of the loop's own, on all ranks, is the loop's business.
+        """
+        if self._open_backward in (None, torch._C._current_graph_task_id()) and not self._has_failed:
+            return
+        if self._runner is not None and not self._rounds:
+            self._runner.require_group()
+        self._open_backward, self._has_failed = None, False
 
     def _on_iterator(self, would_last: bool) -> None:
         """A loader that goes on inside an epoch has drawn a seed for its workers, as an undisturbed one has not; nor
@@ -449,6 +511,7 @@ class State:
     def _settle(self, rank: int, world_size: int) -> None:
         """After the state has arrived, or was there: everything is as at the latest commit."""
         self._end_update()
+        self._open_backward, self._has_failed = None, False
         self._roll_back_values()
         for layer, trains in zip(self._layers(), self._modes, strict=False):  # the loss may have come in a validation
             layer.training = trains
@@ -468,6 +531,11 @@ class State:
                 self._position.go_to(self._mark.epoch, self._mark.consumed)
                 self._mark = Mark(self._mark.epoch, None, self._mark.consumed)
         self._save()
+
+
+def _after_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward at hand has ended, if it ends well."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def _bare(module: nn.Module) -> nn.Module:
