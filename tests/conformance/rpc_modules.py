@@ -76,12 +76,10 @@ def build() -> dict[str, ModuleType]:
     for name in phalanx.rpc.__all__:
         setattr(found, name, getattr(phalanx.rpc, name))
     found.shutdown = api.shutdown
-    found.is_available = lambda: True
     found.PyRRef = phalanx.rpc.RRef
     found._rref_context_get_debug_info = _references
     found._get_debug_info = _debug_info
     found._set_rpc_timeout = _set_rpc_timeout
-    found.get_rpc_timeout = lambda: current.agent().default_timeout_s
     found._get_current_rpc_agent = found.TensorPipeAgent = _AgentView
     found._is_current_rpc_agent_set = current.is_set
     found._delete_all_user_and_unforked_owner_rrefs = gc.collect

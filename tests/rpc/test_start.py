@@ -93,6 +93,7 @@ def _start_many_times(rank: int, folder: str) -> None:
         future = rpc.rpc_async(f"w{1 - rank}", same, (n,))
         rpc.shutdown()
         assert future.wait() == n, "a graceful end waits for what is under way"
+    assert rpc.is_available()
 
 
 def test_workers_start_again_after_a_shutdown():

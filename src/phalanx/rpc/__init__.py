@@ -1,6 +1,7 @@
 """Remote calls and remote references, by the names of `torch.distributed.rpc`.
 
-init_rpc, shutdown, get_worker_info            start.py
+init_rpc, shutdown, is_available,
+get_worker_info, get_rpc_timeout               start.py
 rpc_sync, rpc_async, remote                    invoke.py
 RRef                                           rref.py, references.py
 functions.async_execution                      functions.py
@@ -19,8 +20,10 @@ from phalanx.rpc.options import RpcBackendOptions as RpcBackendOptions
 from phalanx.rpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
 from phalanx.rpc.remote_error import RemoteError as RemoteError
 from phalanx.rpc.rref import RRef as RRef
+from phalanx.rpc.start import get_rpc_timeout as get_rpc_timeout
 from phalanx.rpc.start import get_worker_info as get_worker_info
 from phalanx.rpc.start import init_rpc as init_rpc
+from phalanx.rpc.start import is_available as is_available
 from phalanx.rpc.start import shutdown as shutdown
 from phalanx.rpc.worker_info import WorkerInfo as WorkerInfo
 
@@ -33,8 +36,10 @@ __all__ = [
     "WorkerInfo",
     "autograd",
     "functions",
+    "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "is_available",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -82,13 +82,18 @@ class Lender:
             self._lent[segment.number] = segment, connection
             return segment
 
-    def take_back(self, number: int) -> list[Segment]:
-        """It is free again; those that are too many now are closed, and returned: tell who knows them."""
+    def take_back(self, number: int, *, arrived: bool = True) -> list[Segment]:
+        """It is free again; those that are too many now are closed, and returned: tell who knows them.
+
+        `arrived`: whether its descriptor has, or is to be sent again the next time.
+        """
         dropped: list[Segment] = []
         with self._lock:
-            segment, _ = self._lent.pop(number, (None, 0))
+            segment, connection = self._lent.pop(number, (None, 0))
             if segment is None:
                 return dropped
+            if not arrived:
+                segment.known_to.discard(connection)
             self._free.setdefault(segment.nbytes, []).append(segment)
             self._free_bytes += segment.nbytes
             while self._free_bytes > MOST_FREE_BYTES:

@@ -15,6 +15,7 @@ from phalanx.engines.interfaces import is_public
 from phalanx.errors import AuthenticationError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.rpc import current
+from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.autograd.serve import serve_autograd
 from phalanx.rpc.membership import Membership
@@ -62,7 +63,7 @@ def init_rpc(
             "Argument rpc_backend_options must be an instance of RpcBackendOptions, got "
             f"{type(rpc_backend_options).__name__}"
         )
-    if not sys.platform.startswith("linux"):
+    if not is_available():
         raise PhalanxError("init_rpc: phalanx.rpc runs on Linux only (it needs epoll and eventfd).")
     options = rpc_backend_options or RpcBackendOptions()
     with _starting:
@@ -82,6 +83,7 @@ def init_rpc(
         store = open_store(options.init_method, number, size, timedelta(seconds=timeout_s))
         agent = start_agent(name, number, size, store, options, Deadline.after(timeout_s))
         current.set_agent(agent)
+        interrupts.install()
         agent.open_for_calls()
 
 
@@ -151,7 +153,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
                 agent.rounds.finish(deadline)
             else:
                 agent.rounds.wait_idle(deadline)
-                agent.membership.leave(agent.me)
+                _leave_quietly(agent)
     finally:
         try:
             if not graceful:
@@ -159,6 +161,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
         finally:
             agent.close("it was shut down.")
             current.set_agent(None)
+            interrupts.uninstall()
 
 
 def _leave_quietly(agent: Agent) -> None:
@@ -180,11 +183,22 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
     return agent.me.info if worker_name is None else find_worker(agent, worker_name).info
 
 
+def is_available() -> bool:
+    """Whether workers can be started on this system."""
+    return sys.platform.startswith("linux")
+
+
+def get_rpc_timeout() -> float:
+    """Seconds after which a call of this worker fails that does not say it otherwise; 0 is never."""
+    return current.agent().default_timeout_s
+
+
 def _close_in_child() -> None:
     """A fork of a worker is no worker: it must not keep the sockets open, nor answer in its name."""
     if current.is_set():
         agent = current.agent()
         current.set_agent(None)
+        interrupts.uninstall()
         agent.abandon()
 
 

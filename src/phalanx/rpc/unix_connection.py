@@ -219,8 +219,8 @@ class UnixConnection:
                     BUFFER.iter_unpack(view[at + HEAD.size :][: BUFFER.size * num_buffers]), end
                 )
             at += nbytes
-            if kind == wire.RELEASE:
-                self._take_back(frame.data)
+            if kind == wire.RELEASE or kind == wire.MISSED:
+                self._take_back(frame.data, arrived=kind == wire.RELEASE)
             elif kind == wire.FORGET:
                 for (number,) in _NUMBER.iter_unpack(frame.data):
                     self._borrower.forget(number)
@@ -238,34 +238,43 @@ class UnixConnection:
             self._view = memoryview(self._received)
         return frames
 
-    def _buffers(self, table: Any, at: int) -> list[Any]:
+    def _buffers(self, table: Any, at: int) -> Any:
         found: list[Any] = []
+        missed = array.array("Q")
         for nbytes, segment in table:
             if segment:
                 if not self._borrower.knows(segment):
                     self._receive_segments(segment)
-                found.append(self._borrower.view(segment, nbytes))
+                if self._borrower.knows(segment):
+                    found.append(self._borrower.view(segment, nbytes))
+                else:
+                    missed.append(segment)
             else:
                 found.append(bytearray(self._view[at : at + nbytes]))
                 at += nbytes
-        return found
+        if not missed:
+            return found
+        self.send(wire.MISSED, 0, missed.tobytes())
+        return Missed()
 
     def _receive_segments(self, until: int) -> None:
         """Take in descriptors until that of segment `until` has come: they go ahead of the frames that need them."""
-        while not self._borrower.knows(until):
+        number = 0
+        while number != until:
             poll = select.poll()
             poll.register(self._fd_socket, select.POLLIN)
             poll.poll(_DESCRIPTOR_S * 1000)
             data, fds, _, _ = socket.recv_fds(self._fd_socket, _NUMBER.size, 1)
-            if not fds:
-                raise PhalanxError(
-                    f"rpc: no descriptor came for the memory of a tensor ({len(data)} bytes in its place): the sender "
-                    "is gone, or this process may not have more open files (ulimit -n)."
-                )
-            self._borrower.add(_NUMBER.unpack(data)[0], fds[0])
+            if not data:
+                raise PhalanxError("rpc: no descriptor came for the memory of a tensor: the sender is gone.")
+            (number,) = _NUMBER.unpack(data)
+            with contextlib.suppress(OSError):  # it cannot be mapped
+                if fds:  # else the kernel has dropped it: there was no room for it
+                    self._borrower.add(number, fds[0])
 
-    def _take_back(self, data: bytes) -> None:
-        dropped = [one for (number,) in _NUMBER.iter_unpack(data) for one in self._lender.take_back(number)]
+    def _take_back(self, data: bytes, *, arrived: bool) -> None:
+        numbers = [number for (number,) in _NUMBER.iter_unpack(data)]
+        dropped = [one for number in numbers for one in self._lender.take_back(number, arrived=arrived)]
         mine = [one.number for one in dropped if self.number in one.known_to]
         if mine:
             self.send(wire.FORGET, 0, array.array("Q", mine).tobytes())
@@ -300,9 +309,19 @@ class UnixConnection:
         """Of the memory that it read into, at once: it is part of a circle, which would keep it until Python looks."""
         self._borrower = Borrower(_ignore)
         self._received, self._view = bytearray(), memoryview(b"")
-        self._have, self._rest = 0, []
+        self._have, self._rest, self.reading = 0, [], None
         self._queue.clear()
         self.releases.clear()
+
+
+class Missed:
+    """In the place of tensors that lie in memory to which there is no way: who reads the call or answer hears it."""
+
+    def __iter__(self) -> Any:
+        raise PhalanxError(
+            "the memory of a tensor could not be taken in: this process may not have more open files, or memory "
+            "(ulimit -n, -v). Nothing else is lost; try again when there are."
+        )
 
 
 def _ignore(number: int) -> None:

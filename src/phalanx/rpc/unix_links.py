@@ -7,6 +7,7 @@ vouches for the user on either side (`SO_PEERCRED`): connections of another one 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -25,6 +26,9 @@ _BACKLOG = 1024
 _HELLO = struct.Struct("<4s16sI")
 _MAGIC = b"PRC1"
 _MOST_PENDING = 256
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_S = 0.05
+_NEEDED = 6  # descriptors, to connect or to let somebody in: sockets, who watches the process, bells
 _MOST_BYTES = 1 << 16
 
 Welcome = Callable[[Member, socket.socket, socket.socket], None]
@@ -38,6 +42,7 @@ class Listener:
         self._welcome = welcome
         self._serving = serving
         self._pending: dict[int, _Visitor] = {}
+        self._paused: list[socket.socket] = []
         self._open = contextlib.ExitStack()
         listener, fd = private.new_listener(_BACKLOG)
         self._open.enter_context(listener)
@@ -68,17 +73,33 @@ class Listener:
     def ready(self, events: int) -> None:
         """Take in who has connected."""
         for listener in filter(None, (self._listener, self._abstract)):
-            with contextlib.suppress(OSError):
-                while True:
-                    sock, _ = listener.accept()
-                    if peer_of(sock).uid != os.getuid():
-                        sock.close()
-                        continue
-                    sock.setblocking(False)
-                    if len(self._pending) >= _MOST_PENDING:
-                        self.dismiss(next(iter(self._pending.values())))
-                    visitor = self._pending[sock.fileno()] = _Visitor(sock, self)
-                    self._serving.watch(sock.fileno(), visitor)
+            try:
+                self._accept(listener)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTOR:  # who knocks waits; the leader would be told of it without end
+                    self._serving.forget(listener.fileno())
+                    self._paused.append(listener)
+                    self._serving.wake_clock(time.monotonic() + _PAUSE_S)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            _check_room(_NEEDED)
+            sock, _ = listener.accept()
+            if peer_of(sock).uid != os.getuid():
+                sock.close()
+                continue
+            sock.setblocking(False)
+            if len(self._pending) >= _MOST_PENDING:
+                self.dismiss(next(iter(self._pending.values())))
+            visitor = self._pending[sock.fileno()] = _Visitor(sock, self)
+            self._serving.watch(sock.fileno(), visitor)
+
+    def resume(self) -> None:
+        """Go on after a pause; another descriptor may be free. Called by the clock."""
+        while self._paused:
+            self._serving.watch(self._paused.pop().fileno(), self)
 
     def dismiss(self, visitor: _Visitor, member: Member | None = None, fd: int = -1) -> None:
         """It has said who it is; or it is none of ours."""
@@ -102,6 +123,7 @@ class Listener:
             self._serving.forget(listener.fileno())
         for visitor in list(self._pending.values()):
             self.dismiss(visitor)
+        self._paused.clear()
         self._open.close()
 
 
@@ -140,13 +162,44 @@ def connect(to: Member, me: Member, deadline: Deadline) -> tuple[socket.socket, 
 
     Raises:
         PeerLostError: it is gone.
-        PhalanxError: another user listens there.
+        PhalanxError: another user listens there; or this process may not have more open files.
     """
+    try:
+        _check_room(_NEEDED)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise _no_descriptor(to, error) from None
+    with theirs:
+        try:
+            return _enter(to, me, deadline, theirs), ours
+        except BaseException:
+            ours.close()
+            raise
+
+
+def _check_room(number: int) -> None:
+    """Raise OSError unless so many descriptors are free: who fails half way is lost to the other end."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(number):
+            stack.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
+
+
+def _no_descriptor(to: Member, error: OSError) -> PhalanxError:
+    return PhalanxError(
+        f"{to} cannot be connected to: {error.strerror} (ulimit -n says how many this process may have). "
+        "Nothing was sent."
+    )
+
+
+def _enter(to: Member, me: Member, deadline: Deadline, theirs: socket.socket) -> socket.socket:
     token, _, path = to.local.partition("@")
     secret = bytes.fromhex(token)
     problem: OSError | None = None
     for address in (path, abstract_name(secret)):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            raise _no_descriptor(to, error) from None
         try:
             _connect(sock, address, deadline)
         except OSError as error:
@@ -156,17 +209,15 @@ def connect(to: Member, me: Member, deadline: Deadline) -> tuple[socket.socket, 
         try:
             if peer_of(sock).uid != os.getuid():
                 raise PhalanxError(f"the socket of {to} belongs to another user; nothing was sent")
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            with theirs:
-                text = me.to_json().encode()
-                hello = _HELLO.pack(_MAGIC, secret, len(text)) + text
-                socket.send_fds(sock, [hello], [theirs.fileno()])
+            text = me.to_json().encode()
+            hello = _HELLO.pack(_MAGIC, secret, len(text)) + text
+            socket.send_fds(sock, [hello], [theirs.fileno()])
         except BaseException as error:
             sock.close()
             if isinstance(error, OSError):
                 raise PeerLostError(f"{to} cannot be reached: {error.strerror}", ranks=(to.info.id,)) from None
             raise
-        return sock, ours
+        return sock
     raise PeerLostError(f"{to} cannot be reached: {problem}", ranks=(to.info.id,))
 
 

@@ -33,9 +33,10 @@ class Kind(enum.IntEnum):
     FORGET = 7  # these segments will not come again
     FETCH = 8  # the object that a reference means
     PART = 9  # of the workers among themselves, to who has called, before the answer
+    MISSED = 10  # the descriptors of these segments never arrived
 
 
-REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, PART = (int(kind) for kind in Kind)
+REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, PART, MISSED = (int(kind) for kind in Kind)
 
 
 class Frame:

@@ -2,6 +2,9 @@
 
 serving.py      which thread reads, and which ones run the functions that others call
 calls.py        calls that wait for an answer, and when they have waited too long
+reading.py      which thread reads the answers to calls
+interrupts.py   Ctrl-C, where a thread must not be left
+retries.py      calls that may run twice, and are made again
 connections.py  who the other workers are, and how they are reached
 agent.py        all of it put together
 """

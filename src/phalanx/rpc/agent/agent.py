@@ -24,6 +24,7 @@ from torch.futures import Future
 from phalanx.coordination.key import Key
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.rpc import remote_error, wire
+from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.calls import Call, Peer, count, describe_timeout
 from phalanx.rpc.agent.connections import Connections
 from phalanx.rpc.agent.reading import Answer
@@ -35,7 +36,7 @@ from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
-from phalanx.rpc.serialization import deserialize, serialize, serialize_call
+from phalanx.rpc.serialization import Payload, deserialize, serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
 
@@ -121,13 +122,21 @@ class Agent:
             extras = pickle.dumps((payload.forks or None, rref, note), 5)
         call = Call(what, name, self.default_timeout_s if timeout_s < 0 else timeout_s, payload.kept)
         call.on_answer = on_answer
+        interrupts.defer()
+        try:
+            self._send(to, call, kind, payload, extras, is_awaited)
+        finally:
+            interrupts.allow()
+        return call.future
+
+    def _send(self, to: Member, call: Call, kind: int, payload: Payload, extras: bytes, is_awaited: bool) -> None:
         peer = self.peer(to)
         if peer.lost:
             self._fail(peer, call)
-            return call.future
+            return
         connection = peer.connection or self._connect(peer, call)
         if connection is None:
-            return call.future
+            return
         reading = call.future.reading = connection.reading
         buffers = payload.buffers
         peer.add(call, payload.nbytes if buffers else 0, waits=kind == wire.REQUEST or kind == wire.REMOTE)
@@ -140,7 +149,6 @@ class Agent:
             reading.sent()
         if peer.is_lost() and peer.take(call.number) is not None:
             self._fail(peer, call)
-        return call.future
 
     def control(self, to: Member, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
         """Ask something of a worker itself."""
@@ -353,6 +361,7 @@ class Agent:
 
     def _tick(self, now: float) -> float:
         self.connections.send_releases()
+        self.connections.listener.resume()
         self._send_drops()
         due = math.inf
         for peer in list(self.peers.values()):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from phalanx.errors import DeadlineError
+from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.worker_info import Member
@@ -93,6 +94,7 @@ class Peer:
                             "this one was not sent."
                         )
                     self._room.wait(min(left, 1.0))
+                    interrupts.check()
             finally:
                 self._num_waiting -= 1
             if nbytes >= _BIG_BYTES:

@@ -26,6 +26,7 @@ import torch
 from torch.futures import Future
 
 from phalanx import _core
+from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.serving import LATE_S, Serving, Spin
 from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.wire import Frame
@@ -54,10 +55,10 @@ class Answer(Future[T]):
         reading = self.reading
         if reading is not None and not torch._C.Future.done(self):
             reading.read_until(self, self._wait)
-        return torch._C.Future.wait(self)  # type: ignore[no-any-return]
+        return wait_interruptibly(self)  # type: ignore[no-any-return]
 
     def _wait(self) -> None:
-        torch._C.Future.wait(self)
+        wait_interruptibly(self)
 
     def has_come(self) -> bool:
         """Whether it is there; changes nothing."""
@@ -88,6 +89,16 @@ class Answer(Future[T]):
         reading = self.reading
         if reading is not None:
             reading.ring(self)
+
+
+def wait_interruptibly(future: Any) -> Any:
+    """As torch's `Future.wait`, which hears no signal until the answer has come; in the main thread here it does."""
+    if not torch._C.Future.done(future) and threading.current_thread() is threading.main_thread():
+        gate = threading.Lock()
+        gate.acquire()
+        torch._C.Future.add_done_callback(future, lambda _: gate.release())
+        interrupts.wait(gate.acquire)
+    return torch._C.Future.wait(future)
 
 
 class Caller(Protocol):
@@ -150,6 +161,13 @@ class Reading:
 
     def read_until(self, awaited: Awaited, wait: Callable[[], None]) -> None:
         """Read until it has come, or the connection ends; `wait` for it if another thread reads."""
+        interrupts.defer()
+        try:
+            self._read_until(awaited, wait)
+        finally:
+            interrupts.allow()
+
+    def _read_until(self, awaited: Awaited, wait: Callable[[], None]) -> None:
         turn = self._begin(awaited, 0)
         if turn is None:
             with self._lock:  # whoever reads sees it when it leaves; and it may just have left
@@ -157,7 +175,7 @@ class Reading:
             try:
                 turn = self._begin(awaited, 1)
                 if turn is None:
-                    wait()
+                    interrupts.wait(wait)
                     return
             finally:
                 with self._lock:
@@ -192,6 +210,7 @@ class Reading:
             if not pending:
                 found = _core.wait_ready(fd, bell, self._spin.begin(), 1000)
                 self._spin.end()
+                interrupts.check()
                 if found & 2:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(bell)
@@ -201,9 +220,15 @@ class Reading:
                         return
                     pending.extend(frames)
             turn.busy_since = time.monotonic()
-            while pending and self._turn is turn:
-                self._hand_out(pending.popleft(), awaited)
+            while self._turn is turn and (frame := self._next_frame()) is not None:
+                self._hand_out(frame, awaited)
             turn.busy_since = 0.0
+
+    def _next_frame(self) -> Frame | None:
+        try:
+            return self._pending.popleft()
+        except IndexError:  # that was all; or the clock has just given the rest to the leader
+            return None
 
     def _hand_out(self, frame: Frame, mine: Awaited) -> None:
         call = self._caller.calls.get(frame.call)

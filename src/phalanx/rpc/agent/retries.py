@@ -19,6 +19,7 @@ from torch.futures import Future
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.rpc import remote_error
+from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.remote_error import set_error
 
 _FIRST_PAUSE_S = 0.01
@@ -34,7 +35,7 @@ class _Call:
     to: Hashable
     send: Send
     deadline: Deadline
-    future: Future[Any] = field(default_factory=Future)
+    future: Future[Any] = field(default_factory=Answer)
     num_lost: int = 0
     why: str = ""
 

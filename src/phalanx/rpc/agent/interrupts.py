@@ -1,0 +1,88 @@
+"""Ctrl-C, put off while the main thread sends or reads: there it would lose what has come, or leave a lock behind.
+
+    main thread    send | wait in C .. Ctrl-C .. | KeyboardInterrupt
+    main thread    send | read .. Ctrl-C .. | hand out | KeyboardInterrupt
+
+Python raises KeyboardInterrupt between any two steps of the main thread. While a worker is open its handler of SIGINT,
+if it is Python's own, waits until that thread can be left. Other handlers are the user's affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+
+_main = threading.main_thread().ident
+
+
+class _Deferral:
+    """Of the main thread. `depth`: how many parts it is in that must not be left."""
+
+    __slots__ = ("depth", "is_pending")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.is_pending = False
+
+
+_state = _Deferral()
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    if _state.depth:
+        _state.is_pending = True
+    else:
+        signal.default_int_handler(number, frame)
+
+
+def install() -> None:
+    """Put Ctrl-C off from now on where that is asked for."""
+    with contextlib.suppress(ValueError):  # another thread than the main one may not
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _handle)
+
+
+def uninstall() -> None:
+    """As it was before."""
+    with contextlib.suppress(ValueError):
+        if signal.getsignal(signal.SIGINT) is _handle:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def defer() -> None:
+    """From here on this thread must not be left."""
+    if get_ident() == _main:
+        _state.depth += 1
+
+
+def allow() -> None:
+    """From here on it may. Raises KeyboardInterrupt if that was put off."""
+    if get_ident() == _main:
+        _state.depth -= 1
+        if _state.is_pending and not _state.depth:
+            _state.is_pending = False
+            raise KeyboardInterrupt
+
+
+def check() -> None:
+    """It may be left here, in good order: raise KeyboardInterrupt if that was put off."""
+    if _state.is_pending and get_ident() == _main:
+        _state.is_pending = False
+        raise KeyboardInterrupt
+
+
+def wait(until: Callable[[], object]) -> None:
+    """Call `until`, which waits and may be left at any time."""
+    if get_ident() != _main:
+        until()
+        return
+    depth, _state.depth = _state.depth, 0
+    try:
+        check()
+        until()
+    finally:
+        _state.depth = depth

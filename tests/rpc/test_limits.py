@@ -1,0 +1,293 @@
+"""What goes wrong around a call: functions that block, signals, forks, no more descriptors or memory, sizes."""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.rpc.workers import nothing, pid, run_workers, same, set_event, until, wait_event, worker
+
+from phalanx import rpc
+from phalanx.errors import ClosedError, DeadlineError, PhalanxError
+from phalanx.rpc import current
+
+
+def _blocked(rank, folder):
+    with worker(rank, 2, folder, num_worker_threads=4):
+        if rank:
+            return
+        _check_blocked_functions()
+        _check_gil()
+        _check_stopped()
+        _check_late_future()
+
+
+def _check_blocked_functions():
+    stuck = [rpc.rpc_async("w1", wait_event, ("end",), timeout=0) for _ in range(1000)]
+    with pytest.raises(DeadlineError, match=r"rpc_sync\(same\) to worker 'w1' .* set timeout \(50 ms\)"):
+        rpc.rpc_sync("w1", same, (1,), timeout=0.05)
+    made = rpc.remote("w1", same, (2,))
+    member = current.agent().membership.find("w1")
+    current.agent().controls["same"] = lambda member, argument: argument
+    assert current.agent().control(current.agent().me, "same", 3).wait() == 3
+    current.agent().control(member, "set", "end").wait()
+    assert [one.wait() for one in stuck] == ["end"] * 1000
+    assert made.to_here() == 2
+
+
+def _check_gil():
+    holds = rpc.rpc_async("w1", _hold_the_gil, (1,))
+    with pytest.raises(DeadlineError, match="worker 'w1'"):
+        rpc.rpc_sync("w1", nothing, timeout=0.1)
+    holds.wait()
+    assert rpc.rpc_sync("w1", same, (4,)) == 4
+
+
+def _hold_the_gil(seconds):
+    """As a C extension does that never lets go of it: no other thread of Python's runs meanwhile."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def _check_stopped():
+    its_pid = rpc.rpc_sync("w1", pid)
+    os.kill(its_pid, signal.SIGSTOP)
+    try:
+        until(lambda: Path(f"/proc/{its_pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        with pytest.raises(DeadlineError, match=rf"rpc_sync\(same\) to worker 'w1' \(rank 1, pid {its_pid} on "):
+            rpc.rpc_sync("w1", same, (5,), timeout=0.1)
+    finally:
+        os.kill(its_pid, signal.SIGCONT)
+    assert rpc.rpc_sync("w1", same, (6,)) == 6
+
+
+def _check_late_future():
+    future = rpc.rpc_async("w1", wait_event, ("given up",), timeout=0.05)
+    with pytest.raises(TimeoutError):
+        future.wait()
+    rpc.rpc_sync("w1", set_event, ("given up",))
+    until(lambda: not current.agent().num_in_flight)
+
+
+def _blocked_worker(rank, folder):
+    if rank == 1:
+        from phalanx.rpc import start
+
+        start.on_start.append(lambda agent: agent.controls.update(set=lambda member, name: set_event(name)))
+    _blocked(rank, folder)
+
+
+def test_functions_that_block_and_workers_that_are_stopped_fail_calls_by_their_time_out_alone():
+    run_workers(_blocked_worker, 2)
+
+
+def _interrupt(rank, folder):
+    """Each call begins, which is told, and then this process sends Ctrl-C to itself."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
+    with worker(rank, 2, folder):
+        if rank:
+            return
+        for name, to, num_calls, call in (
+            ("sync", "w1", 1, lambda: rpc.rpc_sync("w1", _begin, (folder, "sync"))),
+            ("async", "w1", 1, lambda: rpc.rpc_async("w1", _begin, (folder, "async")).wait()),
+            ("rref", "w1", 2, lambda: rpc.remote("w1", _begin, (folder, "rref")).to_here()),
+            ("here", "w0", 1, lambda: rpc.rpc_sync("w0", _begin, (folder, "here"))),
+        ):
+            arguments = folder, name, num_calls
+            thread = threading.Thread(target=_interrupt_when_begun, args=arguments, name="phalanx-test-interrupt")
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            thread.join()
+            assert rpc.rpc_sync("w1", same, (name,)) == name
+            rpc.rpc_sync(to, set_event, (name,))
+            until(lambda: not current.agent().num_in_flight)
+
+
+def _begin(folder, name):
+    Path(folder, name).touch()
+    return wait_event(name)
+
+
+def _interrupt_when_begun(folder, name, num_calls):
+    until(Path(folder, name).exists)
+    until(lambda: current.agent().num_in_flight == num_calls)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_is_heard_while_a_call_waits_and_the_next_one_works():
+    """`Future.wait` waits in C++, where no signal is heard: Ctrl-C came when the answer had, a minute later."""
+    run_workers(_interrupt, 2)
+
+
+def _fork(rank, folder):
+    with worker(rank, 2, folder):
+        assert rpc.rpc_sync(f"w{1 - rank}", same, (1,)) == 1
+        tensor = rpc.rpc_sync(f"w{1 - rank}", same, (torch.ones(1 << 16),))
+        rref = rpc.remote(f"w{1 - rank}", same, (2,))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                code = _in_child(rref, tensor, f"{folder}/child-{rank}")
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert rref.to_here() == 2
+        assert tensor.sum() == 1 << 16
+        assert rpc.rpc_sync(f"w{1 - rank}", same, (3,)) == 3
+
+
+def _in_child(rref, tensor, folder):
+    """Zero if it is no worker, and can become one of its own."""
+    try:
+        rpc.rpc_sync("w1", nothing)
+    except ClosedError:
+        pass
+    else:
+        return 2
+    with contextlib.suppress(ClosedError):
+        rref.to_here()
+        return 3
+    del rref
+    if tensor.sum() != 1 << 16:
+        return 4
+    os.mkdir(folder)
+    with worker(0, 1, folder):
+        return 0 if rpc.rpc_sync("w0", same, (5,)) == 5 else 5
+
+
+def test_a_fork_of_a_worker_is_none_and_may_become_one():
+    run_workers(_fork, 2)
+
+
+@contextlib.contextmanager
+def _limit(what, most):
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+
+
+def _num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _limit_here(what, most):
+    resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
+
+
+def _limits(rank, folder):
+    with worker(rank, 3, folder):
+        if rank == 2:
+            wait_event("end")
+        if rank:
+            return
+        big = torch.arange(1 << 16)
+        with _limit(resource.RLIMIT_FSIZE, 4096):  # no memory can be shared: as with a full one
+            assert torch.equal(rpc.rpc_sync("w1", same, (big,)), big)
+        most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+        with _limit(resource.RLIMIT_NOFILE, most), _all_used():
+            with pytest.raises(PhalanxError, match=r"worker 'w2' .*cannot be connected to: Too many open files"):
+                rpc.rpc_sync("w2", nothing)
+            assert rpc.rpc_sync("w1", same, (1,)) == 1
+        assert rpc.rpc_sync("w2", same, (2,)) == 2, "nobody was lost"
+        _check_callee(big)
+        rpc.rpc_sync("w2", set_event, ("end",))
+
+
+@contextlib.contextmanager
+def _all_used():
+    used = []
+    with contextlib.suppress(OSError):
+        while True:
+            used.append(os.open("/dev/null", os.O_RDONLY))
+    try:
+        yield
+    finally:
+        for fd in used:
+            os.close(fd)
+
+
+_used = contextlib.ExitStack()
+
+
+def _use_all():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _used.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, before[1]))
+    _used.enter_context(_all_used())
+
+
+def _close_all():
+    _used.close()
+
+
+def _check_callee(big):
+    """The callee has no descriptor for the memory of a tensor, nor for the connection of a worker that is new to it."""
+    rpc.rpc_sync("w1", _use_all)
+    others = [torch.arange(n << 16) for n in (5, 9)]  # in segments of their own
+    for other in others:
+        with pytest.raises(PhalanxError, match="may not have more open files"):
+            rpc.rpc_sync("w1", same, (other,))
+    assert rpc.rpc_sync("w1", same, (big[:9],)).sum() == 36
+    calls = rpc.rpc_async("w2", _call, ("w1",))
+    with pytest.raises(TimeoutError):
+        rpc.rpc_sync("w2", _call, ("w1", 0.2))
+    rpc.rpc_sync("w1", _close_all)
+    assert calls.wait() == 7
+    for other in others:
+        assert torch.equal(rpc.rpc_sync("w1", same, (other,)), other)
+
+
+def _call(to, timeout=0):
+    return rpc.rpc_sync(to, same, (7,), timeout=timeout)
+
+
+def test_a_process_without_a_free_descriptor_or_memory_to_share_loses_nobody():
+    """The caller's own lack of one made the worker that it called lost for ever; a callee's, the caller."""
+    run_workers(_limits, 3)
+
+
+def _busy_end(rank, folder):
+    """All call each other while all go to the end, and calls go on to others from there."""
+    with worker(rank, 3, folder, num_worker_threads=64):
+        for n in range(20):
+            rpc.rpc_async(f"w{(rank + 1 + n % 2) % 3}", _hop, (3,))
+        slow = rpc.rpc_async(f"w{(rank + 1) % 3}", _hop, (20,))
+    assert slow.wait() == 20
+    with pytest.raises(ClosedError):
+        rpc.rpc_sync("w0", nothing)
+
+
+def _hop(times):
+    if times == 0:
+        return 0
+    me = rpc.get_worker_info().id
+    return rpc.rpc_sync(f"w{(me + 1) % 3}", _hop, (times - 1,)) + 1
+
+
+def test_a_graceful_end_waits_for_calls_that_make_calls():
+    run_workers(_busy_end, 3)
+
+
+def _huge(rank, folder):
+    with worker(rank, 2, folder, rpc_timeout=0):
+        if rank == 0:
+            huge = torch.empty((1 << 31) + 5, dtype=torch.uint8)
+            huge[-3:] = 7
+            assert rpc.rpc_sync("w1", _look, (huge,)) == (huge.numel(), 21)
+
+
+def _look(tensor):
+    return tensor.numel(), int(tensor[-3:].sum())
+
+
+@pytest.mark.skipif(not os.environ.get("PHALANX_HUGE_TESTS"), reason="takes 6 GiB of memory: PHALANX_HUGE_TESTS=1")
+def test_an_argument_may_be_larger_than_2_gib():
+    run_workers(_huge, 2, timeout=200)
