@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from words import SPLIT_BYTES, make_text, words
+from words import make_text, split_bytes_of, words
 
 from phalanx.mapreduce import map_reduce
 from phalanx.testing import run_ranks
@@ -41,7 +41,9 @@ def count_with_phalanx(rank: int, world_size: int, path: str, memory_bytes: int,
     """Seconds, words, and, where it is watched, the most memory that this rank has held above what it began with."""
     peak = Peak() if watch else None
     begin = time.perf_counter()
-    result = map_reduce(path, words, add_up, combine=operator.add, split_bytes=SPLIT_BYTES, memory_bytes=memory_bytes)
+    result = map_reduce(
+        path, words, add_up, combine=operator.add, split_bytes=split_bytes_of(path), memory_bytes=memory_bytes
+    )
     seconds = time.perf_counter() - begin
     held = 0 if peak is None else peak.stop()
     return {

@@ -9,18 +9,24 @@ from pathlib import Path
 import phalanx
 from phalanx.mapreduce import map_reduce
 
-place = Path(sys.argv[1]) / "rank 0 has done a task"
+done_one, has_begun = (Path(sys.argv[1]) / name for name in ("rank 0 has done a task", "rank 1 has begun one"))
 job = phalanx.init()
 begun = set()
+
+
+def wait_for(place):
+    while not place.exists():
+        time.sleep(0.001)
 
 
 def remainder(number):
     begun.add(number // 10)
     if job.rank == 0 and len(begun) == 2:
-        place.touch()
+        done_one.touch()
+        wait_for(has_begun)  # or it would do all of them before the other comes
     elif job.rank == 1 and "PHALANX_GENERATION" not in os.environ:
-        while not place.exists():
-            time.sleep(0.001)
+        has_begun.touch()
+        wait_for(done_one)
         os.kill(os.getpid(), signal.SIGKILL)
     yield number % 7, number
 

@@ -195,6 +195,38 @@ def test_the_task_of_a_straggler_is_done_by_another_rank_too_and_counts_once(tmp
     assert ranks[0][2] == 60
 
 
+def hoarding(rank, world_size, combine):
+    """How much more memory a rank has held at its most than before, in MiB, for 60 MB of values; and what it spilled."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = status("VmRSS")
+
+    def long_values(number):
+        yield number % 1000, f"{number}-" * (20_000 // (len(str(number)) + 1))
+
+    def total_length(key, values):
+        return sum(len(value) for value in values)
+
+    result = map_reduce(
+        range(3000), long_values, total_length, combine=combine, memory_bytes=8 << 20, split_records=500
+    )
+    return (status("VmHWM") - before) >> 10, sum(count for _, count in result)
+
+
+def status(name):
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
+@pytest.mark.parametrize("combine", [None, operator.add], ids=["listed", "combined"])
+def test_a_rank_holds_about_as_much_as_it_may(combine):
+    """8 MiB are asked for; the pairs of a block, a partition on its way and the group's own memory come on top."""
+    for world_size in (1, 2):
+        ranks = run_ranks(hoarding, world_size, combine, init=world_size > 1)
+        assert sum(length for _, length in ranks) > 58_000_000
+        assert max(held for held, _ in ranks) < 24, ranks
+
+
 def test_plans_of_who_reduces_and_what_an_idle_rank_does():
     assert plan_owners(range(5), {}, 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0}
     assert plan_owners(range(5), {0: 0, 1: 0, 2: 1}, 3) == {3: 2, 4: 1}
