@@ -4,10 +4,14 @@ import operator
 import os
 import random
 import signal
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from phalanx.errors import PeerLostError
 from phalanx.mapreduce import map_reduce
 from phalanx.testing import run_ranks
 
@@ -63,6 +67,44 @@ def test_the_others_do_what_a_killed_rank_has_done_and_would_have(text, backend)
             if rank != victim:
                 assert told[0] == want, (world_size, victim, at[number])
                 assert told[1:] in (((victim,), world_size - 1), ((), world_size))
+
+
+def keeper_is_killed(rank, world_size, folder):
+    """Rank 0 keeps the store, and is killed in its first record."""
+    place = Path(folder, "port")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        place.with_suffix(".new").write_text(str(store.port))
+        place.with_suffix(".new").rename(place)
+    else:
+        until = time.monotonic() + 40
+        while not place.exists():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        store = dist.TCPStore("127.0.0.1", int(place.read_text()), world_size, is_master=False)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size)
+
+    def strike(number):
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [(number, 1)]
+
+    def add_up(key, values):
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)  # the others had done it all
+        return sum(values)
+
+    try:
+        map_reduce(range(100), strike, add_up)
+    except PeerLostError as error:
+        return str(error)
+    return ""
+
+
+def test_without_the_store_nobody_goes_on_and_all_say_why(tmp_path):
+    ranks = run_ranks(keeper_is_killed, 3, tmp_path, init=False, lost=(0,))
+    for text in ranks[1:]:
+        assert "the store of the group has ended, probably with the rank that keeps it" in text
 
 
 def test_two_ranks_of_four_may_be_killed_and_each_partition_is_still_somewhere(text):

@@ -196,7 +196,7 @@ def test_the_task_of_a_straggler_is_done_by_another_rank_too_and_counts_once(tmp
 
 
 def hoarding(rank, world_size, combine):
-    """How much more memory a rank has held at its most than before, in MiB, for 60 MB of values; and what it spilled."""
+    """For 60 MB of values: how much more a rank has held at its most than before, in MiB, and how long they were."""
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before = status("VmRSS")
 

@@ -122,6 +122,8 @@ def map_reduce(
                 lost = getattr(error, "ranks", ()) or getattr(error, "missing", ())
                 _logger.warning("map_reduce: a rank is lost, the others do its part: %s", str(error).splitlines()[0])
                 team = survivors.regroup(team, lost)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise _store_lost(team, error) from error
     finally:
         held.buckets.close()
     if survivors is not None:
@@ -129,6 +131,16 @@ def map_reduce(
     if result.counters.num_bad_records and team.rank == 0:
         _logger.warning("map_reduce: %s", result.counters.describe_bad())
     return result
+
+
+def _store_lost(team: Team, error: Exception) -> PeerLostError:
+    first = str(error).splitlines()[0]
+    return PeerLostError(
+        f"map_reduce on rank {team.rank}: the store of the group has ended, probably with the rank that keeps it, and "
+        f"without it nobody knows what is left to do: {first}\n"
+        "Under `phalanx run`, or with a store in a file, the others would have gone on.",
+        ranks=team.find_ended(),
+    )
 
 
 def _first_membership(team: Team, held: Held) -> Survivors | None:

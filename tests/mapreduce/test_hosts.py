@@ -1,0 +1,48 @@
+"""On several hosts, where only the network carries buckets, and where a rank of another host is lost."""
+
+import os
+import signal
+import tempfile
+
+import pytest
+from tests.system.hosts_jobs import on_hosts
+
+from phalanx.mapreduce import map_reduce
+from phalanx.testing import why_no_hosts
+
+
+def count(rank, world_size, machines, victim):
+    """Each rank spills to a folder that no other knows."""
+    calls = 0
+
+    def remainders(number):
+        nonlocal calls
+        calls += 1
+        if rank == victim and calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for by in range(2, 12):
+            yield by, (number % by, "x" * 1000)
+
+    def counted(by, values):
+        found = [remainder for remainder, _ in values]
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)  # it had fewer than three records
+        return found
+
+    with tempfile.TemporaryDirectory() as folder:
+        result = map_reduce(
+            range(400), remainders, counted, gather=True, partitions=6, memory_bytes=1 << 20, spill_folder=folder
+        )
+        assert dict(result) == {by: [number % by for number in range(400)] for by in range(2, 12)}
+        result.close()
+    return result.lost
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+def test_buckets_go_from_host_to_host():
+    assert on_hosts((1, 2), count, -1) == [()] * 3
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+def test_a_rank_of_another_host_is_lost_and_the_others_do_its_part():
+    assert on_hosts((1, 2), count, 2, lost=(2,)) == [(2,), (2,), None]
