@@ -30,11 +30,28 @@ def read_ahead(loader: Any, num_batches: int = 3) -> Iterator[Any]:
     yield from batches
 
 
+class Momentum(nn.Module):
+    """A layer with a slow copy of itself, which each forward brings nearer: an encoder of MoCo, in small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = nn.Linear(8, 1)
+        self.slow = nn.Linear(8, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+                    slow.lerp_(fast, 0.2)
+        out: Tensor = self.fast(x) + self.slow(x)
+        return out
+
+
 def train_loop(kind: str, job: Job) -> dict[str, Any]:
     """What every rank runs; "late" is a place behind the update, or behind an epoch, of which each kind has another."""
     with phalanx.init(timeout=60.0):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), Momentum())
         model.register_buffer("updates", torch.zeros(()))
         judge = nn.Linear(1, 1)
         torch.manual_seed(100 + dist.get_rank())
@@ -131,6 +148,8 @@ def test_what_a_loop_does_behind_its_update_is_done_once_for_each_step(kind: str
     So a GAN's second update was, or a scheduler's step, an average of the model, a value; a scheduler that stepped at
     the end of an epoch stepped twice, and an epoch's end counted as a step. A buffer changed behind the update went
     back to what it was before, and a model that was being validated trained on in evaluation mode.
+
+    A momentum encoder, which forward changes, changed twice on survivors where the step was done again.
 
     A loop that swallowed the error of its backward, by which it was to hear of the loss, updated with the gradients of
     its rank alone. A loop that took batches ahead lost those that it had not used.

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
 from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.backward import call_before_backward
+from phalanx.elastic.forward_changes import ForwardChanges
 from phalanx.elastic.global_batch import GlobalBatch
 from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, SlicesPart, StatefulPart, ValuePart
 from phalanx.elastic.points import COMMIT, reached
@@ -71,8 +72,7 @@ class State:
     others, `epoch=0` above all, are plain values that go back to what they were at the latest commit.
 
     The sampler's position is that of the loader; a loop that takes batches ahead of those it trains on (a prefetcher of
-    its own) says how many samples a step has used: `commit(samples=n)`. Parameters that change in forward (a momentum
-    encoder) do not go back to the latest commit on ranks that survive; let them change behind the optimizer's step.
+    its own) says how many samples a step has used: `commit(samples=n)`.
 
     With `batch="global"` a step keeps the samples that it had at the start, as many batches as there were ranks: with
     fewer ranks some do several, one after the other, before the update. The loop stays as it is. It needs a sampler,
@@ -131,8 +131,12 @@ class State:
         self._global = self._keep_global_batch() if batch is not None else None
         trained = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
         self._trained = [m for m in self._modules if not trained or any(id(p) in trained for p in m.parameters())]
+        watched = self._watched_tensors() if self._optimizers and not self._pipelines else {}
+        self._watched, self._forward_changes = list(watched.values()), ForwardChanges(list(watched))
         for module in self._trained if not self._pipelines else ():
             module.register_forward_hook(self._after_forward)
+            if watched:
+                module.register_forward_pre_hook(self._before_forward)
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
@@ -148,6 +152,17 @@ class State:
         self._at_update: tuple[int, int] | None = None
         self._modes: list[bool] = []  # of all modules: whether they train; as at the first commit of an epoch
         self._save()
+
+    def _watched_tensors(self) -> dict[Tensor, str]:
+        """What neither an optimizer updates nor a rank's record holds, with its name."""
+        updated = {p for o in self._optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
+        watched: dict[Tensor, str] = {}
+        for name, module in self._things.items():
+            if isinstance(module, nn.Module):
+                watched |= {p: f"{name}.{key}" for key, p in module.named_parameters() if p not in updated}
+                if all(module is not one for one in self._trained):
+                    watched |= {b: f"{name}.{key}" for key, b in module.named_buffers()}
+        return watched
 
     def _keep_global_batch(self) -> GlobalBatch:
         if self._position is None:
@@ -297,6 +312,7 @@ class State:
 
     def _end_update(self) -> None:
         self._stepped = 0
+        self._forward_changes.end_step()
         self._at_update = None
         self._is_committing = False
         if self._undo is not None and self._undo.is_kept:
@@ -356,8 +372,15 @@ class State:
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
+    @untraced
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        if self._runner is not None and module.training and torch.is_grad_enabled():
+            self._forward_changes.begin_step()
+
     def _before_step(self, *_: Any) -> None:
         self._require_backward()
+        if self._stepped == 0:
+            self._forward_changes.learn()
         if self._at_update is None and self._runner is not None and self._undo is not None:
             if self._has_late:
                 self._undo.keep()
@@ -419,8 +442,16 @@ class State:
         if self._stepped and self._undo is not None and self._undo.is_kept:
             self._undo.give_back()
             self._stepped = 0
+            self._forward_changes.give_back()
         if not self._stepped:
             self._followers.give_back()
+            for number in self._forward_changes.give_back()[:1]:
+                _logger.warning(
+                    "phalanx.elastic: %s was changed before the update for the first time in step %d, which is done "
+                    "again: on this rank it has changed twice. From the next step on it is kept.",
+                    self._watched[number],
+                    self._values["step"],
+                )
 
     def _count_as_done(self, number: int) -> None:
         """The update is made, and only the commit is missing."""
