@@ -26,6 +26,7 @@ KINDS = [
     (optim.RMSprop, {"lr": 0.01, "centered": True}),
     (optim.Rprop, {"lr": 0.05}),
     (optim.ASGD, {"lr": 0.05}),
+    (optim.Adafactor, {"lr": 0.01}),
     (_FunctionalAdam, {"lr": 0.01}),
 ]
 
@@ -42,6 +43,9 @@ class Layer:
 
     def parameters(self) -> list[rpc.RRef]:
         return [rpc.RRef(self.weight), rpc.RRef(self.unused)]
+
+    def copy(self) -> torch.Tensor:
+        return self.weight.detach().clone().requires_grad_()
 
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.weight.grad is None
@@ -90,6 +94,7 @@ def _steps(rank: int, folder: str) -> None:
                 weight, unused = layer.rpc_sync().values()
                 torch.testing.assert_close(weight, expected, msg=kind.__name__)
                 assert torch.equal(unused, Layer(seed).unused)
+        _others(layers, parameters, x)
         for kind in (FailingConstructor, FailingStep):
             with rpc.autograd.context() as context_id, pytest.raises(KeyError, match="today"):
                 DistributedOptimizer(kind, parameters, lr=1).step(context_id)
@@ -100,6 +105,37 @@ def _steps(rank: int, folder: str) -> None:
             DistributedOptimizer(optim.SGD, [], lr=1)
         with pytest.raises(TypeError, match=r"params_rref\[0\] is a Tensor, not an RRef"):
             DistributedOptimizer(optim.SGD, [torch.ones(1)], lr=1)
+
+
+def schedule(optimizer: rpc.RRef) -> optim.lr_scheduler.LRScheduler:
+    return optim.lr_scheduler.StepLR(optimizer.local_value().optim, 1, gamma=0.5)
+
+
+def _others(layers: list[rpc.RRef], parameters: list[rpc.RRef], x: torch.Tensor) -> None:
+    """What needs more than a class: matrices alone, a schedule, a closure, groups."""
+    weights = [parameters[0], parameters[2]]
+    expected = [layer.rpc_sync().copy() for layer in layers]
+    local = optim.Muon(expected, lr=0.1)
+    schedules = [optim.lr_scheduler.StepLR(local, 1, gamma=0.5)]
+    remote = DistributedOptimizer(optim.Muon, weights, lr=0.1)
+    remote_schedules = [rpc.remote(one.owner(), schedule, (one,)) for one in remote.remote_optimizers]
+    for _ in range(3):
+        ((x @ expected[0]).tanh() @ expected[1]).tanh().sum().backward()
+        local.step()
+        local.zero_grad()
+        schedules[0].step()
+        with rpc.autograd.context() as context_id:
+            y = layers[1].rpc_sync().forward(layers[0].rpc_sync().forward(x))
+            rpc.autograd.backward(context_id, [y.sum()])
+            remote.step(context_id)
+        for one in remote_schedules:
+            one.rpc_sync().step()
+    for layer, one in zip(layers, expected, strict=True):
+        torch.testing.assert_close(layer.rpc_sync().values()[0], one.detach())
+    with rpc.autograd.context() as context_id, pytest.raises(TypeError, match="closure"):
+        DistributedOptimizer(optim.LBFGS, weights).step(context_id)
+    with pytest.raises(TypeError, match=r"params_rref\[0\] is a dict, not an RRef"):
+        DistributedOptimizer(optim.SGD, [{"params": weights}], lr=1)
 
 
 def test_steps_are_those_of_one_process_and_leave_grad_as_it_was():

@@ -1,5 +1,6 @@
 """Generated gradients for every optimizer of rows, generated kills, and checkpoints in the midst of a run."""
 
+import copy
 import os
 import random
 import signal
@@ -214,3 +215,48 @@ def _zeros():
 def test_no_push_is_lost_or_applied_twice_while_three_of_four_servers_are_killed_one_after_the_other(seed):
     victims = random.Random(seed).sample(["s0", "s1", "s2", "s3"], 3)
     run_workers(_killed, 6, seed, lost=[2 + int(one[1]) for one in victims], timeout=120)
+
+
+# -- beside data parallel layers ---------------------------------------------------------------------------------------
+
+
+def _beside(rank, folder):
+    name = [*TRAINERS, *SERVERS][rank]
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # Adagrad, at each step
+    with join(name, rank, 5, folder):
+        if rank > 1:
+            return
+        dist.init_process_group("phalanx", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(seed)
+            rows, dim, batch = 3 + seed, 1 + seed % 3, 2 * (1 + seed)
+            table = torch.randn(rows, dim, generator=generator, dtype=torch.float64)
+            torch.manual_seed(seed)
+            dense = torch.nn.Sequential(torch.nn.Linear(dim, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+            alone, one = copy.deepcopy(dense), torch.nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+            make, make_rows = DENSE[seed % len(DENSE)], ROWS[seed % len(ROWS)]
+            ddp = phalanx.DistributedDataParallel(dense)
+            optimizer, optimizers = make(ddp.parameters()), [make(alone.parameters()), make_rows([one.weight])]
+            with phalanx.ParameterServer(SERVERS, TRAINERS, tables={"t": table}, optimizer=make_rows) as server:
+                for _ in range(4):
+                    ids = torch.randint(rows, (batch,), generator=generator)
+                    mine = ids[rank::2]
+                    pulled = server.pull({"t": mine})
+                    optimizer.zero_grad()
+                    ddp(pulled["t"]).square().mean().backward()
+                    optimizer.step()
+                    server.push(pulled)
+                    for each in optimizers:
+                        each.zero_grad()
+                    alone(one(ids)).square().mean().backward()
+                    for each in optimizers:
+                        each.step()
+                found = server.state_dict()["tables"]["t"]
+                meet(name, f"looked {seed}")
+            torch.testing.assert_close(found, one.weight.detach())
+            torch.testing.assert_close(list(dense.parameters()), list(alone.parameters()))
+        dist.destroy_process_group()
+
+
+def test_dense_layers_in_ddp_and_rows_on_servers_train_as_in_one_process():
+    run_workers(_beside, 5, timeout=120)

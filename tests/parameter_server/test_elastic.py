@@ -1,0 +1,91 @@
+"""Trainers in an elastic job: one that is lost is replaced, and each step of each trainer counts once."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from tests.rpc.workers import event, run_workers, set_event
+
+from phalanx import rpc
+
+_TRAINER = """
+import functools, os, signal, sys
+import torch
+import torch._dynamo
+import phalanx
+from phalanx import rpc
+from phalanx.parameter_server import hosting
+from phalanx.parameter_server.shard import Gradients
+
+folder = sys.argv[1]
+job = phalanx.init()
+name = f"t{job.rank}"
+rpc.init_rpc(name, rank=job.rank, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{folder}/store"))
+state = phalanx.elastic.State(step=0)
+SGD = functools.partial(torch.optim.SGD, lr=1.0)
+
+
+def strike(step, ids):
+    # Rank 1 is killed at step 7, when one of the two servers has its gradients.
+    if (job.rank, step) == (1, 7) and not os.path.exists(f"{folder}/struck"):
+        open(f"{folder}/struck", "w").close()
+        here = ids[ids % 2 == 0] // 2
+        gradients = Gradients({"d": torch.ones(3)}, {"t": (here, torch.ones(len(here), 2))})
+        rpc.rpc_sync("s0", hosting.push, ("parameters", 0, name, step, gradients))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@phalanx.elastic.run(state)
+def train(state):
+    server = phalanx.ParameterServer(
+        ["s0", "s1"], ["t0", "t1"], dense={"d": torch.zeros(3)}, tables={"t": torch.zeros(7, 2)}, optimizer=SGD,
+        reduction="sum",
+    )
+    ids = torch.tensor([0, 1, 2, 5 - job.rank])
+    while server.step < 20:
+        server.pull({"t": ids})
+        strike(server.step, ids)
+        server.push_gradients({"d": torch.ones(3)}, {"t": (ids, torch.ones(4, 2))})
+    torch.distributed.barrier()  # all is pushed
+    found = server.state_dict()
+    torch.distributed.barrier()  # all have looked
+    server.close()
+    return found
+
+
+found = train(state)
+if job.is_main:
+    print("dense", found["dense"]["d"].tolist(), "rows", found["tables"]["t"][:, 0].tolist(), "step", found["step"])
+
+rpc.shutdown()
+"""
+
+
+def _work(rank, folder):
+    name = ["s0", "s1", "driver"][rank]
+    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
+    rpc.init_rpc(name, rank=10 + rank, rpc_backend_options=options)
+    if rank < 2:
+        event("it is over").wait(110)  # what calls it serves meanwhile
+        rpc.shutdown()
+        return ""
+    while len(rpc.current.agent().membership.members()) < 3:
+        pass
+    script = Path(folder, "train.py")
+    script.write_text(_TRAINER)
+    launcher = Path(sysconfig.get_path("scripts"), "phalanx")
+    command = [sys.executable, str(launcher), "run", "--nproc-per-node", "2", str(script), folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    for server in ("s0", "s1"):
+        rpc.rpc_sync(server, set_event, ("it is over",))
+    rpc.shutdown()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Path(folder, "struck").exists()
+    return done.stdout
+
+
+def test_a_trainer_that_is_lost_is_replaced_and_nothing_is_pushed_twice():
+    """Who came in its place took the largest of its servers' clocks: what it had not pushed to all was never pushed."""
+    output = run_workers(_work, 3, timeout=110)[2]
+    assert "dense [-40.0, -40.0, -40.0] rows [-40.0, -40.0, -40.0, 0.0, -20.0, -20.0, 0.0]" in output
