@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,10 +73,16 @@ WORKLOADS = {
 COSTS = (1, 1, 10, 2, 1, 5, 1, 8, 3, 1, 1, 4)
 
 
-def unequal() -> nn.Sequential:
+def layouts(count: int) -> list[tuple[int, ...]]:
+    """Orders of the costs; the first is the one above."""
+    drawn = random.Random(1)
+    return [COSTS, *(tuple(drawn.sample(COSTS, len(COSTS))) for _ in range(count - 1))]
+
+
+def unequal(costs: Sequence[int]) -> nn.Sequential:
     """Layers whose cost varies tenfold, and not with the size of their parameters."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Repeated(256, 2 * cost) for cost in COSTS))
+    return nn.Sequential(*(Repeated(256, 2 * cost) for cost in costs))
 
 
 class Scaled(nn.Module):
@@ -89,6 +96,17 @@ class Scaled(nn.Module):
         return torch.tanh(x * self.scale)
 
 
-def deep_and_wide() -> nn.Sequential:
-    """Little work and large activations: 8 MiB each for a micro-batch of 2048 rows."""
+def _deep_and_wide() -> nn.Sequential:
     return nn.Sequential(*(Scaled(1024) for _ in range(8)))
+
+
+def _deep_and_narrow() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)))
+
+
+LARGE = (
+    Workload("element by element", _deep_and_wide, lambda m: torch.randn(m * 1024, 1024)),
+    Workload("perceptron", _deep_and_narrow, lambda m: torch.randn(m * 4096, 256)),
+    Workload("transformer", _transformer, lambda m: torch.randn(m * 8, 64, 256)),
+)
+"""Activations of megabytes, more than weights."""

@@ -35,7 +35,7 @@ from harness import (  # noqa: E402 - the lines above say where it is
     summarise,
     write_results,
 )
-from models import COSTS, WORKLOADS, Workload, deep_and_wide, unequal  # noqa: E402
+from models import LARGE, WORKLOADS, Workload, layouts, unequal  # noqa: E402
 
 TIMEOUT_S = 600.0
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
@@ -160,40 +160,43 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def _cuts(rank: int, world_size: int, rounds: int, steps: int) -> tuple[list[int], dict[int, list[float]]]:
+def _cuts(
+    rank: int, world_size: int, costs: tuple[int, ...], rounds: int, steps: int
+) -> tuple[list[int], dict[int, list[float]]]:
     x = torch.randn(8 * 64, 256)
     pipes = {
-        cut: phalanx.Pipeline(unequal(), balance=[cut, len(COSTS) - cut], loss_fn=functional.mse_loss)
-        for cut in range(1, len(COSTS))
+        cut: phalanx.Pipeline(unequal(costs), balance=[cut, len(costs) - cut], loss_fn=functional.mse_loss)
+        for cut in range(1, len(costs))
     }
-    pipes[0] = phalanx.Pipeline(unequal(), balance="auto", example=x[:64], loss_fn=functional.mse_loss)
+    auto = phalanx.Pipeline(unequal(costs), balance="auto", example=x[:64], loss_fn=functional.mse_loss)
     samples: dict[int, list[float]] = {cut: [] for cut in pipes}
-    for turn in range(rounds):  # twelve pipes: few steps of each in a turn, or it takes minutes
+    for turn in range(rounds):  # eleven pipes: few steps of each in a turn, or it takes minutes
         for cut, pipe in pipes.items():
             samples[cut].append(measure(min(steps, 2), partial(pipe.step, x, target=x), uncounted=0 if turn else 2))
-    return pipes[0].plan.counts, samples
+    return list(auto.plan.counts), samples
 
 
 def balance(args: argparse.Namespace) -> dict[str, Any]:
-    """The cut that balance="auto" finds, against the best of all, by running all of them."""
-    counts, samples = run_ranks(_cuts, 2, args.rounds, args.steps, timeout=TIMEOUT_S)[0]
-    medians = {cut: summarise(times).median for cut, times in samples.items()}
-    best = min((cut for cut in medians if cut), key=lambda cut: medians[cut])
-    rows = [[f"[{cut}, {len(COSTS) - cut}]", format_time(medians[cut]),
-             f"{medians[cut] / medians[best]:.3f}"] for cut in sorted(medians) if cut]  # fmt: skip
-    rows.append([f"auto: {counts}", format_time(medians[0]), f"{medians[0] / medians[best]:.3f}"])
-    print_table(
-        ["layers per stage", "step", "x the best"],
-        rows,
-        title=f'balance="auto" on 12 layers of costs {", ".join(map(str, COSTS))}',
-    )
-    return {"auto": counts, "samples": {str(cut): times for cut, times in samples.items()}}
+    """The cut that balance="auto" finds, against the best of all, by running all of them; of several layouts."""
+    results, ratios = {}, []
+    for costs in layouts(args.layouts):
+        counts, samples = run_ranks(_cuts, 2, costs, args.rounds, args.steps, timeout=TIMEOUT_S)[0]
+        medians = {cut: summarise(times).median for cut, times in samples.items()}
+        best = min(medians.values())
+        rows = [[f"[{cut}, {len(costs) - cut}]" + "  <- auto" * (cut == counts[0]), format_time(medians[cut]),
+                 f"{medians[cut] / best:.3f}"] for cut in sorted(medians)]  # fmt: skip
+        ratios.append(medians[counts[0]] / best)
+        layout = ", ".join(map(str, costs))
+        print_table(["layers per stage", "step", "x the best"], rows, title=f"every cut of layers of costs {layout}")
+        results[layout] = {"auto": counts, "samples": {str(cut): times for cut, times in samples.items()}}
+    print(f'\nbalance="auto": {statistics.median(ratios):.3f} times the best cut, the median of {len(ratios)} layouts')
+    return results
 
 
 def _peak(step: Callable[[], Any]) -> int:
     """How many bytes of tensors a step has at most beside those that were there before, by the allocator's own events.
 
-    What a rank reads in another's memory it does not allocate, and so is counted there.
+    What a rank reads in another's memory it does not allocate.
     """
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -206,9 +209,8 @@ def _peak(step: Callable[[], Any]) -> int:
     return most
 
 
-def _pipeline_peak(rank: int, world_size: int, rows: int, m: int, schedule: str) -> int:
-    x = torch.randn(rows * m, 1024)
-    model = deep_and_wide()
+def _pipeline_peak(rank: int, world_size: int, workload: Workload, m: int, schedule: str) -> int:
+    model, x = workload.build(), workload.data(m)
     pipe = phalanx.Pipeline(
         model, micro_batches=m, schedule=schedule, balance=_names(model, world_size), loss_fn=functional.mse_loss
     )
@@ -216,17 +218,21 @@ def _pipeline_peak(rank: int, world_size: int, rows: int, m: int, schedule: str)
     return _peak(lambda: pipe.step(x, target=x))
 
 
-def _implied_peak(rank: int, world_size: int, rows: int, m: int, schedule: str) -> int:
+def _implied_peak(rank: int, world_size: int, workload: Workload, m: int, schedule: str) -> int:
     """A stage alone, in a loop that holds as many micro-batches between forward and backward as the schedule says."""
-    model, held = deep_and_wide(), plan_schedule(schedule, world_size, m).in_flight(rank)
+    model, held = workload.build(), plan_schedule(schedule, world_size, m).in_flight(rank)
     share = len(model) // world_size
-    stage = model[rank * share : (rank + 1) * share]
-    x = torch.randn(rows, 1024)
+    stage, x = model[rank * share : (rank + 1) * share], workload.data(1)
+
+    def forward() -> Tensor:
+        made: Tensor = stage(x.clone().requires_grad_() if rank else x)
+        return functional.mse_loss(made, x) if rank == world_size - 1 else made
 
     def step() -> None:
-        losses = [functional.mse_loss(stage(x.clone().requires_grad_()), x) for _ in range(held)]
-        while losses:
-            losses.pop(0).backward()
+        made = [forward() for _ in range(held)]
+        while made:
+            last = made.pop(0)
+            last.backward(torch.ones_like(last))
 
     step()
     return _peak(step)
@@ -236,18 +242,28 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     """The peak of each stage beside what its schedule implies, measured in the same way."""
     rows, results = [], {}
     for stages in args.stages:
-        for schedule in ("1f1b", "gpipe"):
-            case = (2048, args.micro_batches, schedule)
-            found = run_ranks(_pipeline_peak, stages, *case, timeout=TIMEOUT_S)
-            implied = run_ranks(_implied_peak, stages, *case, timeout=TIMEOUT_S)
-            held = [plan_schedule(schedule, stages, args.micro_batches).in_flight(s) for s in range(stages)]
-            for stage in range(stages):
-                rows.append([
-                    f"{schedule}, stage {stage} of {stages}", str(held[stage]), f"{implied[stage] / 2**20:.0f} MiB",
-                    f"{found[stage] / 2**20:.0f} MiB", f"{found[stage] / implied[stage]:.2f}",
-                ])  # fmt: skip
-            results[f"{schedule}, {stages} stages"] = {"pipeline": found, "implied": implied}
-    print_table(["", "held micro-batches", "implied", "peak", "ratio"], rows, title="peak memory of a step")
+        for workload in LARGE:
+            for schedule in ("1f1b", "gpipe"):
+                case = (workload, args.micro_batches, schedule)
+                # Over Gloo, where all that a rank reads lies in memory of its own, and is counted there.
+                found = run_ranks(_pipeline_peak, stages, *case, backend="gloo", timeout=TIMEOUT_S)
+                shared = run_ranks(_pipeline_peak, stages, *case, timeout=TIMEOUT_S)
+                implied = run_ranks(_implied_peak, stages, *case, timeout=TIMEOUT_S)
+                held = [plan_schedule(schedule, stages, args.micro_batches).in_flight(s) for s in range(stages)]
+                for at in range(stages):
+                    peaks = (implied[at], found[at], shared[at])
+                    rows.append([
+                        f"{workload.name}, {schedule}, stage {at} of {stages}", str(held[at]),
+                        *(f"{peak / 2**20:.0f} MiB" for peak in peaks), f"{found[at] / implied[at]:.2f}",
+                    ])  # fmt: skip
+                results[f"{workload.name}, {schedule}, {stages} stages"] = {
+                    "gloo": found, "phalanx": shared, "implied": implied
+                }  # fmt: skip
+    print_table(
+        ["", "held micro-batches", "implied", "peak over Gloo", "over shared memory", "Gloo / implied"],
+        rows,
+        title="peak memory of a step",
+    )
     return results
 
 
@@ -266,6 +282,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="steps of which a round takes the median")
+    parser.add_argument("--layouts", type=int, default=3, help="orders of layers of unequal costs")
     add_output_arguments(parser, HERE)
     args = parser.parse_args()
     torch.set_num_threads(1)

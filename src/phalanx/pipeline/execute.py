@@ -140,6 +140,12 @@ class Executor:
                 if source != stage.index - 1:
                     values, _ = self._receive(source, stage.index)
                     self._unpack(stage, source, values, inputs, leaves)
+        assert self.schedule is not None
+        if work.grad:
+            for source in stage.part.receives:  # what came was sent after these gradients were there
+                if source not in self.stages:
+                    count = self.schedule.backwards_before[source, micro_batch]
+                    self._wire.let_go(Edge(stage.index, source, True), count)
         begin = time.perf_counter()
         if work.training:
             if state is None:
@@ -169,6 +175,7 @@ class Executor:
             work.results[micro_batch] = made.detach() if isinstance(made, Tensor) else made
         for target, nodes in stage.part.sends.items():
             self._forms.check(stage.part, micro_batch, step.rows, nodes, sends[target][0])
+        step = replace(step, has_state=False, micro_batch=micro_batch)
         for target in dict.fromkeys([stage.index + 1, *sends]):
             if target == self._num_stages:
                 continue
@@ -176,9 +183,8 @@ class Executor:
             if target == stage.index + 1 and work.training:
                 now = self._random.get()
                 if state is not None or not torch.equal(before, now):
-                    step = replace(step, has_state=True)
-                    self._send(Edge(stage.index, target), [now, *values], [False, *needs], step)
-                    step = replace(step, has_state=False)
+                    drawn = replace(step, has_state=True)
+                    self._send(Edge(stage.index, target), [now, *values], [False, *needs], drawn)
                     continue
             self._send(Edge(stage.index, target), values, needs, step)
         return begin
@@ -237,6 +243,7 @@ class Executor:
                 self.awaited = target
                 grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
                 self.awaited = None
+                self._wire.let_go(Edge(stage.index, target), micro_batch + 1)  # it had the values of this one
         begin = time.perf_counter() - recomputed
         with self._wire.making():
             made = stage.backward(micro_batch, grads, later_weights=later_weights)
@@ -244,7 +251,9 @@ class Executor:
             if source in self.stages:
                 self._local[Edge(stage.index, source, True)].append(found)
             else:
-                self._wire.send_gradients(Edge(stage.index, source, True), found, Step(0, 0, 0))
+                self._wire.send_gradients(
+                    Edge(stage.index, source, True), found, Step(0, 0, 0, micro_batch=micro_batch)
+                )
         if not later_weights:
             stage.backward_weights(micro_batch)
         return begin

@@ -66,6 +66,18 @@ class Schedule:
     def _in_flight(self) -> tuple[int, ...]:
         return tuple(self._most_in_flight(stage) for stage in range(self.num_stages))
 
+    @functools.cached_property
+    def backwards_before(self) -> dict[tuple[int, int], int]:
+        """By stage and micro-batch: of how many micro-batches the stage has begun the backward before that forward."""
+        found, begun = {}, [0] * self.num_stages
+        for order in self.orders:
+            for kind, stage, micro_batch in order:
+                if kind == "F":
+                    found[stage, micro_batch] = begun[stage]
+                elif kind != "W":
+                    begun[stage] += 1
+        return found
+
     def _most_in_flight(self, stage: int) -> int:
         held = most = 0
         for action in self.orders[self.rank_of(stage)]:

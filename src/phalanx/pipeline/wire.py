@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,7 +54,7 @@ class Step:
     """What all stages must know of a step: its micro-batches, the rows of this one and of all.
 
     `seed`: that of this micro-batch. `has_state`: some stage has drawn numbers; then the first of the values is the
-    state of the generators after that.
+    state of the generators after that. `micro_batch`: its number, which the sender alone knows.
     """
 
     micro_batches: int
@@ -62,6 +62,7 @@ class Step:
     all_rows: int
     seed: int = 0
     has_state: bool = False
+    micro_batch: int = 0
 
 
 class StageFailedError(PhalanxError):
@@ -108,7 +109,8 @@ class Wire:
         self._device = device
         self._sent: dict[Edge, tuple[Any, list[Any]]] = {}
         self._forms: dict[Edge, tuple[_Form, Any]] = {}
-        self._works: list[tuple[dist.Work, Tensor]] = []
+        self._works: defaultdict[Edge | None, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
+        """What is on the way, with the micro-batch, in order on each edge; of tensors without one under None."""
         self._lending: Lending | None = None
         self.sizes: Counter[int] = Counter()
         """How often a tensor of so many bytes went by message, though it is large."""
@@ -116,7 +118,8 @@ class Wire:
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on in another group, as one who has sent and learnt nothing. Works of the old one are over, or failed."""
         self._group = group
-        self._sent, self._forms, self._works = {}, {}, []
+        self._sent, self._forms = {}, {}
+        self._works.clear()
         self._lending = None  # tensors over its memory keep that
         self.sizes = Counter()
 
@@ -155,12 +158,13 @@ class Wire:
         dst, tag = self._rank_of[edge.target], self._tag(edge)
         if size > _WORDS:
             raise ValueError(f"at most {_MOST} tensors may go from a stage to another, got {len(tensors)}")
-        self._send(_words(header), dst, tag)
+        parts = [_words(header)]
         if news:
-            self._send(torch.frombuffer(bytearray(news), dtype=torch.uint8), dst, tag)
+            parts.append(torch.frombuffer(bytearray(news), dtype=torch.uint8))
         for tensor, place in zip(tensors, places, strict=True):
             if tensor is not None and place == _BY_MESSAGE and tensor.numel():
-                self._send(tensor.detach().contiguous(), dst, tag)
+                parts.append(tensor.detach().contiguous())
+        self._send(edge, step.micro_batch, parts, dst, tag)
 
     def _place(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -193,16 +197,28 @@ class Wire:
             with contextlib.suppress(PhalanxError):  # no room in the heap, on all ranks: messages it is
                 self._lending = Lending(self._group, dict.fromkeys(every, most))
 
-    def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        work = self._group.send([tensor], dst, tag)
-        if work is not None and not work.is_completed():
-            self._works.append((work, tensor))
+    def _send(self, edge: Edge | None, number: int, parts: Sequence[Tensor], dst: int, tag: int) -> None:
+        for part in parts:
+            work = self._group.send([part], dst, tag)
+            if work is not None and not work.is_completed():
+                self._works[edge].append((number, work, part))
+
+    def let_go(self, edge: Edge, micro_batches: int) -> None:
+        """The messages of so many micro-batches have been received: what they sent is needed no more.
+
+        Some backends do not tell when a send is over unless somebody waits, and keep its memory until then.
+        """
+        works = self._works.get(edge)
+        while works and works[0][0] < micro_batches:
+            works.popleft()[1].wait()
 
     def settle(self) -> None:
         """Return when all that was sent has left its memory."""
-        works, self._works = self._works, []
-        for work, _ in works:
-            work.wait()
+        sent = list(self._works.values())
+        self._works.clear()
+        for works in sent:
+            for _, work, _ in works:
+                work.wait()
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
@@ -275,7 +291,7 @@ class Wire:
 
     def send_tensor(self, tensor: Tensor, rank: int) -> None:
         """A tensor whose form the other rank knows."""
-        self._send(tensor.detach().contiguous(), rank, self._tags + 2 * _STAGES**2 - 1)
+        self._send(None, 0, [tensor.detach().contiguous()], rank, self._tags + 2 * _STAGES**2 - 1)
 
     def receive_tensor(self, tensor: Tensor, rank: int) -> Tensor:
         """Fill `tensor` with what that rank sends."""
