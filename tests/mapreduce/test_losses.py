@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import PeerLostError
-from phalanx.mapreduce import map_reduce
+from phalanx.mapreduce import map_reduce, membership
 from phalanx.testing import run_ranks
 
 STRIKES = 4
@@ -116,3 +116,28 @@ def test_two_ranks_of_four_may_be_killed_and_each_partition_is_still_somewhere(t
         assert [told[1:] for told in left] == [(tuple(victims), 2)] * 2
         assert sum(len(told[0]) for told in left) == len(want)
         assert {**left[0][0], **left[1][0]} == want
+
+
+def lost_while_meeting(rank, world_size):
+    """Rank 1 is killed in its first record, rank 2 when the others form their group without it."""
+
+    def strike(number):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [(number % 9, 1)]
+
+    def add_up(key, values):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sum(values)
+
+    if rank == 2:
+        membership.Survivors._meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    result = map_reduce(range(90), strike, add_up, gather=True)
+    return dict(result), result.lost
+
+
+def test_a_rank_that_is_lost_while_the_others_meet_is_gone_without_as_well():
+    """What the backend names in the group that was to be was taken for numbers of the first group."""
+    ranks = run_ranks(lost_while_meeting, 4, lost=(1, 2))
+    assert ranks == [({key: 10 for key in range(9)}, (1, 2)), None, None, ({key: 10 for key in range(9)}, (1, 2))]

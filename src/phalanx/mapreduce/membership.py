@@ -115,8 +115,8 @@ class Survivors:
             return Team(None, OwnStore(), persons)
 
         def check() -> None:
-            if ended := self._ended(members):
-                raise PeerLostError("map_reduce: a rank ended while the others met", ranks=tuple(sorted(ended)))
+            if self._ended(members):
+                raise PeerLostError("map_reduce: a rank ended while the others met")
 
         ranks = [dist.get_global_rank(self.group, one) for one in members]
         try:
@@ -128,10 +128,9 @@ class Survivors:
                     use_local_synchronization=True,
                     group_desc=f"{self.prefix}/{self.number}",
                 )
-        except PeerLostError:
-            raise
         except RuntimeError as error:
-            ended = self._ended(members)
+            # A backend that names ranks does so in the numbering of the group that was to be.
+            ended = self._ended(members) | {members[rank] for rank in getattr(error, "ranks", ())}
             raise PeerLostError(
                 f"map_reduce: the group of those who are left failed: {error}", ranks=tuple(ended)
             ) from error
