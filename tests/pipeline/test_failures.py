@@ -256,3 +256,63 @@ def test_what_would_be_wrong_or_leave_others_waiting_is_refused_on_every_rank():
         assert "the input has no rows" in heard[1]
         assert "the model returns a tensor of shape (3, 2) for 2 samples" in heard[2]
         assert "the model returns a tensor without dimensions" in heard[3]
+
+
+class NoGradient(torch.autograd.Function):
+    """Fails in the backward of the samples that begin with a one, or is interrupted there, as by Ctrl-C."""
+
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error if x[0, 0] > 0.5 else None
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.error is not None:
+            raise ctx.error("no gradient today")
+        return grad, None
+
+
+class FailsInBackward(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.scale, self.error = nn.Parameter(torch.ones(())), error
+
+    def forward(self, x):
+        return NoGradient.apply(x * self.scale, self.error)
+
+
+def test_who_has_done_its_part_hears_that_another_has_not():
+    """The first stage failed in its last backward: the others had the loss, went on, and waited for it elsewhere; so
+    did the stages of another pipeline of the mesh, and the first ranks of an evaluation that fails behind them."""
+
+    def train(rank, world_size):
+        heard = []
+        mesh = phalanx.mesh(pipeline=2, data=2)
+        x = torch.tensor([0.0, 0.0, 0.0, 1.0])[:, None].expand(4, 3).contiguous()
+        for error, axes, zero in ((ArithmeticError, None, 0), (ArithmeticError, mesh, 0), (KeyboardInterrupt, None, 0)):
+            model = nn.Sequential(FailsInBackward(error), *(nn.Linear(3, 3) for _ in range(3)))
+            pipe = phalanx.Pipeline(model, micro_batches=4, mesh=axes, loss_fn=functional.mse_loss)
+            given = x * (axes is None or axes.get_local_rank("data") == zero)
+            try:
+                pipe.step(given, target=given)
+            except BaseException as caught:
+                heard.append(f"{type(caught).__name__}: {caught}")
+            with pytest.raises(phalanx.ClosedError, match="an earlier step failed"):
+                pipe.step(given, target=given)
+        model = nn.Sequential(nn.Identity(), nn.Identity(), Watcher("raise"), nn.Identity())
+        pipe = phalanx.Pipeline(model, micro_batches=4)
+        with pytest.raises((ArithmeticError, phalanx.PhalanxError)) as caught:
+            pipe.eval()(x)
+        return [*heard, str(caught.value)]
+
+    for rank, (alone, in_mesh, interrupted, evaluated) in enumerate(run_ranks(train, 4)):
+        for text, first in ((alone, 0), (in_mesh, 0)):
+            assert text.startswith("ArithmeticError: no gradient" if rank == first else "StageFailedError: ")
+            assert "no gradient today" in text
+            assert "stage 0 (rank 0), micro-batch 3, backward" in text
+        assert interrupted.startswith(
+            "KeyboardInterrupt" if rank == 0 else "StageFailedError: Pipeline: another rank of this"
+        )
+        assert "stage 2 (rank 2), micro-batch 3, forward in layer '2'" in evaluated
+        assert "seven is not a prime here" in evaluated

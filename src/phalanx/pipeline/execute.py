@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from phalanx.errors import PeerLostError
+from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
 from phalanx.pipeline.random_state import RandomState
@@ -70,6 +70,8 @@ class Executor:
         """What is done, or was when the step failed."""
         self.awaited: int | None = None
         """The stage whose message is waited for, if one is."""
+        self.leaves = False
+        """Whether this rank failed so that it can't meet the others: it was interrupted, or its group is broken."""
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -274,7 +276,10 @@ class Executor:
         else:
             text = f"{where}: {type(error).__name__}: {error}"
             raised = with_note(error, "\n".join([where, *draw_failure(self.schedule, self.at)]))
-        self._wire.tell_failure(self._edges(), text, lost=isinstance(error, PeerLostError))
+        is_heard = isinstance(error, StageFailedError)
+        self.leaves = not isinstance(error, Exception) or (self.awaited is not None and not is_heard)
+        self.leaves = self.leaves or isinstance(error, (PeerLostError, DeadlineError))
+        self._wire.tell_failure(self._edges(), text, lost=isinstance(error, PeerLostError), leaves=self.leaves)
         return raised
 
     def _edges(self) -> list[Edge]:

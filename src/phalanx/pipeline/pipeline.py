@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from phalanx.pipeline.cut import (
 from phalanx.pipeline.execute import Executor, Work
 from phalanx.pipeline.loss import Loss
 from phalanx.pipeline.materialize import materialize
+from phalanx.pipeline.outcome import Outcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
 from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.record import Record
@@ -40,7 +41,7 @@ from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.stage_module import StageModule
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
 from phalanx.pipeline.values import share_result
-from phalanx.pipeline.wire import Edge, Step, Wire
+from phalanx.pipeline.wire import Step, Wire
 
 
 class _Made:
@@ -167,6 +168,7 @@ class Pipeline(StageModule):
         if data_group is not None:
             self._replicas = Replicas(data_group, list(own.parameters()), list(own.buffers()))
         self._statistics = MiniBatchStatistics(own, data_group)
+        self._outcome = Outcome(self._group, data_group, self._device)
         self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
         self._record: Record | None = None
         self._failed = ""
@@ -218,6 +220,7 @@ class Pipeline(StageModule):
         if self._replicas is not None and self._data_group is not None:
             self._replicas.group = self._data_group
         self._statistics.regroup(self._data_group)
+        self._outcome = Outcome(group, self._data_group, self._device)
         self._wire.regroup(group)
         self._executor.forget()
         self._tied.forget()
@@ -241,15 +244,10 @@ class Pipeline(StageModule):
             PeerLostError, DeadlineError: a rank died, or did not answer.
         """
         self._require_usable()
-        work = self._work(args, kwargs, grad=True)
-        work.finish = self._loss.for_target(target, self._result)
-        self._tied.begin()
-        self._run(work)
-        loss = self._share_loss(work)
+        loss = self._end(*self._try(args, kwargs, lambda: self._loss.for_target(target, self._result), grad=True))
         self._tied.add()
         if self._replicas is not None:
             self._replicas.average()
-            loss = self._replicas.mean(loss)
         self._statistics.update()
         if not self._shared:  # the first step has shown what goes from stage to stage
             self._shared = True
@@ -268,15 +266,14 @@ class Pipeline(StageModule):
             ValueError, TypeError, PhalanxError: as of `step`; or results of micro-batches can't be put together.
         """
         self._require_usable()
-        work = self._work(args, kwargs, grad=False)
         rows: dict[int, int] = {}
 
         def result_of(micro_batch: int, step: Step, results: dict[fx.Node, Any]) -> Any:
             rows[micro_batch] = step.rows
             return self._result(results)
 
-        work.finish = result_of
-        self._run(work)
+        work, failure = self._try(args, kwargs, lambda: result_of, grad=False)
+        self._end(work, failure)
         self._statistics.update()
         owner = (self._num_stages - 1) % self._size
         result: Any = None
@@ -293,23 +290,51 @@ class Pipeline(StageModule):
             raise error
         return result
 
-    def _work(self, args: Sequence[Any], kwargs: dict[str, Any], *, grad: bool) -> Work:
+    def _try(
+        self, args: Sequence[Any], kwargs: dict[str, Any], finish: Callable[[], Callable[..., Any]], *, grad: bool
+    ) -> tuple[Work, Exception | None]:
+        """Do this rank's part of a step; the error that the others are still to hear of, if there is one."""
         work = Work(
             training=self.training,
             grad=grad,
             recompute=self._checkpoint,
             statistics=self._statistics,
             plan=lambda micro_batches: self._plan(micro_batches, grad),
+            finish=finish(),
         )
-        if self._rank == 0:
-            try:
+        try:
+            if self._rank == 0:
                 self._cut_inputs(work, args, kwargs)
-            except Exception as error:  # the others wait for these inputs
-                self._failed = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise self._executor.refuse(error) from error.__cause__
-        return work
+            if grad:
+                self._tied.begin()
+            self._run(work)
+        except BaseException as error:
+            self._failed = _first_line(error)
+            if isinstance(error, Exception) and not self._executor.leaves:
+                return work, error
+            self._outcome.leave(lost=isinstance(error, Exception))
+            raise
+        return work, None
+
+    def _end(self, work: Work, error: Exception | None) -> Tensor:
+        """The loss of a step in which all ranks have done their part; of an evaluation, which has none, zero."""
+        loss = None
+        if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
+            loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()
+        try:
+            return self._outcome.share(loss, error, replicas=work.grad)
+        except Exception as failure:
+            self._failed = self._failed or _first_line(failure)
+            self._statistics.forget()
+            raise
 
     def _cut_inputs(self, work: Work, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        try:
+            self._take_inputs(work, args, kwargs)
+        except Exception as error:  # the others wait for these inputs
+            raise self._executor.refuse(error) from error.__cause__
+
+    def _take_inputs(self, work: Work, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         rows = batches.count_rows((args, kwargs), "the input")
         values = bind(self._layers, args, kwargs)
         work.rows = batches.cut(rows, self._micro_batches)
@@ -323,25 +348,13 @@ class Pipeline(StageModule):
         try:
             self._executor.run(work, timed=self._record is not None)
         except BaseException as error:
-            self._failed = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._failed = _first_line(error)
             self._statistics.forget()
             if self._record is not None:
                 self._record.note(work, self._executor, failed=True)
             raise
         if self._record is not None:
             self._record.note(work, self._executor)
-
-    def _share_loss(self, work: Work) -> Tensor:
-        last = self._num_stages - 1
-        if last % self._size != self._rank:
-            (loss,), _ = self._wire.receive_values(Edge(last, self._num_stages + self._rank))
-            return cast("Tensor", loss)
-        loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()
-        for rank in range(self._size):
-            if rank != self._rank:
-                self._wire.send_values(Edge(last, self._num_stages + rank), [loss], [False], Step(0, 0, 0))
-        self._wire.settle()
-        return loss
 
     def _plan(self, micro_batches: int, grad: bool) -> Schedule:
         return plan_schedule(self._schedule, self._size, micro_batches, self._num_stages, training=grad)
@@ -407,3 +420,7 @@ class Pipeline(StageModule):
 def _most(schedule: Schedule) -> int:
     """How many tensors of a size may lie in shared memory: those in flight, and what layers make on the way to them."""
     return 8 * max(schedule.in_flight(stage) for stage in range(schedule.num_stages)) + 16
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

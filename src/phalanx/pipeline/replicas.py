@@ -48,12 +48,6 @@ class Replicas:
                     else:
                         parameter.grad.copy_(part.view_as(parameter))
 
-    def mean(self, value: Tensor) -> Tensor:
-        """The mean of a number over the replicas."""
-        value = value / self.group.size()
-        dist.all_reduce(value, group=self.group)
-        return value
-
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []

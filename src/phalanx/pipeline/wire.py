@@ -111,6 +111,7 @@ class Wire:
         self._forms: dict[Edge, tuple[_Form, Any]] = {}
         self._works: defaultdict[Edge | None, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
         """What is on the way, with the micro-batch, in order on each edge; of tensors without one under None."""
+        self._farewells: list[tuple[dist.Work, Tensor]] = []
         self._lending: Lending | None = None
         self.sizes: Counter[int] = Counter()
         """How often a tensor of so many bytes went by message, though it is large."""
@@ -299,20 +300,21 @@ class Wire:
 
     # -- failing -------------------------------------------------------------------------------------------------
 
-    def tell_failure(self, edges: Sequence[Edge], text: str, *, lost: bool) -> None:
+    def tell_failure(self, edges: Sequence[Edge], text: str, *, lost: bool, leaves: bool) -> None:
         """Put the news on edges, for whoever waits there, or comes there next. What fails here is not told.
 
         `lost`: it is a rank that is gone; who hears of it shall raise what they would if they had seen it themselves.
+        `leaves`: this rank will not meet the others any more, so it waits a little for them to hear it.
         """
         data = text.encode()
         header = _words([_LOST if lost else _FAILED, len(data)])
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        works = []
         try:
             for edge in edges:
                 for tensor in (header, body):
-                    works.append(self._group.send([tensor], self._rank_of[edge.target], self._tag(edge)))
-            for work in works:
+                    work = self._group.send([tensor], self._rank_of[edge.target], self._tag(edge))
+                    self._farewells.append((work, tensor))
+            for work, _ in self._farewells if leaves else ():  # where nobody comes for it, Gloo breaks the connection
                 work.wait(timedelta(seconds=_FAREWELL_S))
         except RuntimeError:  # a peer is gone, which the others hear anyway
             pass

@@ -1,0 +1,76 @@
+"""How a step has ended: with its loss on all ranks, or with an error on all of them.
+
+Who has done its part does not know yet that all others will do theirs: a first stage may fail in its last backward,
+when the last stage has long given its loss. So all ranks meet at the end, with one small all_reduce, as do replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.pipeline.wire import StageFailedError, StageLostError
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LOST, _INTERRUPTED = 1e6, 1e12  # each more than all ranks that have the one before
+
+
+class Outcome:
+    """Of the steps of a pipeline, and of its replicas, of which `data_group` has one rank each. Collective."""
+
+    def __init__(self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._data_group, self._device = group, data_group, device
+        self._last_words: list[Any] = []
+
+    def share(self, loss: Tensor | None, error: Exception | None, *, replicas: bool) -> Tensor:
+        """The loss, of which one rank has said what it is, on every rank; with `replicas` the mean over them.
+
+        Raises:
+            `error`, if this rank has one.
+            StageFailedError: another rank has one; the message is its own.
+            StageLostError: a rank of another pipeline is gone.
+        """
+        numbers = [0.0, 0.0] if loss is None else [loss.item(), float(_DTYPES.index(loss.dtype))]
+        (value, dtype), error = self._meet(self._group, numbers, error)
+        if replicas and self._data_group is not None:
+            (total,), error = self._meet(self._data_group, [value], error)
+            value = total / self._data_group.size()
+        if error is not None:
+            raise error
+        return torch.tensor(value, dtype=_DTYPES[int(dtype)], device=self._device)
+
+    def leave(self, *, lost: bool) -> None:
+        """This rank ends its step without the others, who shall not wait: it was interrupted, or `lost` a peer."""
+        groups = [self._data_group] if lost else [self._group, self._data_group]
+        for group, numbers in zip(groups, (1,) if lost else (2, 1), strict=True):
+            if group is not None:
+                with contextlib.suppress(RuntimeError):  # a peer is gone there, too
+                    words = torch.tensor([0.0] * numbers + [_LOST if lost else _INTERRUPTED], dtype=torch.float64)
+                    self._last_words.append((dist.all_reduce(words, group=group, async_op=True), words))
+
+    def _meet(
+        self, group: dist.ProcessGroup, numbers: list[float], error: Exception | None
+    ) -> tuple[list[float], Exception | None]:
+        """The sums of `numbers` over the group, and an error on all ranks if there is one on any."""
+        words = torch.tensor([*numbers, float(error is not None)], dtype=torch.float64)
+        dist.all_reduce(words, group=group)
+        *sums, failures = words.tolist()
+        if not failures:
+            return sums, None
+        if failures >= _INTERRUPTED:
+            return numbers, error or StageFailedError("Pipeline: another rank of this step was interrupted.")
+        if failures >= _LOST:
+            return numbers, error or StageLostError(
+                "Pipeline: a replica has lost a rank of its pipeline. Read its log."
+            )
+        told: list[Any] = [None] * group.size()
+        mine = None if error is None else (isinstance(error, StageFailedError), f"{error}", type(error).__name__)
+        dist.all_gather_object(told, mine, group=group)
+        if error is not None:
+            return numbers, error
+        _, text, kind = min(one for one in told if one is not None)  # what came of itself first
+        return numbers, StageFailedError(text if kind == StageFailedError.__name__ else f"{kind}: {text}")
