@@ -56,6 +56,7 @@ READS_ENVIRONMENT = {
     "backend/rendezvous.py": "reads what launchers set",
     "backend/torch_patches.py": "asks, when torch is imported, whether `phalanx run` started this process",
     "backend/create.py": "the network interface, and whether a public address is allowed, as Gloo's users say it",
+    "backend/imported_environment.py": "takes back what torch's compiler sets when it is imported",
     "backend/start.py": "asks whether a launcher put this process in a job",
     "backend/job.py": "finds the job that a launcher put this process in",
     "rpc/rendezvous.py": "finds the job that a launcher put this process in",

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import phalanx
+from phalanx.backend.imported_environment import environment_kept
 from phalanx.testing import run_ranks
 
 
@@ -218,6 +219,41 @@ class InPlace(nn.Module):
         return self.c(self.b(self.relu(x))) + x
 
 
+class ChangesView(nn.Module):
+    """In one process, what is added at the end is a view of what the relu, two stages on, has left; or of the rest."""
+
+    def __init__(self, begin):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.relu, self.begin = nn.ReLU(inplace=True), begin
+
+    def forward(self, x):
+        x = self.a(x)
+        changed, kept = x[:, :2], x[:, self.begin :]
+        y = self.b(x.clone())
+        return self.c(y) + self.relu(changed).sum() + kept.sum()
+
+
+def test_a_value_whose_view_another_stage_changes_is_refused_on_every_rank():
+    """It came to its stage as a copy, and stayed as it was before the change: other losses than in one process."""
+
+    def train(rank, world_size):
+        x, heard = torch.ones(8, 4), []
+        for begin in (1, 2):  # the second ones have no element in common
+            pipe = phalanx.Pipeline(ChangesView(begin), micro_batches=4, balance=["b", "c"])
+            pipe._loss._loss_fn = lambda y: y.sum()
+            try:
+                pipe.step(x)
+                heard.append("")
+            except (ValueError, phalanx.PhalanxError) as error:
+                heard.append(str(error))
+        return heard
+
+    for refused, fine in run_ranks(train, 3):
+        assert "stage 2 changes the value 'getitem' of an earlier stage in place, and 'getitem_1', which" in refused
+        assert not fine
+
+
 class Samples(nn.Module):
     """Returns its samples in the second dimension, or a loss."""
 
@@ -316,3 +352,16 @@ def test_who_has_done_its_part_hears_that_another_has_not():
         )
         assert "stage 2 (rank 2), micro-batch 3, forward in layer '2'" in evaluated
         assert "seven is not a prime here" in evaluated
+
+
+def test_what_an_import_of_torchs_sets_in_the_environment_is_taken_back(monkeypatch):
+    """zero_bubble's import of torch's compiler set the folder of its cache for all child processes."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.delenv(name, raising=False)
+    with environment_kept():
+        os.environ[name] = "/set/by/an/import"
+    assert name not in os.environ
+    monkeypatch.setenv(name, "/set/by/the/user")
+    with environment_kept():
+        pass
+    assert os.environ[name] == "/set/by/the/user"

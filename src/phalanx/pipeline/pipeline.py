@@ -18,6 +18,7 @@ from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
 from phalanx.pipeline import micro_batches as batches
 from phalanx.pipeline.agreement import agree_on_cut, require_same_cut
+from phalanx.pipeline.aliases import find_stale
 from phalanx.pipeline.arguments import check_arguments, find_groups, form_anew, place_in
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.cut import (
@@ -169,6 +170,8 @@ class Pipeline(StageModule):
             self._replicas = Replicas(data_group, list(own.parameters()), list(own.buffers()))
         self._statistics = MiniBatchStatistics(own, data_group)
         self._outcome = Outcome(self._group, data_group, self._device)
+        self._home = dict.fromkeys(self._layers.inputs, 0) | {node: p.index for p in parts for node in p.nodes}
+        self._checked: set[tuple[bool, bool]] = set()
         self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
         self._record: Record | None = None
         self._failed = ""
@@ -224,6 +227,7 @@ class Pipeline(StageModule):
         self._wire.regroup(group)
         self._executor.forget()
         self._tied.forget()
+        self._checked.clear()
         self._shared, self._failed, self._without_values = False, "", []
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -322,11 +326,29 @@ class Pipeline(StageModule):
         if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
             loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()
         try:
-            return self._outcome.share(loss, error, replicas=work.grad)
+            loss = self._outcome.share(loss, error, replicas=work.grad)
+            self._require_current((work.grad, work.training))
+            return loss
         except Exception as failure:
             self._failed = self._failed or _first_line(failure)
             self._statistics.forget()
             raise
+
+    def _require_current(self, mode: tuple[bool, bool]) -> None:
+        """Raise, on all ranks, where a stage would use a copy of what another changes; after the first step of a mode.
+
+        Raises:
+            ValueError: one does; the message names the values.
+        """
+        if mode in self._checked or torch.is_inference_mode_enabled():
+            return
+        told: list[Any] = [None] * self._size
+        mine = [stage.seen[mode] for stage in self._executor.stages.values() if mode in stage.seen]
+        dist.all_gather_object(told, mine, group=self._group)
+        stale = find_stale([seen for one in told for seen in one], self._layers.output.graph, self._home)
+        if stale:
+            raise ValueError(f"Pipeline: {stale}")
+        self._checked.add(mode)
 
     def _cut_inputs(self, work: Work, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         try:

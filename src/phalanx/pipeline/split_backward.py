@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from phalanx.backend.imported_environment import environment_kept
+
 
 @dataclass
 class WeightsBackward:
@@ -47,11 +49,12 @@ def backward_input(
 
     A stage without such leaves, the first, leaves all for later: there is nobody who waits.
     """
-    from torch.distributed.pipelining._backward import (  # a second, and much of torch's compiler: only who needs it
-        _get_grad_fn_or_grad_acc,
-        construct_reverse_graph,
-        get_param_groups,
-    )
+    with environment_kept():
+        from torch.distributed.pipelining._backward import (  # a second, and much of torch's compiler: who needs it
+            _get_grad_fn_or_grad_acc,
+            construct_reverse_graph,
+            get_param_groups,
+        )
 
     def nodes_of(tensors: Sequence[Tensor]) -> list[Node]:
         return [node for t in tensors if (node := _get_grad_fn_or_grad_acc(t)) is not None]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from phalanx.partition.parts import Part
 from phalanx.partition.program import Program
+from phalanx.pipeline.aliases import Seen, find_pairs
 from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.recomputed_buffers import RecomputedBuffers
 from phalanx.pipeline.split_backward import WeightsBackward, backward_input
@@ -67,6 +68,8 @@ class Stage:
         """Whether gradients are wanted, and whether layers are in training: another layer may work in place then."""
         self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
         """By mode: the values of other stages that some layer changes in place, once a micro-batch was seen."""
+        self.seen: dict[tuple[bool, bool], Seen] = {}
+        """By mode, as soon: which values overlap, too."""
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
         # torch's DDP hangs its hooks on the graph, where nobody sees them: its weights stay autograd's.
@@ -219,6 +222,8 @@ class Stage:
             written = {node for node, value in given.items() if any(t._version for t in flat_tensors([value]))}
             self._require_last_readers(written)
             self._written[self._mode] = written
+            crossing = {node: results[node] for nodes in self.part.sends.values() for node in nodes}
+            self.seen[self._mode] = Seen(self.index, find_pairs({**given, **crossing}), tuple(map(str, written)))
         return results
 
     def _require_last_readers(self, written: Iterable[fx.Node]) -> None:

@@ -1,0 +1,21 @@
+"""Importing a part of torch that sets variables for all child processes, which nobody asked it to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)  # torch sets it again where it compiles
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """What torch's compiler sets while this lasts is taken back."""
+    before = {name: os.environ.get(name) for name in _SET_BY_IMPORTS}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)

@@ -1,0 +1,74 @@
+"""Values in one memory, as a tensor and a view of it, where a stage changes one and another has the other's copy.
+
+In one process who changes a tensor in place changes its views. Across a cut each value travels by itself. So it is
+seen, in the first micro-batch of a mode, which values that go from stage to stage overlap and which a stage changes;
+when all stages' parts of that are known, a model that would give something else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one stage: pairs of values that overlap, and values of other stages that it changes. By names of nodes."""
+
+    stage: int
+    pairs: tuple[tuple[str, str], ...] = ()
+    written: tuple[str, ...] = ()
+
+
+def find_pairs(values: Mapping[fx.Node, object]) -> tuple[tuple[str, str], ...]:
+    """Those of `values` that have an element in common."""
+    tensors = [(str(node), leaf) for node, value in values.items() for leaf in tree_flatten(value)[0]]
+    dense = [(name, leaf) for name, leaf in tensors if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    return tuple(
+        dict.fromkeys(
+            (one, other)
+            for at, (one, first) in enumerate(dense)
+            for other, second in dense[at + 1 :]
+            if one != other and _overlap(first, second)
+        )
+    )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    memory = one.untyped_storage()
+    if memory.data_ptr() != other.untyped_storage().data_ptr() or not one.numel() or not other.numel():
+        return False
+    if one.dtype != other.dtype:
+        return True
+    marks = torch.zeros(memory.nbytes() // one.element_size(), dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def find_stale(seen: Sequence[Seen], graph: fx.Graph, home: Mapping[fx.Node, int]) -> str:
+    """Why a pipeline of these stages would use a copy that does not change with its original; nothing if none would.
+
+    `home`: the stage in which a node is run.
+    """
+    nodes = {str(node): node for node in graph.nodes}
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    same: dict[str, set[str]] = {}
+    for one, other in (pair for stage in seen for pair in stage.pairs):
+        joined = same.get(one, {one}) | same.get(other, {other})
+        for name in joined:
+            same[name] = joined
+    for stage in seen:
+        for name in stage.written:
+            begins = min(place[user] for user in nodes[name].users if home.get(user) == stage.stage)
+            for other in sorted(same.get(name, {name}) - {name}, key=lambda name: place[nodes[name]]):
+                if home[nodes[other]] < stage.stage and any(place[user] > begins for user in nodes[other].users):
+                    return (
+                        f"stage {stage.stage} changes the value {name!r} of an earlier stage in place, and {other!r}, "
+                        "which lies in the same memory, is used after that: it came to its stage as a copy, and stays "
+                        "as it was. Let the layer make a new tensor (inplace=False), or cut elsewhere."
+                    )
+    return ""
