@@ -22,7 +22,7 @@ LAYERS = [
     {"transport", "collectives"},
     {"backend"},
     {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc"},
-    {"parameter_server", "trainer", "elastic", "mapreduce", "launch", "testing", "doctor", "bench"},
+    {"parameter_server", "strategies", "trainer", "elastic", "mapreduce", "launch", "testing", "doctor", "bench"},
     {"cli"},
 ]
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
@@ -61,6 +61,9 @@ READS_ENVIRONMENT = {
     "backend/job.py": "finds the job that a launcher put this process in",
     "rpc/rendezvous.py": "finds the job that a launcher put this process in",
     "ddp/malloc.py": "leaves malloc alone where its variables have set it up",
+    "strategies/start.py": "finds out whether a launcher has started this process",
+    "strategies/choose.py": "the same",
+    "strategies/single_device.py": "the same",
     "trainer/progress.py": "is told by `phalanx run` that a terminal lies behind its pipe",
     "coordination/key_file.py": "looks for the job's key",
     "doctor/host.py": "the variables that steer a job are part of what it examines",

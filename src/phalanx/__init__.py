@@ -44,14 +44,15 @@ _MODULE_OF = {
     "PeerLostError": "phalanx.errors",
 }
 
-# Packages that are used by their own name: `phalanx.elastic.run`.
-_PACKAGES = ("elastic", "mapreduce")
+# Packages that are used by their own name: `phalanx.elastic.run`, `phalanx.strategies.get`.
+_PACKAGES = ("elastic", "mapreduce", "strategies")
 
 __all__ = ["__version__", *_MODULE_OF, *_PACKAGES]
 
 if TYPE_CHECKING:
     from phalanx import elastic as elastic
     from phalanx import mapreduce as mapreduce
+    from phalanx import strategies as strategies
     from phalanx.backend import Options as Options
     from phalanx.backend import init as init
     from phalanx.backend import mesh as mesh

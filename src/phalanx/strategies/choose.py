@@ -1,0 +1,120 @@
+"""Strategies by name, and which one "auto" is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.log import get_logger
+from phalanx.strategies.devices import decide_devices
+from phalanx.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
+from phalanx.strategies.pipelined import PipelineStrategy
+from phalanx.strategies.rounds import DiLoCoStrategy, LocalSGDStrategy
+from phalanx.strategies.servers import ParameterServerStrategy
+from phalanx.strategies.sharded import ShardedStrategy
+from phalanx.strategies.single_device import SingleDeviceStrategy
+from phalanx.strategies.start import find_world, is_launched
+from phalanx.strategies.strategy import Strategy
+
+_logger = get_logger(__name__)
+
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    kind.name: kind
+    for kind in (
+        SingleDeviceStrategy,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        ShardedStrategy,
+        PipelineStrategy,
+        ParameterServerStrategy,
+        LocalSGDStrategy,
+        DiLoCoStrategy,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What "auto" decides by. `model_bytes` of parameters, `memory_bytes` of one device: None is unknown."""
+
+    num_ranks: int
+    num_local_ranks: int
+    num_devices: int
+    is_launched: bool
+    model_bytes: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy's name, its arguments, and why."""
+
+    name: str
+    options: dict[str, Any]
+    reason: str
+
+
+def decide_strategy(now: Situation) -> Choice:
+    """Which strategy trains fastest there, and fits. Pure.
+
+    Training with Adam keeps a parameter, its gradient and two moments: four times the parameters' bytes.
+    """
+    ranks = now.num_ranks if now.is_launched else now.num_devices
+    if ranks == 1:
+        return Choice("single_device", {}, "there is one device" if not now.is_launched else "one rank was launched")
+    several = now.num_local_ranks < now.num_ranks
+    where = f"{ranks} ranks" + (f", {now.num_local_ranks} of them on this host" if several else " on one host")
+    if now.model_bytes is not None and now.memory_bytes is not None:
+        need, have = 4 * now.model_bytes, now.memory_bytes
+        told = f"training it takes {need / 1e9:.1f} GB, and a rank has {have / 1e9:.1f} GB"
+        if 2 * now.model_bytes > have:
+            return Choice("sharded", {"shard": "model"}, f"{where}; {told}: parameters and gradients do not fit")
+        if need > have:
+            return Choice("sharded", {}, f"{where}; {told}: all fits but the optimizer's state")
+    return Choice("multi_worker_mirrored" if several else "mirrored", {}, f"{where}; a copy of the model fits each")
+
+
+def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: Any) -> Strategy:
+    """The strategy of this name; "auto" looks at ranks, hosts and devices, takes one, and says why (`reason`).
+
+    Arguments:
+        name: one of `phalanx.strategies.STRATEGIES`, or "auto".
+        model: with "auto", what has to fit.
+        options: of the strategy.
+
+    Raises:
+        ValueError: there is no such strategy.
+        TypeError: it has no such option.
+    """
+    if name != "auto":
+        if name not in STRATEGIES:
+            raise ValueError(
+                f"there is no strategy {name!r}: it is 'auto' or one of {', '.join(map(repr, STRATEGIES))}"
+            )
+        return STRATEGIES[name](**options)
+    devices = decide_devices("strategies.get", None)
+    ranks, local = find_world(os.environ)
+    bytes_of_model = None if model is None else sum(one.nbytes for one in model.parameters())
+    now = Situation(
+        ranks, local, len(devices), is_launched(os.environ), bytes_of_model, _memory(devices[0], local or len(devices))
+    )
+    choice = decide_strategy(now)
+    strategy = STRATEGIES[choice.name](**choice.options, **options)
+    strategy.reason = choice.reason
+    if strategy.is_main:
+        _logger.info("phalanx.strategies: auto takes %s: %s", type(strategy).__name__, choice.reason)
+    return strategy
+
+
+def _memory(device: torch.device, ranks: int) -> int | None:
+    """Bytes that a rank may take: those of its GPU, or its part of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    except (ValueError, OSError):
+        return None

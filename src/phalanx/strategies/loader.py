@@ -1,0 +1,99 @@
+"""The global batch, divided among the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from phalanx.data import DistributedSampler
+
+_OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+
+
+def divide_batch(batch_size: int, num_replicas: int) -> int:
+    """Samples of each replica.
+
+    Raises:
+        ValueError: they can't share the batch evenly; with the nearest that they can.
+    """
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be a number of samples, 1 or more, got {batch_size!r}")
+    own, rest = divmod(batch_size, num_replicas)
+    if rest:
+        nearest = f"{own * num_replicas} or {(own + 1) * num_replicas}" if own else f"{num_replicas}"
+        raise ValueError(
+            f"batch_size {batch_size} is that of all replicas together, and {num_replicas} can't share it evenly: "
+            f"make it {nearest}"
+        )
+    return own
+
+
+def make_loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    num_replicas: int,
+    replica: int,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+    padding: bool,
+    options: Mapping[str, Any],
+) -> DataLoader[Any]:
+    """A DataLoader over the samples of one replica.
+
+    Raises:
+        TypeError: `dataset` has no length, or an option says what the strategy decides.
+    """
+    if clash := sorted(_OWN & options.keys()):
+        raise TypeError(f"loader: {', '.join(clash)}: the strategy divides the batch itself")
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"loader: {type(dataset).__name__} is an IterableDataset, which cannot be divided by index: give a dataset "
+            "with a length, or let it yield each replica's own samples and make its DataLoader yourself"
+        )
+    sampler = DistributedSampler(dataset, num_replicas, replica, shuffle, seed, drop_last, padding=padding or drop_last)
+    # A generator of its own: a DataLoader draws a number when an epoch begins, which is none of the model's.
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **{"generator": generator, **options})
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
+    """What `Strategy.loader` needs to divide `loader`; None if that was done.
+
+    Raises:
+        ValueError, TypeError: a sampler of its own, or no batches.
+    """
+    if isinstance(loader.sampler, DistributedSampler):
+        return None
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            f"{type(loader.dataset).__name__} is an IterableDataset, which cannot be divided by index: make a loader "
+            "that yields each replica's own batches, and train with a loop of your own"
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise ValueError("a DataLoader without batch_size, or with a batch_sampler, cannot be divided: use batch_size")
+    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise ValueError(
+            f"the loader's sampler is a {type(loader.sampler).__name__}, which says itself who gets which sample; only "
+            "those of shuffle=True and shuffle=False can be divided. A phalanx.DistributedSampler is taken as it is"
+        )
+    options: dict[str, Any] = {
+        "batch_size": loader.batch_size,
+        "shuffle": isinstance(loader.sampler, RandomSampler),
+        "drop_last": loader.drop_last,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.num_workers:
+        options["prefetch_factor"] = loader.prefetch_factor
+    return options

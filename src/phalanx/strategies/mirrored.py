@@ -1,0 +1,95 @@
+"""A whole copy of the model on every rank; gradients are averaged in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from phalanx.ddp import DistributedDataParallel
+from phalanx.strategies.devices import decide_devices, device_of
+from phalanx.strategies.start import join_or_start, local_world_size
+from phalanx.strategies.strategy import MakeOptimizer, Strategy
+
+
+class ReplicatedStrategy(Strategy):
+    """One replica on each rank of the job, however it was started."""
+
+    def __init__(self, devices: int | Sequence[str] | None, *, launch: bool, timeout: float) -> None:
+        wanted = decide_devices(self._called, devices)
+        job = join_or_start(self._called, len(wanted), launch=launch, timeout=timeout)
+        self._check_place(job.world_size, local_world_size(job), None if devices is None else len(wanted))
+        group = dist.group.WORLD if job.world_size > 1 else None
+        super().__init__(job, num_replicas=job.world_size, replica=job.rank, process_group=group)
+        self.device = device_of(wanted, job.local_rank)
+
+    def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
+        if wanted is not None and wanted != local:
+            raise ValueError(
+                f"{self._called}: {wanted} devices are asked for, and the launcher has started {local} ranks on this "
+                f"host: leave `devices` out, or start {wanted}"
+            )
+
+
+class MirroredStrategy(ReplicatedStrategy):
+    """All devices of one host: a rank for each GPU, else for each core, with `phalanx.DistributedDataParallel`.
+
+    Started as `python train.py`, with more than one device, the script starts itself again under `phalanx run`: what
+    stands above this line runs twice. Under `phalanx run`, torchrun, mpiexec or srun it takes the ranks that are there.
+
+    Arguments:
+        devices: how many, or which, as "cuda:0" or "cpu:1"; default all.
+        launch: False: never start the script again; a process that nobody launched is one replica.
+        timeout: of each operation among ranks, in seconds.
+        options: of DistributedDataParallel.
+
+    Raises:
+        ValueError: there are several hosts, or other ranks than `devices` asks for.
+        RuntimeError: a notebook, or another program that cannot be started again.
+    """
+
+    name = "mirrored"
+
+    def __init__(
+        self,
+        devices: int | Sequence[str] | None = None,
+        *,
+        launch: bool = True,
+        timeout: float = 1800.0,
+        **options: Any,
+    ) -> None:
+        self._options = options
+        super().__init__(devices, launch=launch, timeout=timeout)
+
+    def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
+        if local < world_size:
+            raise ValueError(
+                f"{self._called} is for one host, and this job has {world_size} ranks, {local} of them here: take "
+                "MultiWorkerMirroredStrategy"
+            )
+        super()._check_place(world_size, local, wanted)
+
+    def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+        wrapped = DistributedDataParallel(model, **self._options) if self.process_group is not None else model
+        return wrapped, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model inside of DistributedDataParallel."""
+        model = super().bare_model
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+class MultiWorkerMirroredStrategy(MirroredStrategy):
+    """All devices of several hosts, otherwise as MirroredStrategy.
+
+    The hosts are found by whoever starts the job: `phalanx run --nnodes 2`, torchrun, srun, mpiexec.
+    """
+
+    name = "multi_worker_mirrored"
+
+    def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
+        ReplicatedStrategy._check_place(self, world_size, local, wanted)

@@ -1,0 +1,99 @@
+"""The model in stages on the ranks; micro-batches flow through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+import phalanx.backend as backend
+from phalanx.pipeline import Pipeline
+from phalanx.strategies.devices import decide_devices
+from phalanx.strategies.recipe import Recipe
+from phalanx.strategies.start import join_or_start
+from phalanx.strategies.strategy import MakeOptimizer, Strategy
+
+
+class PipelineStrategy(Strategy):
+    """`phalanx.Pipeline` over the ranks, or `data` of them beside each other whose gradients are averaged.
+
+    Its loss needs a `loss_fn`; `step` returns that of the whole mini-batch of this pipeline, on each of its ranks.
+
+    Arguments:
+        data: how many pipelines, each over its part of the ranks.
+        devices, launch, timeout: as of MirroredStrategy; on one or several hosts.
+        options: of Pipeline: micro_batches, schedule, balance, checkpoint, example, ...
+
+    Raises:
+        ValueError: the ranks do not divide into so many pipelines.
+    """
+
+    name = "pipeline"
+
+    def __init__(
+        self,
+        *,
+        data: int = 1,
+        devices: int | Sequence[str] | None = None,
+        launch: bool = True,
+        timeout: float = 1800.0,
+        **options: Any,
+    ) -> None:
+        job = join_or_start(self._called, len(decide_devices(self._called, devices)), launch=launch, timeout=timeout)
+        if not (isinstance(data, int) and data >= 1 and job.world_size % data == 0):
+            raise ValueError(f"PipelineStrategy: {job.world_size} ranks do not divide into data={data!r} pipelines")
+        if not dist.is_initialized():
+            backend.init()
+        self._mesh: DeviceMesh | None = None
+        group = None
+        stages = job.world_size // data
+        if data > 1:
+            self._mesh = backend.mesh(pipeline=stages, data=data)
+            group = self._mesh.get_group("data")
+        super().__init__(job, num_replicas=data, replica=job.rank % data, process_group=group)
+        self.device = torch.device("cpu") if self.device.type == "cpu" else self.device
+        self._pipeline_options = options
+
+    _moves_model = False
+
+    def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+        if self._loss_of is not None and self._loss_fn is None:
+            raise ValueError(
+                "PipelineStrategy.setup: loss_of calls the whole model, of which each rank has a part: give a loss_fn "
+                "of the model's result and the target"
+            )
+        if self.scaler is not None:
+            raise ValueError("PipelineStrategy.setup: precision '16-mixed' is not there in stages: use 'bf16-mixed'")
+        recipe = Recipe.of(self._called, model, optimizer)
+        pipe = Pipeline(model, loss_fn=self._loss_fn, mesh=self._mesh, **self._pipeline_options)
+        return pipe, recipe.make(dict(pipe.named_parameters()))
+
+    def compute_gradients(self, batch: Any, *, share: float = 1.0, is_last: bool = True) -> Tensor:
+        """As of every strategy; the loss is that of the pipeline's mini-batch."""
+        if share != 1.0 or not is_last:
+            raise ValueError(
+                "PipelineStrategy: a step has its micro-batches for what others accumulate: make the batch larger, "
+                "and give more micro_batches"
+            )
+        pipe = self._pipe()
+        *inputs, target = batch
+        with self._autocasting():
+            return pipe.step(*inputs, target=target).detach()
+
+    def _clip(self, max_norm: float) -> Tensor:
+        return self._pipe().clip_grad_norm_(max_norm)
+
+    def evaluate(self, *inputs: Any) -> Any:
+        """The model's result on the rank of the last stage; None on the others. Collective over a pipeline."""
+        with torch.no_grad(), self._autocasting():
+            return self._pipe()(*inputs)
+
+    def _pipe(self) -> Pipeline:
+        self._require_set_up()
+        assert isinstance(self._model, Pipeline)
+        return self._model

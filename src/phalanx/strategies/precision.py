@@ -1,0 +1,22 @@
+"""In which numbers the forward runs."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+
+
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """What autocast computes in; None is without.
+
+    Raises:
+        ValueError: there is no such precision, or not on `device`.
+    """
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+    if precision == "16-mixed" and device.type == "cpu":
+        raise ValueError("precision '16-mixed' is for GPUs; on a CPU use 'bf16-mixed', which needs no scaling")
+    return {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[precision]

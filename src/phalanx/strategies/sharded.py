@@ -1,0 +1,98 @@
+"""Optimizer state, or all of the model, in shards: each rank keeps a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from phalanx.ddp import DistributedDataParallel
+from phalanx.optim import ZeroRedundancyOptimizer
+from phalanx.strategies.mirrored import MirroredStrategy
+from phalanx.strategies.recipe import Recipe
+from phalanx.strategies.strategy import MakeOptimizer
+
+
+class ShardedStrategy(MirroredStrategy):
+    """As MirroredStrategy, on one or several hosts, with what a rank keeps of the training state cut in shards.
+
+    Arguments:
+        shard: "optimizer": the optimizer's state (`phalanx.ZeroRedundancyOptimizer`: ZeRO stage 1, and parameters once
+            per host); "model": also gradients and parameters (PyTorch's FSDP2, `fully_shard`), for models that are
+            too large for one device.
+        devices, launch, timeout: as of MirroredStrategy.
+        options: of DistributedDataParallel, or of fully_shard.
+
+    Raises:
+        ValueError, RuntimeError: as MirroredStrategy.
+    """
+
+    name = "sharded"
+
+    def __init__(
+        self,
+        shard: Literal["optimizer", "model"] = "optimizer",
+        *,
+        devices: int | Sequence[str] | None = None,
+        launch: bool = True,
+        timeout: float = 1800.0,
+        **options: Any,
+    ) -> None:
+        if shard not in ("optimizer", "model"):
+            raise ValueError(f"ShardedStrategy: shard must be 'optimizer' or 'model', got {shard!r}")
+        self.shard = shard
+        super().__init__(devices, launch=launch, timeout=timeout, **options)
+
+    def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
+        super(MirroredStrategy, self)._check_place(world_size, local, wanted)
+
+    def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+        if self.process_group is None:
+            return super()._set_up(model, optimizer)
+        recipe = Recipe.of(self._called, model, optimizer)
+        if self.shard == "model":
+            return self._shard_model(model), recipe.make(dict(model.named_parameters()))
+        wrapped = DistributedDataParallel(model, **self._options)
+        groups = recipe.make_groups(dict(model.named_parameters()))
+        return wrapped, ZeroRedundancyOptimizer(groups, recipe.kind, **recipe.defaults)
+
+    def _shard_model(self, model: nn.Module) -> nn.Module:
+        """`fully_shard` of each block of a list or sequence of blocks, and of what is left."""
+        from torch.distributed.fsdp import fully_shard  # half a second to import: only who needs it pays
+
+        options = {"mesh": self._mesh(), **self._options}
+        for block in _blocks(model):
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return model
+
+    def _mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.device.type, (self.num_replicas_in_sync,))
+
+    def _clip(self, max_norm: float) -> Tensor:
+        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            return self._optimizer.clip_grad_norm_(max_norm)
+        norm = super()._clip(max_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def evaluate(self, *inputs: Any) -> Any:
+        """As of every strategy; with shard="model" collective: all ranks call it equally often."""
+        return super().evaluate(*inputs)
+
+    @property
+    def evaluates_together(self) -> bool:
+        """Whether `evaluate` is collective."""
+        return self.shard == "model" and self.process_group is not None
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: the children of its ModuleLists and Sequentials that have parameters."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            found += [child for child in module if any(True for _ in child.parameters())]
+    inner = {id(below) for block in found for below in block.modules() if below is not block}
+    return [block for block in found if id(block) not in inner]

@@ -1,0 +1,41 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from phalanx import backend
+from phalanx.backend import Job
+from phalanx.strategies.start import is_launched
+from phalanx.strategies.strategy import Strategy
+
+
+class SingleDeviceStrategy(Strategy):
+    """Train in this process alone, on `device`: the script as it would be without strategies.
+
+    Arguments:
+        device: default the first GPU, else the CPU.
+
+    Raises:
+        ValueError: it was launched as one of several ranks.
+    """
+
+    name = "single_device"
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        job = Job(0, 1, 0, torch.device("cpu"))
+        if is_launched(os.environ):  # and else a job of one needs no process group
+            job = backend.init()
+        if job.world_size > 1:
+            raise ValueError(
+                f"SingleDeviceStrategy: this is rank {job.rank} of {job.world_size}: start the script with `python`, "
+                "or take another strategy"
+            )
+        super().__init__(job, num_replicas=1, replica=0)
+        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+OneDeviceStrategy = SingleDeviceStrategy
+"""The name of tf.distribute."""

@@ -1,0 +1,91 @@
+"""A plain `python train.py` that asks for several devices starts itself again, with a rank for each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch.distributed as dist
+
+import phalanx.backend as backend
+from phalanx.backend import Job
+from phalanx.coordination.launchers import find_incomplete_environment, find_launch
+
+
+@dataclass(frozen=True)
+class Program:
+    """How this process was started: what to give to `phalanx run` to start it again."""
+
+    words: tuple[str, ...]
+
+    @staticmethod
+    def of(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleType | None) -> Program | str:
+        """It, or why it cannot be started again."""
+        spec = getattr(main, "__spec__", None)
+        if "pytest" in sys.modules and main is not None and "pytest" in (spec.name if spec else argv[0]):
+            return "a test"
+        if spec is not None and "-m" in orig_argv:
+            name = spec.name.removesuffix(".__main__")
+            return Program(("-m", name, *argv[1:]))
+        file = getattr(main, "__file__", None)
+        if file is None or not os.path.exists(file):
+            return "a notebook or an interactive session"
+        return Program((file, *argv[1:]))
+
+
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether something else has started this process as a rank, or as one that is none."""
+    return bool(
+        dist.is_initialized()
+        or "RANK" in environ
+        or find_launch(environ) is not None
+        or multiprocessing.parent_process() is not None
+        or find_incomplete_environment(environ, is_spawned=False)
+    )
+
+
+def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, options: Sequence[str] = ()) -> Job:
+    """The place of this process in the job. Where there is none yet, the program starts again with `num_ranks` ranks.
+
+    Raises:
+        RuntimeError: it cannot be started again: in a notebook, in a test.
+    """
+    if num_ranks > 1 and launch and not is_launched(os.environ):
+        program = Program.of(sys.orig_argv, sys.argv, sys.modules.get("__main__"))
+        if isinstance(program, str):
+            raise RuntimeError(
+                f"{called}: {num_ranks} ranks are asked for, and {program} cannot be started again as so many "
+                "processes. Call a function with phalanx.launch(nproc_per_node=...), which starts them, and make the "
+                "strategy in it; or write a script"
+            )
+        _start(program, num_ranks, options)
+    return backend.init(timeout=timeout)
+
+
+def _start(program: Program, num_ranks: int, options: Sequence[str]) -> None:
+    """Become `phalanx run`; does not return."""
+    words = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks), *options, *program.words]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, words)
+
+
+def local_world_size(job: Job) -> int:
+    """Ranks of the job on this host."""
+    ranks, local = find_world(os.environ)
+    return local if ranks == job.world_size else job.world_size
+
+
+def find_world(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Ranks of the job that this process was launched in, and those of this host; 1 and 1 where nobody did."""
+    launch = find_launch(environ)
+    sizes = [environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if sizes[0].isdecimal():
+        return int(sizes[0]), int(sizes[1] if sizes[1].isdecimal() else sizes[0])
+    if launch is not None:
+        return launch.world_size, launch.local_size or launch.world_size
+    return (dist.get_world_size(), dist.get_world_size()) if dist.is_initialized() else (1, 1)

@@ -1,0 +1,342 @@
+"""What a way of distributing does to the five things that a training script has.
+
+    model       setup()            wrapped, cut or left as it is; on this rank's device
+    optimizer   setup()            kept, or built again over what this rank holds
+    data        loader()           the global batch, divided among the replicas
+    step        step()             forward, backward, update: compute_gradients() and update() are its halves
+    checkpoint  parts()            what `phalanx.CheckpointManager` saves and loads
+
+A strategy is made first (it joins the job, or starts it), then the model, then `setup`. Names and meanings are those of
+`tf.distribute.Strategy` where it has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from phalanx.backend import Job
+from phalanx.strategies.current import entered
+from phalanx.strategies.loader import divide_batch, make_loader, options_of
+from phalanx.strategies.precision import Precision, autocast_dtype
+from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
+from phalanx.strategies.weights import same_random_state
+
+T = TypeVar("T")
+LossFn = Callable[[Any, Any], Tensor]
+LossOf = Callable[[nn.Module, Any], Tensor]
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+class Strategy(ABC):
+    """One way of distributing a training job; `phalanx.strategies.get` makes one by its name.
+
+        strategy = phalanx.strategies.get("mirrored")
+        with strategy.scope():
+            model = Model()
+        model, optimizer = strategy.setup(model, torch.optim.AdamW(model.parameters()), F.cross_entropy)
+        for x, y in strategy.loader(dataset, batch_size=64):       # 64 over all replicas
+            loss = strategy.step(x, y)
+
+    A replica is a copy of the model that is trained on its part of each global batch: a rank, or several ranks that
+    hold the parts of one copy.
+    """
+
+    name: str
+
+    def __init__(
+        self, job: Job, *, num_replicas: int, replica: int, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.job = job
+        self.device: torch.device = job.device
+        self.num_replicas_in_sync = num_replicas
+        self.replica_id_in_sync_group = replica
+        self.process_group = process_group
+        """The ranks over which values of replicas are reduced; None where there is one replica."""
+        self.training_group = dist.group.WORLD if job.world_size > 1 else None
+        """All ranks that train, those of one replica, too; None where there is one."""
+        self.reason = ""
+        """Why "auto" took this strategy."""
+        self.scaler: GradScaler | None = None
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+        self._loss_fn: LossFn | None = None
+        self._loss_of: LossOf | None = None
+        self._autocast: torch.dtype | None = None
+        self._num_setups = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.job.is_main
+
+    # -- model and optimizer -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Build models here: alike on all ranks, on this rank's device. `get_strategy()` is this one. Collective."""
+        with entered(self), same_random_state(self.training_group), self.device:
+            yield
+
+    def setup(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | MakeOptimizer,
+        loss_fn: LossFn | None = None,
+        *,
+        loss_of: LossOf | None = None,
+        precision: Precision = "32-true",
+    ) -> tuple[nn.Module, Optimizer]:
+        """The model and the optimizer to train with; use these from here on. Collective, once.
+
+        Arguments:
+            optimizer: a new one over the model's parameters, or a function that makes one of parameters.
+            loss_fn: of the model's result and the target; its value is the mean over the samples.
+            loss_of: in its place, a function of the model and a batch, where a loss is more than that.
+            precision: "bf16-mixed" and "16-mixed" run the forward under autocast, as Lightning names them; the latter
+                scales the loss.
+
+        Raises:
+            ValueError: the strategy can't train this model, or with this optimizer; the message says why.
+        """
+        if loss_fn is not None and loss_of is not None:
+            raise ValueError(f"{self._called}.setup: loss_fn and loss_of are two ways to say the same: give one")
+        self._autocast = autocast_dtype(precision, self.device)
+        if precision == "16-mixed":
+            self.scaler = GradScaler(self.device.type)
+        model = model.to(self.device) if self._moves_model else model
+        self._num_setups += 1
+        self._loss_fn = loss_fn
+        self._loss_of = loss_of or (None if loss_fn is None else _loss_of(loss_fn))
+        self._model, self._optimizer = self._set_up(model, optimizer)
+        return self._model, self._optimizer
+
+    _moves_model = True
+
+    def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+        return model, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        padding: bool = True,
+        **options: Any,
+    ) -> DataLoader[Any]:
+        """A DataLoader over this replica's part of each batch of `batch_size` samples.
+
+        The k-th batches of all replicas together are the same samples under every strategy. Its sampler is a
+        `phalanx.DistributedSampler`; an epoch that nobody sets advances by itself.
+
+        Arguments:
+            batch_size: samples of all replicas together.
+            padding: repeat some samples where they don't divide; False for evaluation, where each counts once.
+            options: of `torch.utils.data.DataLoader`: num_workers, collate_fn, ...
+
+        Raises:
+            ValueError: the replicas can't share the batch evenly.
+            TypeError: the dataset has no length, or an option is the strategy's own.
+        """
+        own = divide_batch(batch_size, self.num_replicas_in_sync)
+        return make_loader(
+            dataset,
+            own,
+            num_replicas=self.num_replicas_in_sync,
+            replica=self.replica_id_in_sync_group,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            padding=padding,
+            options=options,
+        )
+
+    def distribute(self, loader: DataLoader[Any], *, padding: bool = True) -> DataLoader[Any]:
+        """`loader`, whose batch is taken as the global one, divided among the replicas, as `loader()` does.
+
+        One whose sampler is a `phalanx.DistributedSampler` has been divided and is returned as it is.
+
+        Raises:
+            ValueError, TypeError: it has a sampler of its own, or no batch size.
+        """
+        options = options_of(loader)
+        if options is None:
+            return loader
+        return self.loader(loader.dataset, padding=padding, **options)
+
+    def experimental_distribute_dataset(self, dataset: DataLoader[Any]) -> DataLoader[Any]:
+        """`distribute`, by the name of tf.distribute."""
+        return self.distribute(dataset)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def step(self, *batch: Any) -> Tensor:
+        """One step on this replica's batch, which ends with the target; returns its loss (mean of its samples).
+
+        Shape: of the loss (). On replicas that hold parts of the model the loss is the same on each of their ranks.
+        """
+        loss = self.compute_gradients(batch)
+        self.update()
+        return loss
+
+    def compute_gradients(self, batch: Any, *, share: float = 1.0, is_last: bool = True) -> Tensor:
+        """Forward and backward of one batch: adds `share` of its gradients; returns its loss, detached.
+
+        With `is_last=False` more batches follow before the update, and gradients are not exchanged yet.
+        """
+        model, loss_of = self._require_ready()
+        with contextlib.nullcontext() if is_last else self.no_sync():
+            with self._autocasting():
+                loss = loss_of(model, batch)
+            scaled = loss if share == 1.0 else loss * share
+            if self.scaler is not None:
+                scaled = self.scaler.scale(scaled)
+            torch.autograd.backward(scaled)
+        return loss.detach()
+
+    def update(self, max_norm: float | None = None) -> Tensor | None:
+        """The optimizer's step on the gradients that are there, which are then let go of.
+
+        Arguments:
+            max_norm: clip to this 2-norm of all gradients together first.
+
+        Returns the norm before clipping, if it clips.
+        """
+        assert self._optimizer is not None
+        norm = None
+        if max_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self._optimizer)
+            norm = self._clip(max_norm)
+        if self.scaler is None:
+            self._optimizer.step()
+        else:
+            self.scaler.step(self._optimizer)
+            self.scaler.update()
+        self._optimizer.zero_grad()
+        return norm
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within it leave this replica's own gradients, for accumulation."""
+        sync_off = getattr(self._model, "no_sync", None)
+        with contextlib.nullcontext() if sync_off is None else sync_off():
+            yield
+
+    def _clip(self, max_norm: float) -> Tensor:
+        assert self._model is not None
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+
+    def _autocasting(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+    def evaluate(self, *inputs: Any) -> Any:
+        """The model's result without gradients, where this rank has it; None where another rank of the replica has.
+
+        Not collective over replicas: they may call it different numbers of times.
+        """
+        assert self._model is not None
+        with torch.no_grad(), self._autocasting():
+            return self.bare_model(*inputs)
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model inside of the strategy's wrapper."""
+        model = self._model
+        assert model is not None
+        return model
+
+    # -- values of all replicas ----------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., T], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> T:
+        """Call `fn` in each replica: here, in this one's. Its result is this replica's own; `reduce` joins them."""
+        with entered(self):
+            return fn(*args, **(kwargs or {}))
+
+    def reduce(self, reduce_op: Reduce, value: Any, axis: int | None = None) -> Any:
+        """`value` of all replicas, reduced to one, which every rank gets. Collective.
+
+        Arguments:
+            reduce_op: "sum" or "mean", or torch.distributed.ReduceOp.SUM or AVG.
+            value: a tensor or a number, or a list, tuple or dict of them.
+            axis: reduce over this axis as well; replicas may differ in its size, each element counts once.
+
+        Shape: that of one replica's value, without `axis`.
+        """
+        return reduce_over(self.process_group, reduce_op, value, axis)
+
+    def gather(self, value: Tensor, axis: int = 0) -> Tensor:
+        """The replicas' tensors one behind the other along `axis`, on every rank. Collective.
+
+        Shape: sizes along `axis` may differ, all others are the same.
+        """
+        return gather_over(self.process_group, value, axis)
+
+    def experimental_local_results(self, value: T) -> tuple[T]:
+        """The values of the replicas of this process: one."""
+        return (value,)
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint needs of model and optimizer: parts for `phalanx.CheckpointManager`.
+
+        A model is saved under its own names, without wrapper, and can go on under another strategy.
+        """
+        self._require_set_up()
+        return {"model": self._model, "optimizer": self._optimizer, **({"scaler": self.scaler} if self.scaler else {})}
+
+    def close(self) -> None:
+        """End what the strategy holds; the process group stays. Collective."""
+        self._model = self._optimizer = None
+
+    def __enter__(self) -> Strategy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{self._called}({self.num_replicas_in_sync} replicas, {self.device})"
+
+    @property
+    def _called(self) -> str:
+        return type(self).__name__
+
+    def _require_set_up(self) -> None:
+        if self._num_setups != 1:
+            problem = "has no model yet: call setup first" if not self._num_setups else "was set up several times"
+            raise ValueError(f"{self._called} {problem}" + (": call the models' own steps" * (self._num_setups > 1)))
+
+    def _require_ready(self) -> tuple[nn.Module, LossOf]:
+        self._require_set_up()
+        if self._loss_of is None:
+            raise ValueError(f"{self._called}: a step needs a loss: give setup a loss_fn, or loss_of")
+        assert self._model is not None
+        return self._model, self._loss_of
+
+
+def _loss_of(loss_fn: LossFn) -> LossOf:
+    """The loss of a batch that is the model's arguments and then the target."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        *inputs, target = batch
+        return loss_fn(model(*inputs), target)
+
+    return loss_of
