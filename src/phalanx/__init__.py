@@ -28,6 +28,7 @@ _MODULE_OF = {
     "shared_empty": "phalanx.backend",
     "Options": "phalanx.backend",
     "launch": "phalanx.launch",
+    "Trainer": "phalanx.trainer",
     "progress": "phalanx.trainer",
     "CheckpointManager": "phalanx.checkpoint",
     "save_checkpoint": "phalanx.checkpoint",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from phalanx.optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from phalanx.parameter_server import ParameterServer as ParameterServer
     from phalanx.pipeline import Pipeline as Pipeline
+    from phalanx.trainer import Trainer as Trainer
     from phalanx.trainer import progress as progress
 
 

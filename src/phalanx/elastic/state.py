@@ -338,13 +338,22 @@ class State:
                 objects[name] = _whole_state(thing)
             else:
                 objects[name] = thing.state_dict()
-        position = None
-        if self._position is not None:
-            mark = self._mark or self._position.mark()
-            own = self._position.sampler.state_dict()
-            position = {**own, "epoch": mark.epoch, "consumed": mark.consumed}
-        whole = {"objects": objects, "values": dict(self._values), "position": position}
+        whole = {"objects": objects, "values": dict(self._values), "position": self.data_position()}
         return whole if self._global is None else {**whole, "micro_batches": self._global.num_micro_batches}
+
+    def data_position(self) -> dict[str, Any] | None:
+        """Where the data stands at the latest commit, in the form of the sampler's `state_dict`; None without one."""
+        if self._position is None:
+            return None
+        mark = self._mark or self._position.mark()
+        return {**self._position.sampler.state_dict(), "epoch": mark.epoch, "consumed": mark.consumed}
+
+    def load_data_position(self, position: dict[str, Any] | None) -> None:
+        """Go on there, before `phalanx.elastic.run`: `load_state_dict` does, and who keeps the rest by other means."""
+        if self._position is not None and position is not None:
+            self._position.sampler.load_state_dict(position)
+            self._mark = Mark(position["epoch"], None, position["consumed"])
+            self._save()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, on every rank, before `phalanx.elastic.run`; with any number of ranks.
@@ -360,10 +369,7 @@ class State:
             (_bare(thing) if isinstance(thing, nn.Module) else thing).load_state_dict(saved)
         for name, value in state_dict["values"].items():
             setattr(self, name, value)
-        position = state_dict["position"]
-        if self._position is not None and position is not None:
-            self._position.sampler.load_state_dict(position)
-            self._mark = Mark(position["epoch"], None, position["consumed"])
+        self.load_data_position(state_dict["position"])
         if self._global is not None and "micro_batches" in state_dict:
             self._global.num_micro_batches = state_dict["micro_batches"]
             if dist.is_initialized():

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.devices import decide_devices, device_of
 from phalanx.strategies.start import join_or_start, local_world_size
-from phalanx.strategies.strategy import MakeOptimizer, Strategy
+from phalanx.strategies.strategy import MakeOptimizer, Strategy, world
 
 
 class ReplicatedStrategy(Strategy):
@@ -22,9 +22,27 @@ class ReplicatedStrategy(Strategy):
         wanted = decide_devices(self._called, devices)
         job = join_or_start(self._called, len(wanted), launch=launch, timeout=timeout)
         self._check_place(job.world_size, local_world_size(job), None if devices is None else len(wanted))
-        group = dist.group.WORLD if job.world_size > 1 else None
-        super().__init__(job, num_replicas=job.world_size, replica=job.rank, process_group=group)
+        super().__init__(job, num_replicas=job.world_size, replica=job.rank)
         self.device = device_of(wanted, job.local_rank)
+
+    # Not what they were at the start: an elastic job forms its group anew, with fewer ranks perhaps.
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The ranks of the job."""
+        group = world()
+        return 1 if group is None else group.size()
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This rank."""
+        group = world()
+        return 0 if group is None else group.rank()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return world()
 
     def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
         if wanted is not None and wanted != local:

@@ -41,6 +41,8 @@ class ParameterServerStrategy(Strategy):
 
     name = "parameter_server"
 
+    is_elastic = False  # who calls whom is fixed when the job starts
+
     def __init__(
         self,
         num_servers: int = 1,
@@ -74,7 +76,11 @@ class ParameterServerStrategy(Strategy):
         atexit.register(self.close)
         several = group if trainers > 1 else None
         super().__init__(job, num_replicas=trainers, replica=job.rank, process_group=several)
-        self.training_group = several
+
+    @property
+    def training_group(self) -> dist.ProcessGroup | None:
+        """The trainers; servers take no part."""
+        return self._process_group
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         recipe = Recipe.of(self._called, model, optimizer)

@@ -44,6 +44,8 @@ class ShardedStrategy(MirroredStrategy):
         if shard not in ("optimizer", "model"):
             raise ValueError(f"ShardedStrategy: shard must be 'optimizer' or 'model', got {shard!r}")
         self.shard = shard
+        self.is_elastic = shard == "optimizer"  # nobody else has the part of the model that a lost rank had
+        self.evaluates_together = shard == "model"
         super().__init__(devices, launch=launch, timeout=timeout, **options)
 
     def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
@@ -77,15 +79,6 @@ class ShardedStrategy(MirroredStrategy):
             return self._optimizer.clip_grad_norm_(max_norm)
         norm = super()._clip(max_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-    def evaluate(self, *inputs: Any) -> Any:
-        """As of every strategy; with shard="model" collective: all ranks call it equally often."""
-        return super().evaluate(*inputs)
-
-    @property
-    def evaluates_together(self) -> bool:
-        """Whether `evaluate` is collective."""
-        return self.shard == "model" and self.process_group is not None
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -53,17 +53,18 @@ class Strategy(ABC):
 
     name: str
 
+    is_elastic = True
+    """Whether training goes on when a rank is lost, in `phalanx.elastic.run`."""
+
+    evaluates_together = False
+    """Whether `evaluate` is collective over replicas: all call it equally often."""
+
     def __init__(
         self, job: Job, *, num_replicas: int, replica: int, process_group: dist.ProcessGroup | None = None
     ) -> None:
         self.job = job
         self.device: torch.device = job.device
-        self.num_replicas_in_sync = num_replicas
-        self.replica_id_in_sync_group = replica
-        self.process_group = process_group
-        """The ranks over which values of replicas are reduced; None where there is one replica."""
-        self.training_group = dist.group.WORLD if job.world_size > 1 else None
-        """All ranks that train, those of one replica, too; None where there is one."""
+        self._num_replicas, self._replica, self._process_group = num_replicas, replica, process_group
         self.reason = ""
         """Why "auto" took this strategy."""
         self.scaler: GradScaler | None = None
@@ -75,9 +76,30 @@ class Strategy(ABC):
         self._num_setups = 0
 
     @property
+    def num_replicas_in_sync(self) -> int:
+        """How many copies of the model are trained; of an elastic job, now."""
+        return self._num_replicas
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Which of them this process is, or is part of."""
+        return self._replica
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which values of replicas are reduced; None where there is one replica."""
+        return self._process_group
+
+    @property
+    def training_group(self) -> dist.ProcessGroup | None:
+        """All ranks that train, those of one replica, too; None where there is one."""
+        return world()
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the process that prints and writes."""
-        return self.job.is_main
+        group = self.training_group
+        return group is None or group.rank() == 0
 
     # -- model and optimizer -------------------------------------------------------------------------------------------
 
@@ -330,6 +352,11 @@ class Strategy(ABC):
             raise ValueError(f"{self._called}: a step needs a loss: give setup a loss_fn, or loss_of")
         assert self._model is not None
         return self._model, self._loss_of
+
+
+def world() -> dist.ProcessGroup | None:
+    """All ranks of the job, or None if this is one alone; of an elastic job, those that it has now."""
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def _loss_of(loss_fn: LossFn) -> LossOf:

@@ -1,5 +1,34 @@
 """The training loop, and what it shows."""
 
-from phalanx.trainer.progress import Progress, progress
+from __future__ import annotations
 
-__all__ = ["Progress", "progress"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_MODULE_OF = {
+    "Trainer": "phalanx.trainer.trainer",
+    "Callback": "phalanx.trainer.callbacks",
+    "EarlyStopping": "phalanx.trainer.callbacks",
+    "LambdaCallback": "phalanx.trainer.callbacks",
+    "Progress": "phalanx.trainer.progress",
+    "progress": "phalanx.trainer.progress",
+}
+
+__all__ = list(_MODULE_OF)
+
+if TYPE_CHECKING:
+    from phalanx.trainer.callbacks import Callback as Callback
+    from phalanx.trainer.callbacks import EarlyStopping as EarlyStopping
+    from phalanx.trainer.callbacks import LambdaCallback as LambdaCallback
+    from phalanx.trainer.progress import Progress as Progress
+    from phalanx.trainer.progress import progress as progress
+    from phalanx.trainer.trainer import Trainer as Trainer
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value

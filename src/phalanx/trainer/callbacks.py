@@ -1,0 +1,110 @@
+"""What may be done at each point of `Trainer.fit`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from phalanx.trainer.trainer import Trainer
+
+
+class Callback:
+    """Override what you need. Every point is called on every rank, in the order of the Trainer's `callbacks`.
+
+        on_fit_begin            model and optimizer are set up, a checkpoint was loaded if there is one
+          on_epoch_begin        trainer.epoch is the one to come
+            on_step_end         an update is done and counted: trainer.step
+            on_checkpoint       a save of trainer.step has begun
+          on_validation_end     trainer.metrics has what was measured
+          on_epoch_end
+        on_fit_end              also after an early stop
+        on_error                in place of on_fit_end
+
+    A callback with `state_dict` and `load_state_dict` is part of checkpoints, and of what a rank that is replaced gets.
+    After the loss of a rank, what comes behind the last step of an epoch is done again.
+    """
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def on_epoch_begin(self, trainer: Trainer) -> None:
+        """Before the first batch of an epoch, or of what is left of it."""
+
+    def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
+        """`loss` is that of this rank's last batch, detached; reading it waits for the device."""
+
+    def on_checkpoint(self, trainer: Trainer) -> None:
+        """It is on the disk when the next one begins, or `fit` returns."""
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """`metrics` are of all samples of all ranks, the same on each rank."""
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """After validation, and the scheduler's step."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """After the last step; the last checkpoint is on the disk."""
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        """`fit` ends with `error`."""
+
+
+class EarlyStopping(Callback):
+    """Stop when `monitor` has not got better for `patience` validations.
+
+    Arguments:
+        monitor: the name of a metric of the validation.
+        min_delta: what counts as better.
+        mode: whether less is better, or more.
+
+    Raises:
+        ValueError: an argument makes no sense; at the first validation, there is no such metric.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f"EarlyStopping: mode must be 'min' or 'max', got {mode!r}")
+        if patience < 1:
+            raise ValueError(f"EarlyStopping: patience must be 1 or more validations, got {patience}")
+        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+        self.best = math.inf if mode == "min" else -math.inf
+        self.num_bad = 0
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Ask the trainer to stop, if it is time."""
+        if self.monitor not in metrics:
+            raise ValueError(f"EarlyStopping: {self.monitor!r} is no metric of the validation: {sorted(metrics)}")
+        value = metrics[self.monitor]
+        better = value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
+        self.best, self.num_bad = (value, 0) if better else (self.best, self.num_bad + 1)
+        if self.num_bad >= self.patience:
+            trainer.stop(f"{self.monitor} has not got better than {self.best:.6g} for {self.num_bad} validations")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and for how long it has been that."""
+        return {"best": self.best, "num_bad": self.num_bad}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.best, self.num_bad = state_dict["best"], state_dict["num_bad"]
+
+
+class LambdaCallback(Callback):
+    """Functions in place of a class: `LambdaCallback(on_step_end=lambda trainer, loss: ...)`."""
+
+    def __init__(self, **points: Callable[..., None]) -> None:
+        for name, function in points.items():
+            if not name.startswith("on_") or not hasattr(Callback, name):
+                raise ValueError(f"LambdaCallback: there is no point {name!r} in a fit")
+            setattr(self, name, function)
