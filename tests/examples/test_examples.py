@@ -106,3 +106,12 @@ def test_a_convolutional_network_with_skips_learns_in_pipeline_stages(tmp_path):
     (overlap,) = re.findall(r"overlap with the discs ([\d.]+)", output)
     assert float(overlap) > 0.3
     assert next(iter(load_checkpoint(tmp_path / "unet.pt")["model"])) == "inwards.0.weight"
+
+
+def test_a_trainer_reaches_its_accuracy_and_goes_on_where_it_stopped(tmp_path):
+    output = run(tmp_path, ALONE, "trainer.py", "--strategy", "single_device", "--epochs", 2)
+    assert "epoch 2, step 64: test accuracy 0.9" in output
+    output = run(tmp_path, PHALANX_RUN, "trainer.py", "--epochs", 3)
+    assert "epoch 3, step 96: test accuracy 0.9" in output
+    assert "epoch 3/3" in output
+    assert "epoch 2/3" not in output

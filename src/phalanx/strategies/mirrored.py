@@ -94,6 +94,8 @@ class MirroredStrategy(ReplicatedStrategy):
         wrapped = DistributedDataParallel(model, **self._options) if self.process_group is not None else model
         return wrapped, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
 
+    _broadcasts_buffers = True  # as the next step would
+
     @property
     def bare_model(self) -> nn.Module:
         """The model inside of DistributedDataParallel."""

@@ -30,7 +30,7 @@ class Recipe:
         """
         one = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         kind = type(one).__name__
-        if one.state:
+        if any(float(state.get("step", 1)) for state in one.state.values()):  # Adagrad has some before its first step
             raise ValueError(
                 f"{called}.setup: the {kind} has state of steps already: give it before its first step, and load a "
                 "checkpoint behind setup"

@@ -23,6 +23,7 @@ class ShardedStrategy(MirroredStrategy):
         shard: "optimizer": the optimizer's state (`phalanx.ZeroRedundancyOptimizer`: ZeRO stage 1, and parameters once
             per host); "model": also gradients and parameters (PyTorch's FSDP2, `fully_shard`), for models that are
             too large for one device.
+        gather_gradients: False leaves large means in slices, which saves a copy (of ZeroRedundancyOptimizer).
         devices, launch, timeout: as of MirroredStrategy.
         options: of DistributedDataParallel, or of fully_shard.
 
@@ -36,6 +37,7 @@ class ShardedStrategy(MirroredStrategy):
         self,
         shard: Literal["optimizer", "model"] = "optimizer",
         *,
+        gather_gradients: bool = True,
         devices: int | Sequence[str] | None = None,
         launch: bool = True,
         timeout: float = 1800.0,
@@ -44,6 +46,7 @@ class ShardedStrategy(MirroredStrategy):
         if shard not in ("optimizer", "model"):
             raise ValueError(f"ShardedStrategy: shard must be 'optimizer' or 'model', got {shard!r}")
         self.shard = shard
+        self._gather_gradients = gather_gradients
         self.is_elastic = shard == "optimizer"  # nobody else has the part of the model that a lost rank had
         self.evaluates_together = shard == "model"
         super().__init__(devices, launch=launch, timeout=timeout, **options)
@@ -59,7 +62,9 @@ class ShardedStrategy(MirroredStrategy):
             return self._shard_model(model), recipe.make(dict(model.named_parameters()))
         wrapped = DistributedDataParallel(model, **self._options)
         groups = recipe.make_groups(dict(model.named_parameters()))
-        return wrapped, ZeroRedundancyOptimizer(groups, recipe.kind, **recipe.defaults)
+        return wrapped, ZeroRedundancyOptimizer(
+            groups, recipe.kind, gather_gradients=self._gather_gradients, **recipe.defaults
+        )
 
     def _shard_model(self, model: nn.Module) -> nn.Module:
         """`fully_shard` of each block of a list or sequence of blocks, and of what is left."""

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx.backend import Job
+from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.strategies.current import entered
 from phalanx.strategies.loader import divide_batch, make_loader, options_of
 from phalanx.strategies.precision import Precision, autocast_dtype
@@ -267,6 +268,13 @@ class Strategy(ABC):
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
+
+    def sync_buffers(self) -> None:
+        """Before an evaluation: every replica gets the first one's buffers (statistics of BatchNorm). Collective."""
+        if self._broadcasts_buffers and self.process_group is not None:
+            broadcast_tensors(self.bare_model.buffers(), self.process_group)
+
+    _broadcasts_buffers = False
 
     def evaluate(self, *inputs: Any) -> Any:
         """The model's result without gradients, where this rank has it; None where another rank of the replica has.

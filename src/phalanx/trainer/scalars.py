@@ -23,7 +23,7 @@ class Scalars:
             raise ModuleNotFoundError(
                 "Trainer(log_dir=...) writes for TensorBoard, which is not installed: pip install tensorboard"
             ) from error
-        self._writer = SummaryWriter(os.fspath(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(os.fspath(folder))
 
     def add(self, values: dict[str, float], step: int) -> None:
         """One point of each curve."""

@@ -268,6 +268,7 @@ class Trainer:
         means = Means(self.strategy.device)
         names = ["loss", *self._metrics]
         was_training = self.model.training
+        self.strategy.sync_buffers()
         self.model.eval()
         try:
             for batch, counts in self._validation_batches(loader):
@@ -284,16 +285,16 @@ class Trainer:
 
     def _validation_batches(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
         """The batches, and whether they count: where ranks must evaluate together, those with fewer repeat one."""
-        batches = iter(loader) if not self._dry_run else itertools.islice(loader, _DRY_STEPS)
-        done = 0
-        for batch in batches:
-            done += 1
-            yield batch, True
+        mine = min(len(loader), _DRY_STEPS) if self._dry_run else len(loader)
+        most = mine
         if self.strategy.evaluates_together and self.strategy.training_group is not None:
-            most = torch.tensor(done, device=self.strategy.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.strategy.training_group)
-            for _ in range(int(most) - done):
-                yield loader.collate_fn([loader.dataset[0]]), False
+            agreed = torch.tensor(mine, device=self.strategy.device)
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.strategy.training_group)
+            most = int(agreed)
+        for batch in itertools.islice(loader, mine):
+            yield batch, True
+        for _ in range(most - mine):
+            yield loader.collate_fn([loader.dataset[0]]), False
 
     def _measure(self, batch: Any) -> dict[str, Tensor] | None:
         """What a validation counts of a batch; None where another rank has the model's result."""
@@ -411,10 +412,10 @@ class Trainer:
         forward = bare.forward
 
         def step(batch: Any) -> Tensor:
-            bare.forward = forward  # type: ignore[method-assign]
+            bare.forward = forward
             return bare.training_step(batch)  # type: ignore[operator, no-any-return]
 
-        bare.forward = step  # type: ignore[method-assign]
+        bare.forward = step
         try:
             return model(batch)  # type: ignore[no-any-return]
         finally:

@@ -1,0 +1,378 @@
+"""Every strategy trains as one process does; what they share of data, values and weights."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from phalanx import strategies
+from phalanx.strategies.choose import STRATEGIES, Situation, decide_strategy
+from phalanx.strategies.loader import divide_batch, make_loader
+from phalanx.strategies.recipe import Recipe
+from phalanx.strategies.start import Program, find_world, is_launched
+from phalanx.testing import run_ranks
+
+
+def make_data():
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(96, 6, generator=generator)
+    return TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def optimizer_of(model):
+    weights = [one for name, one in model.named_parameters() if name.endswith("weight")]
+    biases = [one for name, one in model.named_parameters() if name.endswith("bias")]
+    return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 2e-2}], lr=1e-2)
+
+
+def train(strategy, epochs=2, max_norm=None):
+    """The losses of the global batches, and the norms of their gradients."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = make_model()
+    strategy.setup(model, optimizer_of(model), F.mse_loss)
+    loader = strategy.loader(make_data(), batch_size=16)
+    seen = []
+    for _, (inputs, targets) in itertools.product(range(epochs), loader):
+        loss = strategy.compute_gradients((inputs, targets))
+        norm = strategy.update(max_norm)
+        seen.append((strategy.reduce("mean", loss).item(), 0.0 if norm is None else float(norm)))
+    strategy.close()
+    return torch.tensor(seen)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train(strategies.SingleDeviceStrategy("cpu"), max_norm=5.0)
+
+
+def test_the_same_losses_come_with_each_word(alone):
+    words = [
+        ("mirrored", {"devices": 2}),
+        ("multi_worker_mirrored", {}),
+        ("sharded", {}),
+        ("sharded", {"gather_gradients": False}),
+        ("sharded", {"shard": "model"}),
+        ("pipeline", {"micro_batches": 4}),
+        ("auto", {}),
+    ]
+
+    def run(rank, world_size):
+        return {str(word): train(strategies.get(word[0], **word[1]), max_norm=5.0) for word in words}
+
+    for seen in run_ranks(run, 2, timeout=120):
+        for word, losses in seen.items():
+            torch.testing.assert_close(losses, alone, msg=f"{word}: {losses[-1]} alone {alone[-1]}")
+
+
+def test_pipelines_beside_each_other_share_the_batch(alone):
+    def run(rank, world_size):
+        strategy = strategies.PipelineStrategy(data=2, micro_batches=2)
+        assert (strategy.num_replicas_in_sync, strategy.replica_id_in_sync_group) == (2, rank % 2)
+        return train(strategy, max_norm=5.0)
+
+    for losses in run_ranks(run, 4, timeout=120):
+        torch.testing.assert_close(losses, alone)
+
+
+def test_rounds_of_one_step_with_sgd_are_data_parallel():
+    def run(rank, world_size):
+        seen = []
+        for name, options in (("local_sgd", {"sync_every": 1}), ("mirrored", {})):
+            strategy = strategies.get(name, **options)
+            torch.manual_seed(0)
+            strategy.setup(make_model(), lambda p: torch.optim.SGD(p, lr=0.01), F.mse_loss)
+            for inputs, targets in strategy.loader(make_data(), 16):
+                strategy.step(inputs, targets)
+            seen.append([one.detach().clone() for one in strategy.bare_model.parameters()])
+            strategy.close()
+        return seen
+
+    for averaged, mirrored in run_ranks(run, 2):
+        torch.testing.assert_close(averaged, mirrored)
+
+
+def test_models_of_a_scope_are_alike_and_what_is_drawn_behind_it_as_before():
+    def run(rank, world_size):
+        strategy = strategies.MirroredStrategy()
+        torch.manual_seed(0)
+        with strategy.scope():
+            assert strategies.get_strategy() is strategy
+            first = nn.Linear(3, 3).weight.detach()
+        alike = torch.rand(1)  # seeded alike: goes on alike
+        torch.manual_seed(rank)
+        own = torch.rand(1)
+        torch.manual_seed(rank)
+        with strategy.scope():
+            second = nn.Linear(3, 3).weight.detach()
+        return first, alike, second, torch.rand(1) if rank else own, own
+
+    zero, one = run_ranks(run, 2)
+    for ours, theirs in zip(zero[:3], one[:3], strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(one[3], one[4])  # seeded apart: goes on apart
+
+
+def test_values_of_replicas_are_reduced_and_gathered_as_in_tf_distribute():
+    def run(rank, world_size):
+        strategy = strategies.MirroredStrategy()
+        tensor = torch.full((2, 3), float(rank))
+        rows = torch.full((rank + 1, 2), float(rank))
+        return (
+            strategy.reduce("sum", tensor),
+            strategy.reduce(dist.ReduceOp.AVG, {"a": tensor, "b": rank + 1}),
+            strategy.reduce("MEAN", rows, axis=0),
+            strategy.reduce("sum", rank),
+            strategy.gather(rows, axis=0),
+            strategy.gather(rows.T, axis=1),
+            strategy.run(lambda x: strategies.get_replica_context().all_reduce("sum", x), args=(rank + 1,)),
+            strategy.experimental_local_results(rank),
+        )
+
+    for rank, (total, mean, by_row, number, rows, columns, run_total, local) in enumerate(run_ranks(run, 3)):
+        assert torch.equal(total, torch.full((2, 3), 3.0))
+        assert torch.equal(mean["a"], torch.full((2, 3), 1.0))
+        assert mean["b"] == 2.0
+        torch.testing.assert_close(by_row, torch.full((2,), (0 + 2 * 1 + 3 * 2) / 6))  # each row counts once
+        assert (number, run_total, local) == (3, 6, (rank,))
+        assert rows[:, 0].tolist() == columns[0].tolist() == [0, 1, 1, 2, 2, 2]
+
+
+def test_reductions_that_make_no_sense_are_refused_and_without_a_scope_there_is_no_strategy():
+    strategy = strategies.SingleDeviceStrategy("cpu")
+    assert strategy.reduce("mean", [3, 4.0]) == [3.0, 4.0]
+    with pytest.raises(ValueError, match="reduce_op must be 'sum' or 'mean', got 'max'"):
+        strategy.reduce("max", 1)
+    with pytest.raises(ValueError, match="a tensor without axes"):
+        strategy.gather(torch.tensor(1))
+    assert not strategies.has_strategy()
+    with pytest.raises(RuntimeError, match="no strategy is in scope"):
+        strategies.get_strategy()
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def loaders(dataset, batch_size, num_replicas, **options):
+    own = divide_batch(batch_size, num_replicas)
+    common = {"shuffle": True, "seed": 7, "drop_last": False, "padding": True, "options": {}} | options
+    return [make_loader(dataset, own, num_replicas=num_replicas, replica=one, **common) for one in range(num_replicas)]
+
+
+@pytest.mark.parametrize("size", [1, 11, 24, 96])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_batches_of_all_replicas_together_are_those_of_one(size, shuffle):
+    dataset = TensorDataset(torch.arange(size))
+    for num_replicas, padding in itertools.product((1, 2, 3, 4), (False, True)):
+        ours = loaders(dataset, 12, num_replicas, shuffle=shuffle, padding=padding)
+        alone = loaders(dataset, 12, 1, shuffle=shuffle)[0]
+        for _ in range(2):  # epochs, which nobody sets
+            rows = itertools.zip_longest(*ours, fillvalue=[torch.empty(0)])
+            whole = [sorted(torch.cat([batch[0] for batch in row]).tolist()) for row in rows]
+            expected = [sorted(batch[0].tolist()) for batch in alone]
+            if padding:  # the last may have some twice
+                assert whole[:-1] == expected[:-1]
+                assert set(whole[-1]) >= set(expected[-1])
+            else:
+                assert whole == expected
+
+
+def test_batches_that_replicas_cannot_share_are_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"batch_size 50 .* 4 can't share it evenly: make it 48 or 52"):
+        divide_batch(50, 4)
+    with pytest.raises(ValueError, match="make it 4"):
+        divide_batch(3, 4)
+    for wrong in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="batch_size must be a number of samples"):
+            divide_batch(wrong, 2)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return itertools.count()
+
+
+def test_a_loader_is_divided_with_its_options_or_refused():
+    strategy = strategies.SingleDeviceStrategy("cpu")
+    data = make_data()
+    divided = strategy.distribute(DataLoader(data, 5, shuffle=True, drop_last=True, collate_fn=list))
+    assert (divided.batch_size, divided.drop_last, divided.collate_fn) == (5, True, list)
+    assert divided.sampler.shuffle
+    assert strategy.distribute(divided) is divided
+    assert strategy.experimental_distribute_dataset(DataLoader(data, 4)).sampler.shuffle is False
+    weighted = DataLoader(data, 5, sampler=WeightedRandomSampler([1.0] * 96, 96))
+    for loader, error, words in [
+        (DataLoader(Endless(), 5), TypeError, "IterableDataset, which cannot be divided by index"),
+        (DataLoader(data, None), ValueError, "without batch_size"),
+        (weighted, ValueError, "the loader's sampler is a WeightedRandomSampler"),
+    ]:
+        with pytest.raises(error, match=words):
+            strategy.distribute(loader)
+    with pytest.raises(TypeError, match="sampler: the strategy divides the batch itself"):
+        strategy.loader(data, 4, sampler=range(3))
+
+
+# -- optimizers, names, places -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta"])
+def test_an_optimizer_made_again_steps_as_the_first(kind):
+    model, other = make_model(), make_model()
+    other.load_state_dict(model.state_dict())
+    options = {"lr": 0.03, "weight_decay": 0.1} if kind != "Rprop" else {"lr": 0.03}
+    bias = {"params": [model[4].bias], "lr": 0.5}
+    first = getattr(torch.optim, kind)([{"params": list(model[:3].parameters())}, bias], **options)
+    again = Recipe.of("Test", model, first).make(dict(other.named_parameters()))
+    assert type(again) is type(first)
+    for one, optimizer in ((model, first), (other, again)):
+        one(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_optimizer_that_cannot_be_made_again_is_refused_with_the_reason():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="a scheduler holds the SGD"):
+        Recipe.of("Test", model, optimizer)
+    with pytest.raises(ValueError, match=r"holds a tensor of shape .* that is no parameter of Linear"):
+        Recipe.of("Test", nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
+    stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 6)).sum().backward()
+    stepped.step()
+    with pytest.raises(ValueError, match="has state of steps already"):
+        Recipe.of("Test", model, stepped)
+
+
+def test_a_step_before_setup_without_a_loss_or_of_two_models_is_refused():
+    strategy = strategies.SingleDeviceStrategy("cpu")
+    with pytest.raises(ValueError, match="has no model yet: call setup first"):
+        strategy.step(torch.ones(1), torch.ones(1))
+    model = make_model()
+    strategy.setup(model, optimizer_of(model))
+    with pytest.raises(ValueError, match="a step needs a loss"):
+        strategy.step(torch.ones(1, 6), torch.ones(1, 1))
+    with pytest.raises(ValueError, match="two ways to say the same"):
+        strategy.setup(model, optimizer_of(model), F.mse_loss, loss_of=lambda model, batch: model(batch).sum())
+    strategy.setup(model, optimizer_of(model), F.mse_loss)
+    with pytest.raises(ValueError, match="was set up several times"):
+        strategy.step(torch.ones(1, 6), torch.ones(1, 1))
+    for precision, words in (("16-mixed", "is for GPUs"), ("fp16", "must be one of 32-true, bf16-mixed")):
+        with pytest.raises(ValueError, match=words):
+            strategy.setup(model, optimizer_of(model), precision=precision)
+
+
+def test_bfloat16_is_used_in_the_forward_alone():
+    strategy = strategies.SingleDeviceStrategy("cpu")
+    seen = []
+    model = nn.Linear(6, 1)
+    model.register_forward_hook(lambda module, args, result: seen.append(result.dtype))
+    strategy.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, precision="bf16-mixed")
+    strategy.step(torch.ones(2, 6), torch.ones(2, 1))
+    assert seen == [torch.bfloat16]
+    assert model.weight.dtype == torch.float32
+
+
+def test_several_batches_to_an_update_are_one_large_batch():
+    def run(rank, world_size):
+        results = []
+        for shares in ([1.0], [0.5, 0.5]):
+            strategy = strategies.MirroredStrategy()
+            torch.manual_seed(0)
+            model = make_model()
+            strategy.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+            inputs, targets = make_data()[rank * 8 : rank * 8 + 8]
+            parts = zip(inputs.chunk(len(shares)), targets.chunk(len(shares)), strict=True)
+            for number, batch in enumerate(parts, start=1):
+                strategy.compute_gradients(batch, share=shares[0], is_last=number == len(shares))
+            strategy.update()
+            results.append([one.detach().clone() for one in model.parameters()])
+        torch.testing.assert_close(*results)
+
+    run_ranks(run, 2)
+
+
+MANY = 10**9
+
+
+@pytest.mark.parametrize(
+    ("now", "name", "options", "words"),
+    [
+        (Situation(1, 1, 1, False), "single_device", {}, "there is one device"),
+        (Situation(1, 1, 8, True), "single_device", {}, "one rank was launched"),
+        (Situation(1, 1, 4, False), "mirrored", {}, "4 ranks on one host; a copy of the model fits"),
+        (Situation(4, 4, 8, True, MANY, 8 * MANY), "mirrored", {}, "4 ranks on one host"),
+        (Situation(8, 4, 4, True, MANY, 8 * MANY), "multi_worker_mirrored", {}, "8 ranks, 4 of them on this host"),
+        (Situation(4, 4, 4, True, MANY, 3 * MANY), "sharded", {}, "takes 4.0 GB, and a rank has 3.0 GB: all fits but"),
+        (Situation(4, 4, 4, True, 2 * MANY, 3 * MANY), "sharded", {"shard": "model"}, "do not fit"),
+    ],
+)
+def test_auto_takes_what_fits_and_says_why(now, name, options, words):
+    choice = decide_strategy(now)
+    assert (choice.name, choice.options) == (name, options)
+    assert words in choice.reason
+    assert choice.name in STRATEGIES
+
+
+def test_wrong_names_numbers_and_devices_are_refused():
+    for call, words in [
+        (lambda: strategies.get("ddp"), "there is no strategy 'ddp': it is 'auto' or one of 'single_device', 'mirr"),
+        (lambda: strategies.MirroredStrategy(0), "devices must be 1 or more, got 0"),
+        (lambda: strategies.MirroredStrategy(["cpu:0", "oven"]), "devices=.*oven"),
+        (lambda: strategies.MirroredStrategy([]), "must name one or more of one kind"),
+        (lambda: strategies.ShardedStrategy("all"), "shard must be 'optimizer' or 'model'"),
+        (lambda: strategies.ParameterServerStrategy(0), "num_servers must be 1 or more, got 0"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()
+    with pytest.raises(RuntimeError, match="2 ranks are asked for, and a test cannot be started again"):
+        strategies.MirroredStrategy(2)
+
+
+def test_what_does_not_go_with_the_ranks_that_were_launched_is_refused():
+    def run(rank, world_size):
+        with pytest.raises(ValueError, match="3 devices are asked for, and the launcher has started 2 ranks"):
+            strategies.MirroredStrategy(3)
+        with pytest.raises(ValueError, match=f"this is rank {rank} of 2: start the script with `python`"):
+            strategies.SingleDeviceStrategy()
+        with pytest.raises(ValueError, match="2 ranks do not divide into data=3 pipelines"):
+            strategies.PipelineStrategy(data=3)
+        pipeline = strategies.PipelineStrategy()
+        with pytest.raises(ValueError, match="loss_of calls the whole model, of which each rank has a part"):
+            pipeline.setup(make_model(), torch.optim.SGD, loss_of=lambda model, batch: model(batch).sum())
+
+    run_ranks(run, 2)
+
+
+def test_a_program_is_started_again_as_it_was_started(tmp_path):
+    class Main:
+        __spec__ = None
+        __file__ = str(tmp_path / "train.py")
+
+    assert Program.of(["python", "train.py"], ["train.py"], Main) == "a notebook or an interactive session"
+    (tmp_path / "train.py").touch()
+    words = Program.of(["python", "-X", "dev", "train.py", "--lr", "1"], ["train.py", "--lr", "1"], Main)
+    assert words == Program((Main.__file__, "--lr", "1"))
+    spec = type("Spec", (), {"name": "pkg.train.__main__"})
+    module = type("Main", (), {"__spec__": spec, "__file__": Main.__file__})
+    words = Program.of(["python", "-m", "pkg.train", "x"], [Main.__file__, "x"], module)
+    assert words == Program(("-m", "pkg.train", "x"))
+
+
+def test_who_was_launched_is_not_launched_again():
+    assert not is_launched({})
+    assert is_launched({"RANK": "0", "WORLD_SIZE": "1"})
+    assert is_launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"})
+    assert find_world({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == (4, 2)
+    assert find_world({"WORLD_SIZE": "4"}) == (4, 4)
+    assert find_world({}) == (1, 1)

@@ -1,0 +1,79 @@
+"""Strategies start a plain script on several ranks; a Trainer under `phalanx run` loses a rank and no bit."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "strategies.py"
+PHALANX = str(Path(sysconfig.get_path("scripts")) / "phalanx")
+
+
+def run(folder, *words, **variables):
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run([*map(str, words)], cwd=folder, env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_plain_script_trains_alike_with_each_word(tmp_path):
+    words = [("single_device", 1), ("mirrored", None), ("parameter_server", None)]
+    losses = {}
+    for word, replicas in words:
+        output = run(tmp_path, sys.executable, EXAMPLE, word, "--epochs", 1)
+        losses[word] = float(*re.findall(r"epoch 1: loss ([\d.]+)", output))
+        ((name, number),) = set(re.findall(r"(\w+)Strategy, (\d+) replicas", output))
+        assert name.lower() == word.replace("_", "")
+        assert int(number) == (replicas or len(os.sched_getaffinity(0)))
+    # The loss of the last batch; its mean is that of parts, which are padded where 32 batches do not divide.
+    assert losses["parameter_server"] == pytest.approx(losses["mirrored"], rel=1e-4)
+    assert os.listdir(tmp_path) == []
+
+
+TRAIN = """
+import hashlib, os, signal, sys, torch, phalanx
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx.trainer import LambdaCallback
+
+torch.manual_seed(0)
+inputs = torch.randn(190, 8)
+data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
+flag, folder = sys.argv[1:]
+
+
+def kill(trainer, loss):
+    if trainer.step == 7 and trainer.strategy.replica_id_in_sync_group == 1 and not os.path.exists(flag):
+        open(flag, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+trainer = phalanx.Trainer(
+    model, lambda p: torch.optim.AdamW(p, lr=1e-2), F.mse_loss, strategy="mirrored", max_epochs=3, seed=5,
+    checkpoint=folder, save_every=3, callbacks=[LambdaCallback(on_step_end=kill)], show_progress=False,
+    metrics={"error": lambda result, target: (result - target).abs()},
+)
+trainer.fit(DataLoader(data, 32, shuffle=True, num_workers=1), DataLoader(data, 64))
+bits = b"".join(one.detach().numpy().tobytes() for one in trainer.model.parameters())
+if trainer.strategy.is_main:
+    print("trained", trainer.epoch, trainer.step, trainer.metrics["error"], hashlib.sha256(bits).hexdigest(), flush=True)
+"""
+
+
+def test_a_trainer_that_loses_a_rank_ends_with_the_bits_of_one_that_does_not(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "told").touch()
+    ends = []
+    for flag, folder in (("told", "whole"), ("killed", "struck")):
+        output = run(tmp_path, PHALANX, "run", "--nproc-per-node", 2, "train.py", flag, folder)
+        ends += re.findall(r"trained .*", output)
+    assert (tmp_path / "killed").exists()
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("trained 3 18 ")

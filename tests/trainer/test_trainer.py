@@ -1,0 +1,295 @@
+"""Trainer: the bare loop's result, exact resumption, exact validation, and every point of a fit."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from phalanx import strategies
+from phalanx.errors import CheckpointError
+from phalanx.testing import run_ranks
+from phalanx.trainer import Callback, EarlyStopping, LambdaCallback
+from phalanx.trainer.metrics import Means
+
+
+def make_data(size=90):
+    inputs = torch.randn(size, 6, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
+
+
+def make_model(dropout=0.0):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1))
+
+
+def make(model=None, **options):
+    if "strategy" not in options:
+        options["strategy"] = strategies.SingleDeviceStrategy("cpu")
+    options = {"show_progress": False} | options
+    return phalanx.Trainer(model or make_model(), lambda p: torch.optim.AdamW(p, lr=1e-2), F.mse_loss, **options)
+
+
+def weights(trainer):
+    return torch.cat([one.detach().flatten() for one in trainer.strategy.bare_model.state_dict().values()])
+
+
+def test_it_does_what_the_loop_by_hand_does():
+    trainer = make(max_epochs=3, max_norm=1.0, accumulate=2, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
+    trainer.fit(DataLoader(make_data(), 16, shuffle=True))
+
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = strategies.SingleDeviceStrategy("cpu").loader(make_data(), 16)
+    for _ in range(3):
+        batches = list(loader)  # six: three updates of two
+        for pair in zip(batches[::2], batches[1::2], strict=True):
+            for inputs, targets in pair:
+                (F.mse_loss(model(inputs), targets) / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    assert torch.equal(weights(trainer), torch.cat([one.flatten() for one in model.state_dict().values()]))
+    assert (trainer.epoch, trainer.step) == (3, 9)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("end", [1, 4, 6, 7, 11])
+def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, end, accumulate):
+    def run(folder, callbacks=(), **options):
+        trainer = make(
+            make_model(dropout=0.3),
+            max_epochs=3,
+            seed=4,
+            checkpoint=folder,
+            save_every=2,
+            accumulate=accumulate,
+            scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30),
+            scheduler_interval="step",
+            callbacks=callbacks,
+            **options,
+        )
+        trainer.fit(DataLoader(make_data(), 8 if accumulate == 2 else 16, shuffle=True))
+        return trainer
+
+    def stop(trainer, loss):
+        if trainer.step == end:
+            raise Stop
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Stop):
+        run(tmp_path / "ended", [LambdaCallback(on_step_end=stop)])
+    assert torch.equal(weights(run(tmp_path / "ended")), weights(whole))
+    run(tmp_path / "limited", max_steps=end)
+    again = run(tmp_path / "limited")
+    assert torch.equal(weights(again), weights(whole))
+    assert (again.epoch, again.step) == (whole.epoch, whole.step) == (3, 18)
+    finished = run(tmp_path / "limited")  # nothing is left to do
+    assert finished.step == 18
+
+
+def test_two_ranks_resume_to_the_same_bits_and_validate_each_sample_once(tmp_path):
+    def train(rank, world_size):
+        trainers = []
+        for strategy, folder, steps in (
+            ("mirrored", "whole", None),
+            ("mirrored", "cut", 5),
+            ("mirrored", "cut", None),
+            ("sharded", "sharded", 4),
+            ("sharded", "sharded", None),
+        ):
+            trainer = make(
+                make_model(dropout=0.3),
+                strategy=strategies.get(strategy),
+                max_epochs=2,
+                max_steps=steps,
+                seed=4,
+                checkpoint=tmp_path / folder,
+                save_every=3,
+                metrics={"error": lambda result, target: (result - target).abs()},
+            )
+            trainer.fit(DataLoader(make_data(), 16, shuffle=True), DataLoader(make_data(37), 8))
+            trainers.append(trainer)
+        whole, _, resumed, _, sharded = trainers
+        assert torch.equal(weights(resumed), weights(whole))
+        torch.testing.assert_close(weights(sharded), weights(whole))
+        model = whole.strategy.bare_model.eval()
+        inputs, targets = make_data(37).tensors
+        with torch.no_grad():
+            expected = F.mse_loss(model(inputs), targets).item(), (model(inputs) - targets).abs().mean().item()
+        return whole.metrics, expected, resumed.metrics
+
+    for metrics, expected, resumed in run_ranks(train, 2, timeout=120):
+        assert (metrics["loss"], metrics["error"]) == pytest.approx(expected)
+        assert metrics == resumed
+
+
+def test_a_validation_is_exact_on_ranks_that_have_nothing_and_where_ranks_evaluate_together():
+    def measure(rank, world_size):
+        found = []
+        for name, options in (("mirrored", {}), ("sharded", {"shard": "model"}), ("pipeline", {"micro_batches": 3})):
+            model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+            torch.manual_seed(0)
+            for one in model.parameters():
+                nn.init.normal_(one)
+            with torch.no_grad():
+                alone = [F.mse_loss(model(x), y).item() for x, y in (make_data(size).tensors for size in (1, 7))]
+            trainer = make(model, strategy=strategies.get(name, **options))
+            sizes = [trainer.validate(DataLoader(make_data(size), 3 * world_size))["loss"] for size in (1, 7)]
+            found.append((sizes, alone))
+        return found
+
+    for rank in run_ranks(measure, 3, timeout=120):
+        for found, alone in rank:
+            assert found == pytest.approx(alone)
+
+
+class Recorder(Callback):
+    def __init__(self, points):
+        self.points = points
+
+    def on_fit_begin(self, trainer):
+        self.points.append("fit")
+
+    def on_epoch_begin(self, trainer):
+        self.points.append(f"epoch {trainer.epoch}")
+
+    def on_step_end(self, trainer, loss):
+        assert loss.shape == ()
+        self.points.append(trainer.step)
+
+    def on_checkpoint(self, trainer):
+        self.points.append(f"saved {trainer.step}")
+
+    def on_validation_end(self, trainer, metrics):
+        self.points.append(sorted(metrics))
+
+    def on_epoch_end(self, trainer):
+        self.points.append("end of epoch")
+
+    def on_fit_end(self, trainer):
+        self.points.append("end")
+
+    def on_error(self, trainer, error):
+        self.points.append(type(error).__name__)
+
+
+def test_callbacks_are_called_at_every_point_in_order(tmp_path):
+    points = []
+    trainer = make(max_epochs=2, checkpoint=tmp_path, callbacks=[Recorder(points)])
+    trainer.fit(DataLoader(make_data(32), 16), DataLoader(make_data(8), 4))
+    one = ["epoch 0", 1, 2, ["loss"], "end of epoch"]
+    two = ["saved 2", "epoch 1", 3, 4, ["loss"], "end of epoch"]
+    assert points == ["fit", *one, *two, "saved 4", "end"]
+    assert set(dir(LambdaCallback)) >= {name for name in dir(Callback) if name.startswith("on_")}
+    points.clear()
+    fail = LambdaCallback(on_step_end=lambda trainer, loss: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make(callbacks=[Recorder(points), fail]).fit(DataLoader(make_data(32), 16))
+    assert points == ["fit", "epoch 0", 1, "ZeroDivisionError"]
+    with pytest.raises(ValueError, match="there is no point 'on_step' in a fit"):
+        LambdaCallback(on_step=print)
+
+
+def test_it_stops_early_where_nothing_gets_better_and_says_why():
+    stopping = EarlyStopping("loss", patience=2, min_delta=1e9)
+    trainer = make(max_epochs=9, callbacks=[stopping])
+    trainer.fit(DataLoader(make_data(32), 16), DataLoader(make_data(8), 4))
+    assert trainer.epoch == 3
+    assert "loss has not got better than" in trainer.why_stopped
+    with pytest.raises(ValueError, match=r"EarlyStopping: 'accuracy' is no metric of the validation: \['loss'\]"):
+        make(callbacks=[EarlyStopping("accuracy")]).fit(DataLoader(make_data(32), 16), DataLoader(make_data(8), 4))
+    for wrong, words in (({"mode": "up"}, "mode must be"), ({"patience": 0}, "patience must be 1 or more")):
+        with pytest.raises(ValueError, match=words):
+            EarlyStopping("loss", **wrong)
+
+
+class WithSteps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        return F.mse_loss(self(inputs), targets)
+
+    def validation_step(self, batch):
+        inputs, targets = batch
+        return {"off": (self(inputs) - targets).abs()}
+
+
+def test_the_models_own_steps_are_used_also_inside_of_a_wrapper():
+    def train(rank, world_size):
+        results = []
+        for loss in (None, F.mse_loss):
+            model = WithSteps()
+            trainer = phalanx.Trainer(
+                model, torch.optim.SGD(model.parameters(), lr=0.01), loss, strategy="mirrored", show_progress=False
+            )
+            trainer.fit(DataLoader(make_data(32), 16), DataLoader(make_data(2), 2))
+            results.append((weights(trainer), sorted(trainer.metrics)))
+        return results
+
+    for (own, names), (given, other) in run_ranks(train, 2):
+        assert torch.equal(own, given)
+        assert (names, other) == (["off"], ["loss"])
+
+
+def test_a_dry_run_does_two_batches_and_writes_nothing(tmp_path):
+    trainer = make(max_epochs=5, dry_run=True, checkpoint=tmp_path / "a", log_dir=tmp_path / "b")
+    trainer.fit(DataLoader(make_data(), 16), DataLoader(make_data(), 16))
+    assert trainer.step == 2
+    assert trainer.metrics
+    assert os.listdir(tmp_path) == []
+
+
+def test_scalars_are_what_tensorboard_reads(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = make(log_dir=tmp_path, log_every=2, max_epochs=2)
+    trainer.fit(DataLoader(make_data(64), 16), DataLoader(make_data(8), 4))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [one.step for one in events.Scalars("train/loss")] == [2, 4, 6, 8]
+    assert [one.value for one in events.Scalars("train/lr")] == pytest.approx([0.01] * 4)
+    assert events.Scalars("val/loss")[-1].value == pytest.approx(trainer.metrics["loss"])
+
+
+def test_all_that_makes_no_sense_is_said_at_once(tmp_path):
+    model = nn.Linear(6, 1)
+    with pytest.raises(ValueError, match=r"max_epochs must be 1 or more, got 0; accumulate .* 2.5; .*needs checkpoint"):
+        make(model, max_epochs=0, accumulate=2.5, save_every=5)
+    with pytest.raises(ValueError, match="give a loss, or Linear a training_step"):
+        phalanx.Trainer(model, torch.optim.SGD)
+    with pytest.raises(ValueError, match="there is no strategy 'ddp'"):
+        make(model, strategy="ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="the StepLR is of another optimizer than the one that trains"):
+        make(model, scheduler=scheduler)
+    make(checkpoint=tmp_path).fit(DataLoader(make_data(16), 16))
+    with pytest.raises(CheckpointError, match=r"0\.weight"):
+        make(nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1)), checkpoint=tmp_path).fit(DataLoader(make_data(16), 16))
+
+
+def test_means_count_each_sample_once():
+    means = Means(torch.device("cpu"))
+    means.add({"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor(2.0)}, 3)
+    means.add({"a": torch.tensor([[4.0]]), "b": torch.tensor(6.0)}, 1)
+    assert means.compute(["a", "b"], None) == {"a": 2.5, "b": 3.0}
+    with pytest.raises(ValueError, match=r"metric 'a' has shape \(2, 2\) for 3 samples"):
+        means.add({"a": torch.ones(2, 2)}, 3)
+    with pytest.raises(ValueError, match="has no sample"):
+        Means(torch.device("cpu")).compute(["a"], None)
