@@ -62,7 +62,8 @@ trainer = phalanx.Trainer(
 trainer.fit(DataLoader(data, 32, shuffle=True, num_workers=1), DataLoader(data, 64))
 bits = b"".join(one.detach().numpy().tobytes() for one in trainer.model.parameters())
 if trainer.strategy.is_main:
-    print("trained", trainer.epoch, trainer.step, trainer.metrics["error"], hashlib.sha256(bits).hexdigest(), flush=True)
+    error = trainer.metrics["error"]
+    print("trained", trainer.epoch, trainer.step, error, hashlib.sha256(bits).hexdigest(), flush=True)
 """
 
 

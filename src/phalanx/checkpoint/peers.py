@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from phalanx.backend.shared import rehearses
 from phalanx.errors import CheckpointError, PhalanxError
 
 T = TypeVar("T")
@@ -28,6 +29,8 @@ class Peers:
         self.what = what
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        if group is not None and rehearses(group):  # the others are not there yet: it reads for itself
+            group = None
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         if self.rank < 0:
