@@ -187,14 +187,16 @@ class Trainer:
         self._state = state = self._make_state(loader)
         self._restore(state)
         scalars = Scalars(self._log_dir if self.strategy.is_main else None)
+
+        def fit_state(state: elastic.State) -> None:
+            self._train(state, loader, val_loader, scalars)
+
         try:
             self._call("on_fit_begin")
-            train = lambda state: self._train(state, loader, val_loader, scalars)  # noqa: E731
-            train.__name__ = "Trainer.fit"
             if self._is_elastic:
-                elastic.run(state, min_ranks=self._min_ranks)(train)(state)
+                elastic.run(state, min_ranks=self._min_ranks)(fit_state)(state)
             else:
-                train(state)
+                fit_state(state)
             if self._manager is not None:
                 self._save(state)
                 self._manager.wait()
