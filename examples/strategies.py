@@ -34,7 +34,9 @@ with strategy.scope():
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
 strategy.setup(model, torch.optim.AdamW(model.parameters(), lr=2e-3), F.cross_entropy)
 
-loader = strategy.loader(TensorDataset(images[:-300], labels[:-300]), batch_size=48)  # over all replicas
+replicas = strategy.num_replicas_in_sync
+batch_size = -(-48 // replicas) * replicas  # over all replicas, which share it evenly
+loader = strategy.loader(TensorDataset(images[:-300], labels[:-300]), batch_size)
 for epoch in range(args.epochs):
     for batch in loader:
         loss = strategy.step(*batch)

@@ -49,9 +49,11 @@ trainer = phalanx.Trainer(
     callbacks=[EarlyStopping("accuracy", patience=4, mode="max")],
     seed=0,
 )
+replicas = trainer.strategy.num_replicas_in_sync
+batch_size = -(-48 // replicas) * replicas  # over all replicas, which share it evenly
 trainer.fit(
-    DataLoader(TensorDataset(images[:-300], labels[:-300]), batch_size=48, shuffle=True),
-    DataLoader(TensorDataset(images[-300:], labels[-300:]), batch_size=48),
+    DataLoader(TensorDataset(images[:-300], labels[:-300]), batch_size, shuffle=True),
+    DataLoader(TensorDataset(images[-300:], labels[-300:]), batch_size),
 )
 if trainer.strategy.is_main:
     print(

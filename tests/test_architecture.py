@@ -64,7 +64,7 @@ READS_ENVIRONMENT = {
     "strategies/start.py": "finds out whether a launcher has started this process",
     "strategies/choose.py": "the same",
     "strategies/single_device.py": "the same",
-    "trainer/progress.py": "is told by `phalanx run` that a terminal lies behind its pipe",
+    "trainer/progress_display.py": "is told by `phalanx run` that a terminal lies behind its pipe",
     "coordination/key_file.py": "looks for the job's key",
     "doctor/host.py": "the variables that steer a job are part of what it examines",
     "testing/child.py": "sets the thread count of a rank, a process of its own",

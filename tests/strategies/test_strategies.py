@@ -7,9 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from phalanx import strategies
+from phalanx.data import DistributedSampler
 from phalanx.strategies.choose import STRATEGIES, Situation, decide_strategy
 from phalanx.strategies.loader import divide_batch, make_loader
 from phalanx.strategies.recipe import Recipe
@@ -216,6 +224,16 @@ def test_a_loader_is_divided_with_its_options_or_refused():
     ]:
         with pytest.raises(error, match=words):
             strategy.distribute(loader)
+    for sampler in (
+        RandomSampler(data, replacement=True),
+        RandomSampler(data, num_samples=5),
+        SequentialSampler(range(9)),
+    ):
+        with pytest.raises(ValueError, match=r"the loader's sampler is a \w+Sampler, which says itself who gets which"):
+            strategy.distribute(DataLoader(data, 5, sampler=sampler))
+    other = DataLoader(data, 5, sampler=DistributedSampler(data, 3, 1))
+    with pytest.raises(ValueError, match="sampler gives part 1 of 3, and this is replica 0 of 1"):
+        strategy.distribute(other)
     with pytest.raises(TypeError, match="sampler: the strategy divides the batch itself"):
         strategy.loader(data, 4, sampler=range(3))
 
@@ -335,7 +353,7 @@ def test_wrong_names_numbers_and_devices_are_refused():
     ]:
         with pytest.raises(ValueError, match=words):
             call()
-    with pytest.raises(RuntimeError, match="2 ranks are asked for, and a test cannot be started again"):
+    with pytest.raises(RuntimeError, match=r"2 ranks are asked for, and a .* cannot be started again"):
         strategies.MirroredStrategy(2)
 
 

@@ -21,15 +21,13 @@ def run(folder, *words, **variables):
 
 
 def test_a_plain_script_trains_alike_with_each_word(tmp_path):
-    words = [("single_device", 1), ("mirrored", None), ("parameter_server", None)]
     losses = {}
-    for word, replicas in words:
+    for word in ("mirrored", "parameter_server"):
         output = run(tmp_path, sys.executable, EXAMPLE, word, "--epochs", 1)
         losses[word] = float(*re.findall(r"epoch 1: loss ([\d.]+)", output))
         ((name, number),) = set(re.findall(r"(\w+)Strategy, (\d+) replicas", output))
         assert name.lower() == word.replace("_", "")
-        assert int(number) == (replicas or len(os.sched_getaffinity(0)))
-    # The loss of the last batch; its mean is that of parts, which are padded where 32 batches do not divide.
+        assert int(number) == len(os.sched_getaffinity(0))
     assert losses["parameter_server"] == pytest.approx(losses["mirrored"], rel=1e-4)
     assert os.listdir(tmp_path) == []
 
@@ -78,3 +76,56 @@ def test_a_trainer_that_loses_a_rank_ends_with_the_bits_of_one_that_does_not(tmp
     assert len(ends) == 2
     assert ends[0] == ends[1]
     assert ends[0].startswith("trained 3 18 ")
+
+
+SERVED = """
+import sys, torch, phalanx
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx.strategies import ParameterServerStrategy
+from phalanx.trainer import LambdaCallback
+
+torch.manual_seed(0)
+inputs = torch.randn(96, 8)
+data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+folder, epochs, fails = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "fails"
+strategy = ParameterServerStrategy(num_servers=1, timeout=60)
+
+
+def fail(trainer, loss):
+    if fails and strategy.replica_id_in_sync_group == 0:
+        raise RuntimeError("the first trainer fails")
+
+
+trainer = phalanx.Trainer(
+    model, lambda p: torch.optim.AdamW(p, lr=1e-2), F.mse_loss, strategy=strategy, max_epochs=epochs,
+    checkpoint=folder, save_every=4, show_progress=False, callbacks=[LambdaCallback(on_step_end=fail)],
+)
+trainer.fit(DataLoader(data, 16, shuffle=True), DataLoader(data, 16))
+if strategy.is_main:
+    print("trained", trainer.epoch, trainer.step, trainer.metrics["loss"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_training_on_servers_resumes_as_if_it_had_not_ended(tmp_path, num_ranks):
+    """The second start refused the checkpoint; and one trainer alone waited for the servers to load it."""
+    (tmp_path / "train.py").write_text(SERVED)
+    ends = []
+    for folder, epochs in (("whole", 2), ("cut", 1), ("cut", 2)):
+        output = run(tmp_path, PHALANX, "run", "--nproc-per-node", num_ranks, "train.py", folder, epochs, "-")
+        ends += re.findall(r"trained .*", output)
+    assert ends[0].startswith("trained 2 12 ")
+    assert ends[1].startswith("trained 1 6 ")
+    assert ends[2] == ends[0]
+
+
+def test_a_trainer_that_fails_ends_a_job_with_servers(tmp_path):
+    """At its exit it waited for all others, who waited for it."""
+    (tmp_path / "train.py").write_text(SERVED)
+    words = [PHALANX, "run", "--nproc-per-node", "3", "train.py", "folder", "1", "fails"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1
+    assert "the first trainer fails" in done.stdout + done.stderr

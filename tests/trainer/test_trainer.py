@@ -213,6 +213,39 @@ def test_it_stops_early_where_nothing_gets_better_and_says_why():
             EarlyStopping("loss", **wrong)
 
 
+def test_a_run_that_stopped_early_has_stopped_when_it_is_started_again(tmp_path):
+    """It trained one more epoch each time."""
+    for _ in range(3):
+        trainer = make(max_epochs=9, checkpoint=tmp_path, callbacks=[EarlyStopping(patience=2, min_delta=1e9)])
+        trainer.fit(DataLoader(make_data(32), 16), DataLoader(make_data(8), 4))
+        assert (trainer.epoch, trainer.step) == (3, 6)
+
+
+def test_a_validation_is_measured_in_full_precision():
+    """Loss and metrics were those of bfloat16, of three digits."""
+    seen = []
+
+    def metric(result, target):
+        seen.append(result.dtype)
+        return (result - target).abs()
+
+    trainer = make(precision="bf16-mixed", metrics={"error": metric})
+    trainer.fit(DataLoader(make_data(32), 16), DataLoader(make_data(8), 4))
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_a_models_own_forward_stays(tmp_path):
+    """An instance's forward, as of torch.compile, was lost after the first training_step."""
+    model, calls = WithSteps(), []
+    forward = model.forward
+    model.forward = lambda inputs: calls.append(1) or forward(inputs)
+    trainer = phalanx.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), strategy="single_device", show_progress=False
+    )
+    trainer.fit(DataLoader(make_data(64), 16))
+    assert len(calls) == 4
+
+
 class WithSteps(nn.Module):
     def __init__(self):
         super().__init__()

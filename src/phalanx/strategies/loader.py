@@ -62,6 +62,26 @@ def make_loader(
     return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **{"generator": generator, **options})
 
 
+def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding: bool) -> None:
+    """Refuse a loader whose sampler is of other replicas than `place` (how many, which), or counts samples twice.
+
+    Raises:
+        ValueError: with what it is.
+    """
+    sampler = loader.sampler
+    assert isinstance(sampler, DistributedSampler)
+    if (sampler.num_replicas, sampler.rank) != place:
+        raise ValueError(
+            f"the loader's sampler gives part {sampler.rank} of {sampler.num_replicas}, and this is replica {place[1]} "
+            f"of {place[0]}: make the loader with strategy.loader(dataset, batch_size)"
+        )
+    if not padding and not sampler.drop_last and sampler.padding and sampler.length % place[0]:
+        raise ValueError(
+            f"the loader's sampler repeats samples, as {sampler.length} do not divide by {place[0]}: for evaluation "
+            "make it with strategy.loader(dataset, batch_size, padding=False)"
+        )
+
+
 def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """What `Strategy.loader` needs to divide `loader`; None if that was done.
 
@@ -77,7 +97,8 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise ValueError("a DataLoader without batch_size, or with a batch_sampler, cannot be divided: use batch_size")
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+    other = getattr(loader.sampler, "replacement", False) or len(loader.sampler) != len(loader.dataset)  # type: ignore[arg-type]
+    if type(loader.sampler) not in (RandomSampler, SequentialSampler) or other:
         raise ValueError(
             f"the loader's sampler is a {type(loader.sampler).__name__}, which says itself who gets which sample; only "
             "those of shuffle=True and shuffle=False can be divided. A phalanx.DistributedSampler is taken as it is"

@@ -60,6 +60,7 @@ class PipelineStrategy(Strategy):
         self._pipeline_options = options
 
     _moves_model = False
+    _skips_together = False
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         if self._loss_of is not None and self._loss_fn is None:
@@ -67,8 +68,6 @@ class PipelineStrategy(Strategy):
                 "PipelineStrategy.setup: loss_of calls the whole model, of which each rank has a part: give a loss_fn "
                 "of the model's result and the target"
             )
-        if self.scaler is not None:
-            raise ValueError("PipelineStrategy.setup: precision '16-mixed' is not there in stages: use 'bf16-mixed'")
         recipe = Recipe.of(self._called, model, optimizer)
         pipe = Pipeline(model, loss_fn=self._loss_fn, mesh=self._mesh, **self._pipeline_options)
         return pipe, recipe.make(dict(pipe.named_parameters()))
@@ -82,7 +81,7 @@ class PipelineStrategy(Strategy):
             )
         pipe = self._pipe()
         *inputs, target = batch
-        with self._autocasting():
+        with self.autocasting():
             return pipe.step(*inputs, target=target).detach()
 
     def _clip(self, max_norm: float) -> Tensor:
@@ -90,7 +89,7 @@ class PipelineStrategy(Strategy):
 
     def evaluate(self, *inputs: Any) -> Any:
         """The model's result on the rank of the last stage; None on the others. Collective over a pipeline."""
-        with torch.no_grad(), self._autocasting():
+        with torch.no_grad(), self.autocasting():
             return self._pipe()(*inputs)
 
     def _pipe(self) -> Pipeline:

@@ -24,6 +24,8 @@ class _RoundsStrategy(ReplicatedStrategy):
         self.sync_every = sync_every
         self.rounds: Rounds | None = None
 
+    _skips_together = False
+
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         model, made = super()._set_up(model, optimizer)
         if self.process_group is not None:

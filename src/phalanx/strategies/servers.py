@@ -73,9 +73,17 @@ class ParameterServerStrategy(Strategy):
         if job.rank >= trainers:
             rpc.shutdown()  # waits for the trainers to end; the calls come meanwhile
             sys.exit(0)
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
+        self._trainers_group: dist.ProcessGroup | None = group
         several = group if trainers > 1 else None
         super().__init__(job, num_replicas=trainers, replica=job.rank, process_group=several)
+
+    _skips_together = False
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """The trainers, also if there is one: the servers are in the job's group, and take no part."""
+        return self._trainers_group
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
@@ -101,11 +109,26 @@ class ParameterServerStrategy(Strategy):
         )
         return model, ServedOptimizer(held, self._server, options)
 
+    def _clip(self, max_norm: float) -> Tensor:
+        if self._is_synchronous and self.num_replicas_in_sync > 1:
+            raise ValueError(
+                "ParameterServerStrategy: gradients are averaged on the servers, and clipping those of each trainer "
+                "before is something else: leave max_norm out"
+            )
+        return super()._clip(max_norm)
+
+    def _close_at_exit(self) -> None:
+        """Without waiting for the others where this process ends with an error, of which they must hear."""
+        if getattr(sys, "last_type", None) is None:
+            self.close()
+        else:
+            rpc.shutdown(graceful=False)
+
     def close(self) -> None:
         """The trainer has ended; when all have, the servers end. Called when the process ends, if not before."""
         if self._server is None and self._num_setups < 0:
             return
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self._num_setups = -1
         if self._server is not None:
             self._server.close()
@@ -149,11 +172,12 @@ class ServedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The servers' parameters and optimizer state, whole. Called by all trainers."""
-        return dict(self._server.state_dict())
+        # In the form of an optimizer's, which is what a checkpoint compares.
+        return {"state": {}, "param_groups": super().state_dict()["param_groups"], "servers": self._server.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from it, on servers and trainers. Called by all trainers; that of the first counts."""
-        self._server.load_state_dict(state_dict)
+        self._server.load_state_dict(state_dict["servers"])
         self._pull()
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from phalanx.backend import Job
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.strategies.current import entered
-from phalanx.strategies.loader import divide_batch, make_loader, options_of
+from phalanx.strategies.loader import divide_batch, make_loader, options_of, require_divided
 from phalanx.strategies.precision import Precision, autocast_dtype
 from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
 from phalanx.strategies.weights import same_random_state
@@ -97,6 +97,11 @@ class Strategy(ABC):
         return world()
 
     @property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """The ranks that save and load together; None is the job's, whichever it has at the time."""
+        return None
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the process that prints and writes."""
         group = self.training_group
@@ -135,6 +140,11 @@ class Strategy(ABC):
             raise ValueError(f"{self._called}.setup: loss_fn and loss_of are two ways to say the same: give one")
         self._autocast = autocast_dtype(precision, self.device)
         if precision == "16-mixed":
+            if not self._skips_together:
+                raise ValueError(
+                    f"{self._called}.setup: with precision '16-mixed' a rank whose gradients overflow skips its step, "
+                    "and the others would wait for it: use 'bf16-mixed'"
+                )
             self.scaler = GradScaler(self.device.type)
         model = model.to(self.device) if self._moves_model else model
         self._num_setups += 1
@@ -144,6 +154,7 @@ class Strategy(ABC):
         return self._model, self._optimizer
 
     _moves_model = True
+    _skips_together = True  # all ranks see an overflow: their gradients are averaged before the step
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         return model, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
@@ -191,13 +202,16 @@ class Strategy(ABC):
     def distribute(self, loader: DataLoader[Any], *, padding: bool = True) -> DataLoader[Any]:
         """`loader`, whose batch is taken as the global one, divided among the replicas, as `loader()` does.
 
-        One whose sampler is a `phalanx.DistributedSampler` has been divided and is returned as it is.
+        One whose sampler is a `phalanx.DistributedSampler` of as many replicas has been divided: it is returned as it
+        is.
 
         Raises:
-            ValueError, TypeError: it has a sampler of its own, or no batch size.
+            ValueError, TypeError: it has a sampler of its own, or one of other replicas, or no batch size.
         """
         options = options_of(loader)
         if options is None:
+            place = self.num_replicas_in_sync, self.replica_id_in_sync_group
+            require_divided(loader, place, padding=padding)
             return loader
         return self.loader(loader.dataset, padding=padding, **options)
 
@@ -223,7 +237,7 @@ class Strategy(ABC):
         """
         model, loss_of = self._require_ready()
         with contextlib.nullcontext() if is_last else self.no_sync():
-            with self._autocasting():
+            with self.autocasting():
                 loss = loss_of(model, batch)
             scaled = loss if share == 1.0 else loss * share
             if self.scaler is not None:
@@ -264,7 +278,8 @@ class Strategy(ABC):
         assert self._model is not None
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
-    def _autocasting(self) -> contextlib.AbstractContextManager[Any]:
+    def autocasting(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the forward runs, by the precision of `setup`."""
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
@@ -282,7 +297,7 @@ class Strategy(ABC):
         Not collective over replicas: they may call it different numbers of times.
         """
         assert self._model is not None
-        with torch.no_grad(), self._autocasting():
+        with torch.no_grad(), self.autocasting():
             return self.bare_model(*inputs)
 
     @property

@@ -10,8 +10,8 @@ _MODULE_OF = {
     "Callback": "phalanx.trainer.callbacks",
     "EarlyStopping": "phalanx.trainer.callbacks",
     "LambdaCallback": "phalanx.trainer.callbacks",
-    "Progress": "phalanx.trainer.progress",
-    "progress": "phalanx.trainer.progress",
+    "Progress": "phalanx.trainer.progress_display",
+    "progress": "phalanx.trainer.progress_display",
 }
 
 __all__ = list(_MODULE_OF)
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from phalanx.trainer.callbacks import Callback as Callback
     from phalanx.trainer.callbacks import EarlyStopping as EarlyStopping
     from phalanx.trainer.callbacks import LambdaCallback as LambdaCallback
-    from phalanx.trainer.progress import Progress as Progress
-    from phalanx.trainer.progress import progress as progress
+    from phalanx.trainer.progress_display import Progress as Progress
+    from phalanx.trainer.progress_display import progress as progress
     from phalanx.trainer.trainer import Trainer as Trainer
 
 

@@ -25,7 +25,8 @@ class Callback:
         on_error                in place of on_fit_end
 
     A callback with `state_dict` and `load_state_dict` is part of checkpoints, and of what a rank that is replaced gets.
-    After the loss of a rank, what comes behind the last step of an epoch is done again.
+    After the loss of a rank, what comes behind the last step of an epoch is done again, with callbacks as they were at
+    the step; what `on_step_end` has counted since the step before the lost one is forgotten.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -81,6 +82,10 @@ class EarlyStopping(Callback):
         self.best = math.inf if mode == "min" else -math.inf
         self.num_bad = 0
 
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """A run that had stopped, and is started again, has stopped."""
+        self._stop_if_due(trainer)
+
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Ask the trainer to stop, if it is time."""
         if self.monitor not in metrics:
@@ -88,6 +93,9 @@ class EarlyStopping(Callback):
         value = metrics[self.monitor]
         better = value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
         self.best, self.num_bad = (value, 0) if better else (self.best, self.num_bad + 1)
+        self._stop_if_due(trainer)
+
+    def _stop_if_due(self, trainer: Trainer) -> None:
         if self.num_bad >= self.patience:
             trainer.stop(f"{self.monitor} has not got better than {self.best:.6g} for {self.num_bad} validations")
 

@@ -19,12 +19,13 @@ from torch.utils.data import DataLoader
 
 from phalanx import elastic
 from phalanx.checkpoint import CheckpointManager, RandomState
+from phalanx.data import DistributedSampler
 from phalanx.log import get_logger
 from phalanx.strategies import Strategy, get
 from phalanx.strategies.precision import Precision
 from phalanx.trainer.callbacks import Callback
 from phalanx.trainer.metrics import Means, num_samples
-from phalanx.trainer.progress import progress
+from phalanx.trainer.progress_display import progress
 from phalanx.trainer.scalars import Scalars
 
 _logger = get_logger(__name__)
@@ -129,10 +130,12 @@ class Trainer:
             precision=precision,
         )
         self.scheduler = self._make_scheduler(scheduler)
+        if isinstance(self.scheduler, ReduceLROnPlateau) and scheduler_interval == "step":
+            raise ValueError("Trainer: ReduceLROnPlateau steps by what validation measures: scheduler_interval='epoch'")
         self._by_step = scheduler_interval == "step"
         self.max_epochs = 1 if dry_run else max_epochs
         self.max_steps = max_steps
-        self._accumulate, self._max_norm = accumulate, max_norm
+        self._accumulate, self._max_norm = 1 if dry_run else accumulate, max_norm
         self._metrics = dict(metrics or {})
         self._save_every, self._log_every = save_every, log_every
         self._dry_run, self._show, self._min_ranks = dry_run, show_progress, min_ranks
@@ -141,11 +144,9 @@ class Trainer:
         """What the latest validation measured."""
         self._manager: CheckpointManager | None = None
         if checkpoint is not None and not dry_run:
-            group = None if self._is_elastic else self.strategy.training_group
-            self._manager = CheckpointManager(checkpoint, keep=keep, process_group=group)
+            self._manager = CheckpointManager(checkpoint, keep=keep, process_group=self.strategy.checkpoint_group)
         self._log_dir = None if dry_run else log_dir
         self._state: elastic.State | None = None
-        self._saved_step = -1
 
     # -- what callbacks read -------------------------------------------------------------------------------------------
 
@@ -210,6 +211,7 @@ class Trainer:
     def _train(
         self, state: elastic.State, loader: DataLoader[Any], val_loader: DataLoader[Any] | None, scalars: Scalars
     ) -> None:
+        self._return_callbacks(state)
         for epoch in state.epochs(self.max_epochs):
             if epoch and self._manager is not None and self._save_every is None:
                 self._save(state)  # of the epoch before, which has been counted now
@@ -227,12 +229,14 @@ class Trainer:
             if self.scheduler is not None and not self._by_step:
                 self._step_scheduler()
             self._call("on_epoch_end")
+            self._keep_callbacks(state)
 
     def _train_epoch(self, state: elastic.State, loader: DataLoader[Any], scalars: Scalars, epoch: int) -> bool:
         """Train on what is left of the epoch; whether to its end."""
         total, done = len(loader), 0
-        if loader.generator is not None:  # which gives DataLoader workers their seeds
-            loader.generator.manual_seed(hash((loader.sampler.seed, epoch)) & (2**63 - 1))  # type: ignore[attr-defined]
+        if loader.generator is None:  # it would draw from the model's, once more where an epoch is taken up
+            loader.generator = torch.Generator()
+        loader.generator.manual_seed(hash((loader.sampler.seed, epoch)) & (2**63 - 1))  # type: ignore[attr-defined]
         shown: Any = loader
         if self._show:
             shown = progress(loader, desc=f"epoch {epoch + 1}/{self.max_epochs}", per_step=self._samples_shown(loader))
@@ -246,6 +250,7 @@ class Trainer:
             self.strategy.update(self._max_norm)
             if self.scheduler is not None and self._by_step:
                 self.scheduler.step()
+            self._keep_callbacks(state)
             state.commit()
             if self._show and done % self._log_every == 0:
                 shown.update(loss=loss)
@@ -266,6 +271,9 @@ class Trainer:
 
     def validate(self, loader: DataLoader[Any]) -> dict[str, float]:
         """The loss and the metrics over all samples of all ranks, each counted once. Collective."""
+        sampler = loader.sampler
+        if isinstance(sampler, DistributedSampler) and self._is_elastic:  # of other ranks, if some were lost or came
+            sampler.regroup(self.strategy.num_replicas_in_sync, self.strategy.replica_id_in_sync_group)
         loader = self.strategy.distribute(loader, padding=False)
         means = Means(self.strategy.device)
         names = ["loss", *self._metrics]
@@ -307,12 +315,13 @@ class Trainer:
                     f"Trainer.validate: without a loss function {type(self.strategy.bare_model).__name__} needs a "
                     "validation_step(batch), which returns a dict of metrics"
                 )
-            with torch.no_grad():
+            with torch.no_grad(), self.strategy.autocasting():
                 return dict(step(batch))
         *inputs, target = batch
         result = self.strategy.evaluate(*inputs)
         if result is None:
             return None
+        result = pytree.tree_map(_in_full_precision, result)
         with torch.no_grad():
             values = {"loss": self._loss(result, target)}
             return values | {name: metric(result, target) for name, metric in self._metrics.items()}
@@ -323,38 +332,44 @@ class Trainer:
         things = {**self.strategy.parts(), "sampler": loader.sampler}
         if self.scheduler is not None:
             things["scheduler"] = self.scheduler
-        return elastic.State(**things, **self._stateful_callbacks(), why_stopped="")
+        return elastic.State(**things, why_stopped="", saved_step=-1, callbacks=None)
 
-    def _stateful_callbacks(self) -> dict[str, Any]:
-        stateful = [one for one in self.callbacks if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
-        return {f"callback_{number}": one for number, one in enumerate(stateful)}
+    def _stateful_callbacks(self) -> list[Any]:
+        return [one for one in self.callbacks if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
+
+    def _keep_callbacks(self, state: elastic.State) -> None:
+        """Before a commit: values of the state go back to the commit when a rank is lost; objects would not."""
+        if stateful := self._stateful_callbacks():
+            state.callbacks = [one.state_dict() for one in stateful]
+
+    def _return_callbacks(self, state: elastic.State) -> None:
+        if state.callbacks is not None:
+            for callback, kept in zip(self._stateful_callbacks(), state.callbacks, strict=True):
+                callback.load_state_dict(kept)
 
     def _parts(self, state: elastic.State) -> dict[str, Any]:
         scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler}
-        group = None if self._is_elastic else self.strategy.training_group
         return {
             **self.strategy.parts(),
             **scheduler,
-            **self._stateful_callbacks(),
+            **{f"callback_{number}": one for number, one in enumerate(self._stateful_callbacks())},
             "position": _Position(state),
-            "random": RandomState(group),
+            "random": RandomState(self.strategy.checkpoint_group),
         }
 
     def _save(self, state: elastic.State) -> None:
-        if self._manager is None or self._saved_step == state.step:
+        if self._manager is None or state.saved_step == state.step:
             return
-        self._saved_step = state.step
         self._manager.async_save(state.step, self._parts(state))
+        state.saved_step = state.step  # of the state: a rank that is new must not save alone what others have saved
         self._call("on_checkpoint")
 
     def _restore(self, state: elastic.State) -> None:
         if self._manager is None:
             return
         restored = self._manager.load(self._parts(state))
-        if restored is not None:
-            self._saved_step = restored.step
-            if self.strategy.is_main:
-                _logger.info("Trainer: goes on from %s, after step %d", restored.path, restored.step)
+        if restored is not None and self.strategy.is_main:
+            _logger.info("Trainer: goes on from %s, after step %d", restored.path, restored.step)
 
     # -- small things --------------------------------------------------------------------------------------------------
 
@@ -411,7 +426,7 @@ class Trainer:
     def _training_step(self, model: nn.Module, batch: Any) -> Tensor:
         """The model's own training_step, called through the strategy's wrapper, which must see a forward."""
         bare = self.strategy.bare_model
-        forward = bare.forward
+        forward, own = bare.forward, vars(bare).get("forward")
 
         def step(batch: Any) -> Tensor:
             bare.forward = forward
@@ -422,6 +437,8 @@ class Trainer:
             return model(batch)  # type: ignore[no-any-return]
         finally:
             vars(bare).pop("forward", None)
+            if own is not None:  # the instance's, as of torch.compile
+                bare.forward = own
 
 
 class _Position:
@@ -436,7 +453,13 @@ class _Position:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._state.epoch, self._state.step = state_dict["epoch"], state_dict["step"]
+        self._state.saved_step = state_dict["step"]
         self._state.load_data_position(state_dict["data"])
+
+
+def _in_full_precision(leaf: Any) -> Any:
+    """Metrics are not rounded to what autocast computes in."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
 def _is_count(value: object) -> bool:
