@@ -22,7 +22,7 @@ class Agent:
         self.membership = SimpleNamespace(find=self.find, find_lost=lambda name: None)
 
     def find(self, name):
-        return SimpleNamespace(info=SimpleNamespace(name=name, id=int(name)))
+        return SimpleNamespace(info=SimpleNamespace(name=name, id=int(name) if name.isdigit() else 9))
 
     def peer(self, member):
         return SimpleNamespace(lost="it was killed." if member.info.name in self.lost else "")
@@ -135,15 +135,17 @@ def test_pulls_and_pushes_are_answered_when_the_model_says_so_and_never_before()
     assert furthest == {bound: bound + 1 for bound in (0, 1, 3)}, "as far as the bound, and no further"
 
 
+class Failing(torch.optim.SGD):
+    """An optimizer that raises where a gradient is large."""
+
+    def step(self, closure=None):
+        if any(float(p.grad.sum()) > 100 for group in self.param_groups for p in group["params"]):
+            raise ArithmeticError("too much")
+        super().step(closure)
+
+
 def test_an_optimizer_that_fails_is_told_to_all_until_a_state_is_loaded():
     """The trainer whose push came last heard of it; the others waited until their calls ran out of time."""
-
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            if any(float(p.grad.sum()) > 100 for group in self.param_groups for p in group["params"]):
-                raise ArithmeticError("too much")
-            super().step(closure)
-
     make = partial(Failing, lr=1.0)
     spec = Spec("p", ("s",), ("0", "1"), True, None, make, make, "sum", False, "")
     hosted = Hosted(Agent(), "p", 0)
@@ -166,6 +168,53 @@ def test_an_optimizer_that_fails_is_told_to_all_until_a_state_is_loaded():
     for trainer in "01":
         assert push(trainer, 0, 1.0).value() is None
     assert hosted._shard.state()["dense"]["d"].tolist() == [-2, -2]
+
+
+def test_a_replica_hears_of_a_step_that_failed_and_one_made_later_is_no_better_than_its_primary():
+    """The failed push had a number that the replica never got: all that came after it waited there for ever.
+
+    And a replica that was made after the failure took over as if there had been none.
+    """
+    make = partial(Failing, lr=1.0)
+    spec = Spec("p", ("s", "r"), ("0",), True, None, make, make, "sum", True, "")
+    agent, others = Agent(), Agent()
+    others.me = SimpleNamespace(info=SimpleNamespace(name="r", id=8), uid=8)
+    primary = Hosted(agent, "p", 0)
+    replica = Hosted(others, "p", 0)
+
+    def send(to, function, arguments):
+        done = getattr(replica, function.__name__)(*arguments[2:])
+        if done is None:
+            done = torch.futures.Future()
+            done.set_result(None)
+        return done
+
+    primary._send = send
+    start = {"step": 0, "dense": {"d": torch.zeros(2)}, "tables": {}, "optimizer": {}}
+    assert primary.request(partial(primary.create, spec, start)).value() is None
+
+    def push(clock, value):
+        gradients = Gradients({"d": torch.full((2,), value)}, {})
+        return primary.request(partial(primary.push, "0", clock, gradients))
+
+    with pytest.raises(PhalanxError, match="could not make step 0: ArithmeticError"):
+        push(0, 1000.0).value()
+    assert replica._number == primary._number == 1
+    replica = Hosted(others, "p", 0)
+    primary._choose_replica()
+    others.lost.add("s")
+    replica.hear_lost(SimpleNamespace(uid=9, info=SimpleNamespace(name="s")))
+    with pytest.raises(PhalanxError, match="could not make step 0: ArithmeticError"):
+        replica.request(partial(replica.pull, "0", 1, ["d"], {})).value()
+    replica = Hosted(others, "p", 0)
+    primary._choose_replica()
+    primary.ask_load("0", 1)
+    assert primary.request(partial(primary.load, "0", 1, start)).value() == 0
+    assert push(0, 1.0).value() is None
+    assert replica._failure is None
+    assert replica._shard.state()["dense"]["d"].tolist() == [-1, -1]
+    assert primary.request(partial(primary.write, ("leave", "0"))).value() is None
+    assert replica._shard is primary._shard is None
 
 
 def test_a_state_is_loaded_when_all_trainers_have_asked_for_it():

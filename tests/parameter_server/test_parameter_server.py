@@ -348,6 +348,35 @@ def test_no_acknowledged_push_is_lost_or_applied_twice_when_two_of_three_servers
     run_workers(_servers_die, 5, synchronous, lost=[2, 3])
 
 
+class _Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        if any(p.grad is not None and float(p.grad.sum()) > 100 for g in self.param_groups for p in g["params"]):
+            raise ArithmeticError("too much")
+        super().step(closure)
+
+
+def _step_fails(rank, folder):
+    name = ["t0", "s0", "s1"][rank]
+    with join(name, rank, 3, folder):
+        if rank > 0:
+            return
+        make = partial(_Failing, lr=1.0)
+        values = {"d": torch.zeros(3), "e": torch.zeros(3)}
+        server = phalanx.ParameterServer(["s0", "s1"], ["t0"], dense=values, optimizer=make)
+        state = server.state_dict()
+        with pytest.raises(phalanx.PhalanxError, match=r"could not make step 0: ArithmeticError: too much"):
+            server.push_gradients({"d": torch.full((3,), 100.0), "e": torch.full((3,), 100.0)})
+        server.load_state_dict(state)
+        server.push_gradients({"d": torch.ones(3), "e": torch.ones(3)})
+        assert server.pull()["d"].tolist() == [-1] * 3
+        server.close()
+
+
+def test_trainers_go_on_from_a_state_after_a_step_that_failed_on_replicated_servers():
+    """The replica never heard of the failed push, and waited for it: load_state_dict and close hung until timeout."""
+    run_workers(_step_fails, 3)
+
+
 def _no_replica(rank, folder):
     name = ["t0", "s0", "s1"][rank]
     with join(name, rank, 3, folder, loses=True):

@@ -172,12 +172,13 @@ class Hosted:
             return _WAIT
         before = self._failure
         self._apply(shard, entry)
+        told = None
+        if self._replica is not None:  # also of what has failed: it has a number, for which later ones would wait there
+            arguments = (self._name, self._index, self._number, entry)
+            told = self._ack(self._send(self._replica, receive, arguments))
         if self._failure is not before and self._failure is not None:
             raise self._failure
-        if self._replica is None:
-            return None
-        arguments = (self._name, self._index, self._number, entry)
-        return self._ack(self._send(self._replica, receive, arguments))
+        return told
 
     def _apply(self, shard: Shard, entry: tuple[Any, ...]) -> None:
         if entry[0] == "load":
@@ -251,12 +252,13 @@ class Hosted:
 
     # -- the replica ---------------------------------------------------------------------------------------------------
 
-    def install(self, primary: int, number: int, snapshot: tuple[Any, ...]) -> None:
-        """Be the replica, from this state on."""
+    def install(self, primary: int, number: int, snapshot: tuple[Any, ...], failure: str | None) -> None:
+        """Be the replica, from this state on; `failure` is why it is not what it should be."""
         with self._lock:
             if self._is_primary:
                 raise NotHeldError("this server has taken over the shard.")
             self._shard, self._primary, self._number = Shard.from_snapshot(snapshot), primary, number
+            self._failure = None if failure is None else PhalanxError(failure)
         self.receive(None, None)
 
     def receive(self, number: int | None, entry: tuple[Any, ...] | None) -> Future[Any]:
@@ -289,7 +291,8 @@ class Hosted:
             after = ring(spec.servers, spec.servers.index(me.info.name))[1:]
             self._replica = next((one for one in after if not self._why_lost(one)), None)
         if self._replica is not None:
-            arguments = (self._name, self._index, me.uid, self._number, self._shard.snapshot())
+            failure = None if self._failure is None else str(self._failure)
+            arguments = (self._name, self._index, me.uid, self._number, self._shard.snapshot(), failure)
             self._installed = self._send(self._replica, install, arguments)
 
     def _send(self, to: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
@@ -451,9 +454,9 @@ def clocks(name: str, index: int) -> dict[str, int]:
     return _host(name, index).clocks()
 
 
-def install(name: str, index: int, primary: int, number: int, snapshot: tuple[Any, ...]) -> None:
+def install(name: str, index: int, primary: int, number: int, snapshot: tuple[Any, ...], failure: str | None) -> None:
     """From a primary to its replica."""
-    _host(name, index).install(primary, number, snapshot)
+    _host(name, index).install(primary, number, snapshot, failure)
 
 
 @async_execution
