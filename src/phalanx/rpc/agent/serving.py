@@ -130,7 +130,8 @@ class Serving:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._clock_bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._clock_sleeps = False
-        self._due = math.inf
+        self._due = math.inf  # the clock will tick by then; what is due later need not be told to it
+        self._wanted: deque[float] = deque()  # by others, of the clock
         self._inside = threading.local()
         self.watch(self._bell, _Bell(self._bell))
 
@@ -167,6 +168,7 @@ class Serving:
         """Let the clock tick by `due`. Takes no lock: finalizers may call it."""
         if due < self._due:
             self._due = due
+            self._wanted.append(due)  # as the clock may overwrite the former at this moment
             if self._clock_sleeps:
                 with contextlib.suppress(OSError):
                     os.eventfd_write(self._clock_bell, 1)
@@ -296,20 +298,30 @@ class Serving:
     def _be_clock(self) -> None:
         poll = select.poll()
         poll.register(self._clock_bell, select.POLLIN)
+        due = math.inf
         while not self._closed:
+            due = self._next_due(due)
             now = time.monotonic()
-            if now >= self._due:
-                self._due = math.inf
-                self._due = min(self._tick(now), self._due)
+            if now >= due:
+                self._due = math.inf  # first: what is wanted from here on is told
+                due = self._tick(now)
+                self._due = min(due, self._due)
             busy = self._relieve(now)
             if now - self._last_call >= _AWAKE_S:
                 self._clock_sleeps = True
+            due = self._next_due(due)
             watching = busy or now - self._last_call < _AWAKE_S
-            timeout_s = min(LATE_S if watching else 3600.0, max(0.0, self._due - time.monotonic()))
+            timeout_s = min(LATE_S if watching else 3600.0, max(0.0, due - time.monotonic()))
             poll.poll(timeout_s * 1000)
             self._clock_sleeps = False
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._clock_bell)
+
+    def _next_due(self, due: float) -> float:
+        """`due`, or earlier if somebody wants that."""
+        while self._wanted:
+            due = min(due, self._wanted.popleft())
+        return due
 
     def _relieve(self, now: float) -> bool:
         """Give the lead to another thread if the leader has been in user code for too long; whether it is in any."""
