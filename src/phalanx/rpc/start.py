@@ -199,6 +199,7 @@ def _close_in_child() -> None:
         agent = current.agent()
         current.set_agent(None)
         interrupts.uninstall()
+        interrupts.reset()
         agent.abandon()
 
 

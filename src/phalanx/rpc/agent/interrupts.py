@@ -53,6 +53,12 @@ def uninstall() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def reset() -> None:
+    """In a fork, whose only thread is its main one: it is in none of the parts that its parent was in."""
+    global _main, _state
+    _main, _state = get_ident(), _Deferral()
+
+
 def defer() -> None:
     """From here on this thread must not be left."""
     if get_ident() == _main:
@@ -61,7 +67,7 @@ def defer() -> None:
 
 def allow() -> None:
     """From here on it may. Raises KeyboardInterrupt if that was put off."""
-    if get_ident() == _main:
+    if get_ident() == _main and _state.depth:  # it is 0 in a fork that leaves what its parent was in
         _state.depth -= 1
         if _state.is_pending and not _state.depth:
             _state.is_pending = False
@@ -80,9 +86,10 @@ def wait(until: Callable[[], object]) -> None:
     if get_ident() != _main:
         until()
         return
-    depth, _state.depth = _state.depth, 0
+    state = _state  # a signal handler may fork: the child has another one
+    depth, state.depth = state.depth, 0
     try:
         check()
         until()
     finally:
-        _state.depth = depth
+        state.depth = depth

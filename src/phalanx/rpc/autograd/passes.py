@@ -103,6 +103,8 @@ class Pass:
         """Take part, with these messages of ours, of which one's gradients are here; done when our part is over."""
         done: Future[Any] = Future()
         with self._changed:
+            if self._done is not None:  # it is told again: Ctrl-C has come before the caller knew that it was told
+                return self._done
             if first is not None:
                 self._arrived[first[0]] = first[1]
                 self._changed.notify_all()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.rpc import current
+from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.agent.reading import Answer, Reading
 from phalanx.rpc.agent.serving import SHORT_S
@@ -74,8 +75,12 @@ class AutogradWorker:
 
         def begin(uid: int, first: tuple[MessageId, Sequence[Tensor | None]] | None = None) -> None:
             told = context.id, run.id, plans[uid], retain_graph, first
-            begun[uid] = self.agent.control(others[uid], "autograd.begin", told, 0.0)
-            begun[uid].hear(run.other_is_over)
+            interrupts.defer()  # else Ctrl-C could come when it is told, and we would not know of it
+            try:
+                begun[uid] = self.agent.control(others[uid], "autograd.begin", told, 0.0)
+                begun[uid].hear(run.other_is_over)
+            finally:
+                interrupts.allow()
 
         def begin_others(message: MessageId | None = None) -> None:
             for uid in others:
