@@ -15,6 +15,7 @@ from tests.rpc.workers import nothing, pid, run_workers, same, set_event, until,
 from phalanx import rpc
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
 from phalanx.rpc import current
+from phalanx.rpc.agent import interrupts
 
 
 def _blocked(rank, folder):
@@ -129,12 +130,14 @@ def _fork(rank, folder):
         assert rpc.rpc_sync(f"w{1 - rank}", same, (1,)) == 1
         tensor = rpc.rpc_sync(f"w{1 - rank}", same, (torch.ones(1 << 16),))
         rref = rpc.remote(f"w{1 - rank}", same, (2,))
+        interrupts.defer()  # as where a reader hands out an answer, and its callback forks
         child = os.fork()
         if child == 0:
-            code = 1
+            code = 1 if interrupts._state.depth == 0 else 6
             with contextlib.suppress(BaseException):
-                code = _in_child(rref, tensor, f"{folder}/child-{rank}")
+                code = code if code == 6 else _in_child(rref, tensor, f"{folder}/child-{rank}")
             os._exit(code)
+        interrupts.allow()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert rref.to_here() == 2
         assert tensor.sum() == 1 << 16
@@ -291,3 +294,60 @@ def _look(tensor):
 @pytest.mark.skipif(not os.environ.get("PHALANX_HUGE_TESTS"), reason="takes 6 GiB of memory: PHALANX_HUGE_TESTS=1")
 def test_an_argument_may_be_larger_than_2_gib():
     run_workers(_huge, 2, timeout=200)
+
+
+def _ends_while_calling(rank, folder):
+    rpc.init_rpc(
+        "w0", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{folder}/s")
+    )
+    agent = current.agent()
+    find = agent.peer
+
+    def peer(to):  # as another thread would, just after this one has looked whether the worker is open
+        agent.peer = find
+        rpc.shutdown(graceful=False)
+        return find(to)
+
+    agent.peer = peer
+    future = agent.invoke(agent.me, "rpc_async", "nothing", (nothing, (), {}))
+    assert future.done()
+    with pytest.raises(ClosedError, match=r"rpc_async\(nothing\) to .*: this worker was shut down before the answer"):
+        future.wait()
+
+
+def test_a_call_that_is_made_while_the_worker_ends_fails():
+    """It was counted after all calls had been failed: nobody failed it, and who waited for it did so for ever."""
+    run_workers(_ends_while_calling, 1)
+
+
+def _num_owned():
+    return current.agent().references.count()["num_owner_rrefs"]
+
+
+def _drops_later(rank, folder):
+    with worker(rank, 2, folder):
+        if rank:
+            return
+        rref = rpc.remote("w1", same, (2,))
+        assert rref.to_here() == 2
+        assert rpc.rpc_sync("w1", _num_owned) == 1
+        agent = current.agent()
+        tell, refused = agent.tell, threading.Event()
+
+        def refuse(*args):
+            agent.tell = tell
+            refused.set()
+            raise PhalanxError("no descriptor")
+
+        agent.tell = refuse
+        del rref
+        assert refused.wait(30)
+        until(lambda: rpc.rpc_sync("w1", _num_owned) == 0)
+        with pytest.raises(DeadlineError):
+            rpc.rpc_sync("w1", wait_event, ("never",), timeout=0.05)
+        rpc.rpc_sync("w1", set_event, ("never",))
+
+
+def test_references_that_cannot_be_dropped_for_want_of_descriptors_are_dropped_later():
+    """The clock's thread ended with the error: no call ran out of time any more, and the objects were never let go."""
+    run_workers(_drops_later, 2)

@@ -12,8 +12,8 @@ import torch
 from tests.rpc.workers import nothing, run_workers, same, set_event, wait_event, worker
 
 from phalanx import rpc
-from phalanx.errors import DeadlineError
-from phalanx.rpc import serialization
+from phalanx.errors import DeadlineError, PeerLostError
+from phalanx.rpc import current, serialization
 
 _WAIT_S = 30.0
 
@@ -129,6 +129,33 @@ def _all(rank, folder):
             _answers_that_nobody_waits_for_are_read()
             _many_threads_wait()
             _time_runs_out_for_who_reads()
+
+
+def _breaks(rank, folder):
+    rpc.init_rpc(
+        f"w{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{folder}/s")
+    )
+    if rank:
+        with pytest.raises(PeerLostError):
+            rpc.shutdown()
+        return
+    agent = current.agent()
+    assert rpc.rpc_sync("w1", same, (1,)) == 1
+    connection = agent.peer(agent.membership.find("w1")).connection
+
+    def read():
+        connection.socket.recv(1)
+        raise ValueError("no such kind of frame")
+
+    connection._read = read
+    with pytest.raises(PeerLostError, match=r"rpc_sync\(same\) to .*: the worker is lost: its connection closed"):
+        rpc.rpc_sync("w1", same, (2,), timeout=20)
+    rpc.shutdown(graceful=False)
+
+
+def test_frames_that_make_no_sense_lose_the_worker_whoever_reads_them():
+    """The thread that waited for an answer raised what parsing did, and what came next was read from its middle."""
+    run_workers(_breaks, 2)
 
 
 def test_the_thread_that_waits_reads_and_nobody_who_is_stuck_keeps_others_waiting():

@@ -68,6 +68,7 @@ class UnixConnection:
         self._received = bytearray(_READ_BYTES)
         self._view = memoryview(self._received)
         self._have = 0
+        self._is_broken = False
         self.releases: deque[int] = deque()
         self._borrower = Borrower(self._released)
 
@@ -186,7 +187,13 @@ class UnixConnection:
     def read(self) -> list[Frame] | None:
         """The frames that have come; None when the other end is gone."""
         with self._parsing:
-            return self._read()
+            if self._is_broken:
+                return None
+            try:
+                return self._read()
+            except BaseException:
+                self._is_broken = True  # what follows would be read from the middle of a frame
+                raise
 
     def _read(self) -> list[Frame] | None:
         try:

@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from phalanx.coordination.key import Key
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
+from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.calls import Call, Peer, count, describe_timeout
@@ -40,6 +41,7 @@ from phalanx.rpc.serialization import Payload, deserialize, serialize, serialize
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
 
+_logger = get_logger(__name__)
 _NO_EXTRAS = (None, None, None)
 _TICK_S = 1.0  # of the clock, while calls are under way
 _CONNECT_S = 30.0
@@ -147,7 +149,7 @@ class Agent:
         connection.send(kind, call.number, payload.data, extras, buffers)
         if reading is not None and not is_awaited:
             reading.sent()
-        if peer.is_lost() and peer.take(call.number) is not None:
+        if (peer.is_lost() or self.closed) and peer.take(call.number) is not None:  # else who failed all others had it
             self._fail(peer, call)
 
     def control(self, to: Member, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
@@ -181,11 +183,19 @@ class Agent:
             connection.send(wire.PART, 0, payload.data, b"", payload.buffers)
 
     def _fail(self, peer: Peer, call: Call) -> None:
+        if not peer.lost:
+            self._fail_closed(peer, call)
+            return
         text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
         if call.number:
             text += "\nWhether the function ran there is not known."
         ranks = (peer.member.info.id,)
         call.fail(lambda: PeerLostError(text, ranks=ranks))
+
+    @staticmethod
+    def _fail_closed(peer: Peer, call: Call) -> None:
+        text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
+        call.fail(partial(ClosedError, text))
 
     # -- answers put aside ---------------------------------------------------------------------------------------------
 
@@ -214,6 +224,7 @@ class Agent:
                 self._early.append(item)
                 return
         if frame is None:
+            lead.busy_since = time.monotonic()  # its calls fail, which may run the user's callbacks
             self.connections.lose(connection.peer, connection.why)
             return
         kind = frame.kind
@@ -276,8 +287,17 @@ class Agent:
     make_rref: Callable[..., Any]
 
     def _drop_forks(self, frame: Frame) -> None:
-        forks, _, _ = pickle.loads(frame.extras)
-        self.take_forks(forks)
+        """Never raises: it may be the thread of another call that has read it."""
+        forks: Any = None
+        try:
+            forks = pickle.loads(frame.extras)[0]
+        except Exception as error:
+            _logger.error("rpc: the references in an answer that came too late cannot be read: %s", error)
+        for fork in forks or ():
+            try:
+                self.make_rref(*fork)
+            except Exception as error:  # its owner cannot be told, say: the others go all the same
+                _logger.error("rpc: a reference in an answer that came too late cannot be let go of: %s", error)
 
     def _take_control(self, connection: Any, frame: Frame) -> None:
         member = connection.peer or self.me
@@ -369,7 +389,8 @@ class Agent:
             due = min(due, next_one)
             for call in late:
                 call.fail(partial(describe_timeout, *call.described, peer.member))
-        return min(due, now + _TICK_S) if any(peer.calls for peer in list(self.peers.values())) else due
+        again = self.references.dropped or any(peer.calls for peer in list(self.peers.values()))
+        return min(due, now + _TICK_S) if again else due
 
     def _send_drops(self) -> None:
         """Tell owners which references are gone."""
@@ -381,7 +402,10 @@ class Agent:
         for owner, forks in by_owner.items():
             member = self.membership.by_uid(owner)
             if member is not None and not self.peer(member).lost:
-                self.tell(member, "drop_forks", forks)
+                try:
+                    self.tell(member, "drop_forks", forks)
+                except PhalanxError:  # no descriptor is free for a connection: at a later tick there may be one
+                    self.references.dropped.extend((owner, *one) for one in forks)
 
     @property
     def num_in_flight(self) -> int:
@@ -413,8 +437,7 @@ class Agent:
         self.serving.close()
         for peer in list(self.peers.values()):
             for call in peer.take_all():
-                text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
-                call.fail(partial(ClosedError, text))
+                self._fail_closed(peer, call)
         self.retries.close()
         for hear in self.on_close:
             hear()

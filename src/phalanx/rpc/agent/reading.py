@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -26,12 +27,14 @@ import torch
 from torch.futures import Future
 
 from phalanx import _core
+from phalanx.log import get_logger
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.serving import LATE_S, Serving, Spin
 from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.wire import Frame
 
 T = TypeVar("T")
+_logger = get_logger(__name__)
 _IDLE_S = 0.05  # a muted connection on which nothing happens is the leader's again
 _FIRST, _MOST = 4, 1 << 14  # so many threads must have waited for a call before the next one is expected to
 
@@ -215,7 +218,7 @@ class Reading:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(bell)
                 if found & 1:
-                    frames = connection.read() if not connection.closed else None
+                    frames = self._read_frames()
                     if frames is None:  # the leader hears it as well
                         return
                     pending.extend(frames)
@@ -223,6 +226,17 @@ class Reading:
             while self._turn is turn and (frame := self._next_frame()) is not None:
                 self._hand_out(frame, awaited)
             turn.busy_since = 0.0
+
+    def _read_frames(self) -> list[Frame] | None:
+        """What has come; None at the end of the connection."""
+        connection = self._connection
+        try:
+            return connection.read() if not connection.closed else None
+        except Exception as error:  # frames that make no sense: no affair of the call that is waited for
+            _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
+            with contextlib.suppress(OSError):  # the leader hears that, and fails all calls
+                connection.socket.shutdown(socket.SHUT_RDWR)
+            return None
 
     def _next_frame(self) -> Frame | None:
         try:
