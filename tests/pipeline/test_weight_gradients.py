@@ -238,3 +238,74 @@ def test_nothing_of_a_micro_batch_outlives_it():
     del x, loss, found
     gc.collect()
     assert dying() is None
+
+
+@pytest.mark.parametrize("room", [NONE, ALL])
+def test_a_layer_kept_out_of_autocast_gets_a_gradient_of_its_own_dtype(room):
+    """The product was made under the loop's autocast, in bfloat16, which is no gradient of a float32 weight."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    torch.manual_seed(1)
+    other, x = copy.deepcopy(model), torch.randn(4, 6)
+
+    def loss_of(layers):
+        with torch.autocast("cpu", enabled=False):
+            return layers(x.clone().requires_grad_()).square().sum()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            loss = loss_of(model)
+            found = Weights().find([loss], room)
+            assert len(found._products) == 2
+            found.backward([loss], [None])
+            found.run()
+            loss_of(other).backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float32
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=0.1)  # autograd makes them in bfloat16
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("which", ["weight", "bias"])
+@pytest.mark.parametrize("told", [torch.float32, None])
+def test_gradients_of_another_dtype_than_their_parameter_are_left_to_autograd(which, told):
+    """Sums kept in float32 of a bfloat16 parameter: the product was added to them, or took their place."""
+    for layer, shape in ((nn.Linear(6, 6), (4, 6)), (nn.Conv1d(3, 3, 1), (4, 3, 6))):
+        if which == "bias" and type(layer) is nn.Linear:
+            continue
+        layer.bfloat16()
+        parameter = getattr(layer, which)
+        parameter.grad_dtype = told
+        if told is None:
+            parameter.grad = torch.ones(parameter.shape)
+        x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+        assert Weights().find([layer(x).sum()], ALL) is None
+
+
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        transposed = self.weight.t()
+        return x @ transposed, transposed
+
+
+def test_a_transpose_that_goes_on_to_others_brings_the_weight_their_gradient_too():
+    """It was taken for one that the product alone uses, and what came from the next stage was lost."""
+    model = Transposed()
+    other, x = copy.deepcopy(model), torch.randn(4, 6, requires_grad=True)
+    roots, grads = model(x), [torch.randn(4, 6), torch.randn(6, 6)]
+    found = Weights().find(roots, ALL)
+    if found is None:
+        torch.autograd.backward(roots, grads)
+    else:
+        found.backward(list(roots), list(grads))
+        found.run()
+    torch.autograd.backward(other(x), grads)
+    torch.testing.assert_close(model.weight.grad, other.weight.grad)
+
+
+def test_a_convolution_of_no_samples_is_left_to_autograd():
+    x = torch.randn(0, 2, 5, 5, requires_grad=True)
+    assert Weights().find([nn.Conv2d(2, 4, 3)(x).sum()], ALL) is None

@@ -72,6 +72,7 @@ class Stage:
         """By mode, as soon: which values overlap, too."""
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
+        self._own = own
         # torch's DDP hangs its hooks on the graph, where nobody sees them: its weights stay autograd's.
         self._weights = None if any(isinstance(module, DistributedDataParallel) for module in own) else Weights()
         self._saved_bytes: int | None = None
@@ -82,6 +83,9 @@ class Stage:
     def begin(self, most: int) -> None:
         """A step begins, in which at most so many micro-batches are in flight here."""
         self._most = most
+        # So does `register_backward_hook`, whose hooks see the gradients of weights that the last operation makes.
+        if any(module._backward_hooks and module._is_full_backward_hook is False for module in self._own):
+            self._weights = None
         if self._weights is not None:
             self._weights.begin()
 

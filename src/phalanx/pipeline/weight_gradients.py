@@ -53,6 +53,11 @@ class _Product:
         self.grad = self.operand = None
         if grad is None or operand is None:
             return
+        # The loop may call us inside its autocast, which the layer was kept out of: its gradient is of its own dtype.
+        with torch.autocast(grad.device.type, enabled=False):
+            self._add(grad, operand)
+
+    def _add(self, grad: Tensor, operand: Tensor) -> None:
         if self.convolution:
             _, of_weight, of_bias = torch.ops.aten.convolution_backward(
                 grad, operand, self.weight, *self.convolution, [False, True, self.bias is not None]
@@ -143,7 +148,7 @@ class Weights:
             if root.grad_fn is None:
                 return None
             if root.grad_fn not in uses:
-                uses[root.grad_fn] = 0
+                uses[root.grad_fn] = 1  # by whoever has it; what is used besides has another gradient, too
                 todo.append(root.grad_fn)
         ends = []
         while todo:
@@ -218,7 +223,9 @@ class Weights:
         if below is None or weight is None or (bias is None) != (bias_end is None):
             return None
         operand = node._saved_input
-        if operand[0, 0].numel() * weight.numel() * operand.shape[0] < _LEAST_PRODUCT or not _is_plain(operand, weight):
+        if not operand.numel() or not _is_plain(operand, weight):
+            return None
+        if operand.numel() // operand.shape[1] * weight.numel() < _LEAST_PRODUCT:
             return None
         settings = (
             None if bias is None else list(bias.shape),
@@ -241,7 +248,11 @@ class Weights:
             self._known[end] = weight  # its node lives as long as somebody has it, and stays the same
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return None
+        if getattr(weight, "grad_dtype", weight.dtype) != weight.dtype:
+            return None
         grad = weight.grad
+        if grad is not None and grad.dtype != weight.dtype:
+            return None
         if grad is not None and (type(grad) is not Tensor or grad.requires_grad or grad.layout != torch.strided):
             return None
         return weight
