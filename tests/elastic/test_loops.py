@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,40 @@ def read_ahead(loader: Any, num_batches: int = 3) -> Iterator[Any]:
     yield from batches
 
 
+def bring_nearer(slow: Tensor, fast: Tensor) -> None:
+    slow.lerp_(fast, 0.2)
+
+
+def replace_data(slow: Tensor, fast: Tensor) -> None:
+    slow.data = slow.data * 0.8 + fast.data * 0.2
+
+
+def change_data(slow: Tensor, fast: Tensor) -> None:
+    slow.data.mul_(0.8).add_(fast.data, alpha=0.2)
+
+
 class Momentum(nn.Module):
-    """A layer with a slow copy of itself, which each forward brings nearer: an encoder of MoCo, in small."""
+    """A layer with slow copies of itself, which each forward brings nearer: an encoder of MoCo, in small.
+
+    By each of the ways that such encoders have, of which two leave no trace in the tensor's version.
+    """
+
+    ways = (bring_nearer, replace_data, change_data)
 
     def __init__(self) -> None:
         super().__init__()
         self.fast = nn.Linear(8, 1)
-        self.slow = nn.Linear(8, 1).requires_grad_(False)
+        self.slow = nn.ModuleList(nn.Linear(8, 1).requires_grad_(False) for _ in self.ways)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
-                    slow.lerp_(fast, 0.2)
-        out: Tensor = self.fast(x) + self.slow(x)
+                for change, layer in zip(self.ways, self.slow, strict=True):
+                    for slow, fast in zip(layer.parameters(), self.fast.parameters(), strict=True):
+                        change(slow, fast)
+        out: Tensor = self.fast(x)
+        for layer in self.slow:
+            out = out + layer(x)
         return out
 
 
@@ -149,7 +170,8 @@ def test_what_a_loop_does_behind_its_update_is_done_once_for_each_step(kind: str
     the end of an epoch stepped twice, and an epoch's end counted as a step. A buffer changed behind the update went
     back to what it was before, and a model that was being validated trained on in evaluation mode.
 
-    A momentum encoder, which forward changes, changed twice on survivors where the step was done again.
+    A momentum encoder, which forward changes, changed twice on survivors where the step was done again; later only if
+    it was changed through `.data`, as the official one of MoCo is.
 
     A loop that swallowed the error of its backward, by which it was to hear of the loss, updated with the gradients of
     its rank alone. A loop that took batches ahead lost those that it had not used.
@@ -203,6 +225,52 @@ def test_a_commit_counts_the_samples_that_it_is_told_and_refuses_what_cannot_be(
         state.commit(samples=4)
     with pytest.raises(ValueError, match="no sampler in State"):
         elastic.State(best=0.0).commit(samples=4)
+
+
+def test_samples_are_refused_where_a_step_may_be_done_without_its_commit() -> None:
+    """A round, or an update in shards, counted after a loss, and its samples did not: they were trained on twice."""
+    for place, kind in (("_rounds", phalanx.LocalSGD), ("_sharded", phalanx.ZeroRedundancyOptimizer)):
+        sampler, loader = loader_of()
+        state = elastic.State(sampler=sampler)
+        setattr(state, place, [object.__new__(kind)])  # a whole one needs a group
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(ValueError, match=rf"samples=4\): there is {kind.__name__} in State.*no prefetcher"):
+            state.commit(samples=4)
+        state.commit()
+
+
+def test_a_prefetcher_that_crosses_the_end_of_an_epoch_is_told_to_end_with_it() -> None:
+    """What it had left of the one was counted for the next, and a loss skipped as much of that."""
+
+    def forever(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    sampler, loader = loader_of()
+    state = elastic.State(sampler=sampler)
+    ahead = forever(loader)
+    for _ in range(4):
+        next(ahead)
+    state.commit(samples=4)
+    state.commit(samples=4)
+    next(ahead)
+    with pytest.raises(ValueError, match=r"begun the next epoch before .* 8 of 16 samples .* End the prefetcher"):
+        state.commit(samples=4)
+
+
+@pytest.mark.parametrize("how", ["by state.epochs", "by itself", "broken off", "broken off, by state.epochs"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_that_leaves_samples_of_its_own_will_goes_over_to_the_next(how: str, drop_last: bool) -> None:
+    data = Numbers(18)
+    sampler = phalanx.DistributedSampler(data)
+    loader: Any = DataLoader(data, batch_size=4, sampler=sampler, drop_last=drop_last)
+    state = elastic.State(sampler=sampler)
+    steps = 2 if "broken" in how else None
+    for _ in state.epochs(3) if "state.epochs" in how else range(3):
+        for ids, *_ in islice(read_ahead(loader, 2), steps):
+            state.commit(samples=len(ids))
+    assert state.step == 3 * (steps or (4 if drop_last else 5))
 
 
 def test_a_loop_that_reads_ahead_and_does_not_say_so_is_told(caplog: pytest.LogCaptureFixture) -> None:

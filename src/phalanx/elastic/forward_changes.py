@@ -14,15 +14,18 @@ from torch import Tensor
 class ForwardChanges:
     """Watches `tensors`, which no optimizer updates; which of them are changed by forwards, the steps show.
 
+    A change through `.data` changes no version, so that the first step compares values: one that is changed so in later
+    steps only is not found.
+
     Cost: a look at the number of changes of each, twice a step; and a copy, before each step, of those that forwards
-    change. In the first step, of all.
+    change. In the first step, of all, which are compared with it.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self._changing: set[int] | None = None  # by place in `tensors`; None before it is known
         self._copies: dict[int, Tensor] = {}
-        self._copied: dict[int, int] = {}  # the version of each that was copied
+        self._places: dict[int, int] = {}  # the memory that was copied
         self._versions: list[int] | None = None  # as the step began; None outside of one
 
     @torch.no_grad()
@@ -32,20 +35,21 @@ class ForwardChanges:
             return
         self._versions = [tensor._version for tensor in self._tensors]
         for number in range(len(self._tensors)) if self._changing is None else self._changing:
-            tensor, version = self._tensors[number], self._versions[number]
-            if number not in self._copies:
+            tensor, copy = self._tensors[number], self._copies.get(number)
+            if copy is None or not _is_alike(copy, tensor):
                 self._copies[number] = tensor.detach().clone()
-            elif self._copied[number] != version:
-                self._copies[number].copy_(tensor)
-            self._copied[number] = version
+            else:
+                copy.copy_(tensor)
+            self._places[number] = _place(tensor)
 
+    @torch.no_grad()
     def learn(self) -> None:
         """The update is about to begin: what has changed by now was changed by a forward."""
         if self._versions is None:
             return
         self._changing = self._changed() | (self._changing or set())
         for number in self._copies.keys() - self._changing:
-            del self._copies[number], self._copied[number]
+            del self._copies[number], self._places[number]
 
     def end_step(self) -> None:
         """It is committed, or taken back."""
@@ -56,13 +60,37 @@ class ForwardChanges:
         """All are as they were when the step began, but those that were never seen to change: their numbers."""
         if self._versions is None:
             return []
-        changed = self._changed()
+        changed = self._changed() | (self._changing or set())
         for number in changed & self._copies.keys():
-            self._tensors[number].copy_(self._copies[number])
-            self._copied[number] = self._tensors[number]._version
+            tensor, copy = self._tensors[number], self._copies[number]
+            if self._places[number] == _place(tensor) and _is_alike(copy, tensor):
+                tensor.copy_(copy)
+            else:  # the memory that it has got may be another's, too
+                tensor.data = copy.clone()
         self._versions = None
         return sorted(changed - self._copies.keys())
 
     def _changed(self) -> set[int]:
+        """As far as their versions tell; of all while there are copies of all."""
         assert self._versions is not None
-        return {i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v}
+        changed = {i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v}
+        if self._changing is None:
+            changed |= {i for i, copy in self._copies.items() if i not in changed and _differ(copy, self._tensors[i])}
+        return changed
+
+
+def _is_alike(copy: Tensor, tensor: Tensor) -> bool:
+    return (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device)
+
+
+def _differ(copy: Tensor, tensor: Tensor) -> bool:
+    if not _is_alike(copy, tensor):
+        return True
+    try:
+        return not torch.equal(copy, tensor)
+    except (RuntimeError, TypeError):  # a layout or a subclass that cannot be compared: its version must do
+        return False
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0

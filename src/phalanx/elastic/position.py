@@ -58,6 +58,7 @@ class DataPosition:
         self._on_iterator = on_iterator
         self._iterator: Callable[[], Any] = lambda: None
         self._batch_size = 1
+        self._drops_last = False
         self._counted: tuple[Any, int] = None, 0  # a pass, and how many samples of it the loop says that it has used
         self.keeps_global_batch = False
         observe_loaders(self, DataPosition._learn_batch_size, DataPosition._observe)
@@ -77,6 +78,7 @@ class DataPosition:
                 "many samples a batch has used up. Give it the attribute `batch_size`."
             )
         self._batch_size = size
+        self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
         if self.keeps_global_batch and batch_sampler is not None and type(batch_sampler).__iter__ is not _BATCHES:
             raise ValueError(
                 f"phalanx.elastic: {type(batch_sampler).__name__} makes batches of its own, and with batch='global' a "
@@ -116,12 +118,21 @@ class DataPosition:
         """The loop has used so many more of this pass: no longer does all count that it was handed.
 
         Raises:
-            ValueError: it was not handed so many.
+            ValueError: it was not handed so many, or the loader is in another pass by now.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
             raise ValueError(f"State.commit(samples={samples!r}): say how many samples of this rank the step has used")
         stream = self.sampler._pass
         counted, used = self._counted
+        # A loop that breaks an epoch off begins the next, too, but has not been handed all of this one.
+        if counted is not None and counted is not stream and stream is not None and counted.is_over:
+            length = counted.length - (counted.length % self._batch_size if self._drops_last else 0)
+            if used < length:
+                raise ValueError(
+                    f"State.commit(samples={samples}): the loop has begun the next epoch before it used all of this "
+                    f"one, {used} of {length} samples of this rank, so nobody can tell of which epoch these are. End "
+                    "the prefetcher with the epoch."
+                )
         used = samples + (used if counted is stream else 0)
         handed_out = 0 if stream is None else self._handed_out(stream)
         if used > handed_out:
@@ -130,6 +141,10 @@ class DataPosition:
                 f"epoch, and its loader has handed out {handed_out}. Give the samples of this rank, not of all ranks."
             )
         self._counted = stream, used
+
+    def end_epoch(self) -> None:
+        """What is left of the pass at hand is not going to be used."""
+        self._counted = None, 0
 
     def _handed_out(self, stream: Any) -> int:
         iterator = self._iterator()
@@ -151,5 +166,6 @@ class DataPosition:
     def go_to(self, epoch: int, consumed: int) -> None:
         """The next pass is the rest of that epoch."""
         self._iterator = lambda: None
+        self.end_epoch()
         own = self.sampler.state_dict()
         self.sampler.load_state_dict({**own, "epoch": epoch, "consumed": consumed})

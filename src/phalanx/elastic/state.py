@@ -162,7 +162,7 @@ class State:
                 watched |= {p: f"{name}.{key}" for key, p in module.named_parameters() if p not in updated}
                 if all(module is not one for one in self._trained):
                     watched |= {b: f"{name}.{key}" for key, b in module.named_buffers()}
-        return watched
+        return {tensor: name for tensor, name in watched.items() if not tensor.is_inference()}  # which have no version
 
     def _keep_global_batch(self) -> GlobalBatch:
         if self._position is None:
@@ -231,7 +231,9 @@ class State:
 
         Raises:
             ValueError: `samples` are more than the loader has handed out, or not given in each commit of an epoch; or
-                there is no sampler, or `batch="global"`, whose steps have the samples that they have.
+                there is no sampler, or `batch="global"`, whose steps have the samples that they have; or LocalSGD,
+                DiLoCo or a ZeroRedundancyOptimizer, of which a step may be done without its commit; or the loader has
+                begun the next epoch.
         """
         if samples is not None:
             self._count_samples(samples)
@@ -247,6 +249,14 @@ class State:
         if self._position is None or self._global is not None:
             without = "there is no sampler in State" if self._position is None else "batch='global' counts batches"
             raise ValueError(f"State.commit(samples={samples}): {without}, so that nothing is counted. Leave it out.")
+        if self._rounds or self._sharded:
+            # After a loss such a step may count as done without its commit, which alone knows its samples.
+            names = ", ".join(sorted({type(thing).__name__ for thing in (*self._rounds, *self._sharded)}))
+            raise ValueError(
+                f"State.commit(samples={samples}): there is {names} in State, whose update is not taken back after a "
+                "loss, so that a step may be done of which no commit has told the samples. Leave it out, and take from "
+                "the loader only the batches that the step trains on (no prefetcher)."
+            )
         began = self._mark is not None and self._mark.stands_in(self._position.mark())
         if began and not self._position.is_counted:
             raise ValueError(f"State.commit(samples={samples}): this epoch's first commit had none; give it in all")
@@ -275,6 +285,7 @@ class State:
             self._values["epoch"] += 1
             self._modes = []
             if self._position is not None:
+                self._position.end_epoch()
                 self._mark = Mark(self._values["epoch"], None, 0)
         self._save()
         if runner is not None:
