@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--trees", type=int, default=15, help="random states saved and loaded beside torch.save")
     parser.addoption("--host-losses", type=int, default=2, help="ranks, hosts and links lost at random in one job")
     parser.addoption("--host-losses-seed", type=int, default=0, help="by which they are drawn")
-    parser.addoption("--strikes", type=int, default=4, help="kills and stops at random in one elastic job")
+    parser.addoption("--strikes", type=int, default=30, help="kills and stops at random in one elastic job")
     parser.addoption("--strikes-seed", type=int, default=0, help="by which they are drawn")
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
     parser.addoption(
