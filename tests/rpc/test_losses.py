@@ -107,20 +107,28 @@ def _join(rank, folder):
             rref = rpc.remote("w1", Counter, (time_,))
             assert rref.rpc_sync().add(1) == time_ + 1
             gone = current.agent().membership.find("w1")
-            rpc.rpc_sync("w1", set_event, ("leave",))
+            _send_away("w1")
             _await_gone(gone)
             with pytest.raises(PeerLostError, match="worker 'w1'"):
                 rref.to_here()
         _await_worker("w1")
-        rpc.rpc_sync("w1", set_event, ("leave",))
+        _send_away("w1")
         rpc.shutdown()
         return
     for _ in range(4):
         rpc.init_rpc("w1", rank=1, rpc_backend_options=_options(folder))
         _await_worker("w0")
+        event("has met w0").set()
         wait_event("leave")
-        event("leave").clear()
+        for name in ("has met w0", "leave"):
+            event(name).clear()
         rpc.shutdown()
+
+
+def _send_away(name):
+    """Once it has met w0: it may answer before its own first call, and w0's last round ends with w0."""
+    rpc.rpc_sync(name, wait_event, ("has met w0",))
+    rpc.rpc_sync(name, set_event, ("leave",))
 
 
 def _await_worker(name):

@@ -88,7 +88,7 @@ def until(holds: Callable[[], object]) -> None:
         with contextlib.suppress(PeerLostError, ValueError):
             if holds():
                 return
-        assert time.monotonic() < end
+        assert time.monotonic() < end, "it did not come to hold within 60 s"
         time.sleep(0.001)
 
 
