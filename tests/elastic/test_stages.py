@@ -69,6 +69,13 @@ def train_pipeline(job: Job, schedule: Any = "1f1b", balance: Any = "auto", mesh
             act(action, work)
 
         pipe._executor._act = act_or_die  # type: ignore[method-assign]
+        add = pipe._tied.add
+
+        def add_or_die() -> None:
+            job.strike("tied", state.step)
+            add()
+
+        pipe._tied.add = add_or_die  # type: ignore[method-assign]
         stages = pipe.stages_of(pipe.pipeline_rank(rank))
 
         @elastic.run(state)
@@ -218,8 +225,9 @@ def test_a_stage_that_nobody_replaces_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", ["replicas", "sharded"])
 def test_stages_of_pipelines_in_a_mesh_are_lost(mesh: str, tmp_path: Path, undisturbed: Any) -> None:
     """It ended the job. Also both replicas of a stage at once, whose peers map what they have left."""
-    strikes = (Strike(3, "forward", 1), Strike(0, "updated", 3), Strike(2, "backward", 6), Strike(3, "update", 6))
-    check(strikes, 4, tmp_path, undisturbed, "1f1b", "auto", mesh)
+    strikes = [Strike(3, "forward", 1), Strike(0, "updated", 3), Strike(1, "tied", 4)]
+    strikes += [Strike(2, "backward", 6), Strike(3, "update", 6)]
+    check(tuple(strikes), 4, tmp_path, undisturbed, "1f1b", "auto", mesh)
 
 
 def test_a_replacement_that_measures_another_cut_is_told_to_give_numbers(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -111,6 +113,42 @@ def test_a_stage_that_dies_is_told_with_what_waited_for_it():
         assert f"Pipeline: stage {rank} (rank {rank}), micro-batch" in text
         assert "rank 1 (pid" in text
         assert "is gone" in text
+
+
+def _die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("place", ["_outcome._meet", "_tied.add", "_replicas.average", "_wire.share"])
+def test_a_rank_lost_behind_its_part_of_a_step_is_heard_by_other_pipelines_too(place, tmp_path):
+    """Who saw it told no replica once its own part was done: one that had no group with the lost rank, and whose peers
+    lived on with their error, waited for them until the timeout, here or in the next step."""
+
+    def train(rank, world_size):
+        mesh = phalanx.mesh(pipeline=2, data=2)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        pipe = phalanx.Pipeline(model, micro_batches=4, mesh=mesh, loss_fn=functional.mse_loss)
+        x, store = torch.ones(8, 3), dist.FileStore(str(tmp_path / "store"), world_size)
+        if rank == 3:
+            owner, _, method = place.partition(".")
+            setattr(getattr(pipe, owner), method, _die)
+
+        def steps():
+            for _ in range(3):
+                pipe.step(x, target=x)
+
+        with pytest.raises(phalanx.PhalanxError) as caught:
+            steps()
+        store.set(str(rank), "has heard it")
+        store.wait([str(other) for other in range(3)], timedelta(seconds=60))
+        with pytest.raises(phalanx.PhalanxError):
+            pipe.step(x, target=x)
+        return isinstance(caught.value, phalanx.PeerLostError), str(caught.value)
+
+    for rank, (lost, text) in enumerate(run_ranks(train, 4, lost=[3], timeout=100)[:3]):
+        assert lost, text
+        assert "is gone" in text or (rank == 0 and "a replica has lost a rank of its pipeline" in text)
 
 
 def test_wrong_arguments_are_refused_at_the_door_on_every_rank():

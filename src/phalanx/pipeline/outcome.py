@@ -2,6 +2,9 @@
 
 Who has done its part does not know yet that all others will do theirs: a first stage may fail in its last backward,
 when the last stage has long given its loss. So all ranks meet at the end, with one small all_reduce, as do replicas.
+
+A rank that is lost is seen by those of its own groups alone. Whoever sees it, and is in another group with ranks that
+do not, ends that group, so that they see it there: what MPI calls to revoke a communicator.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.pipeline.wire import StageFailedError, StageLostError
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -35,10 +40,20 @@ class Outcome:
             StageLostError: a rank of another pipeline is gone.
         """
         numbers = [0.0, 0.0] if loss is None else [loss.item(), float(_DTYPES.index(loss.dtype))]
-        (value, dtype), error = self._meet(self._group, numbers, error)
+        try:
+            (value, dtype), error = self._meet(self._group, numbers, error)
+        except Exception:
+            self.leave(lost=True)
+            raise
         if replicas and self._data_group is not None:
-            (total,), error = self._meet(self._data_group, [value], error)
+            try:
+                (total,), error = self._meet(self._data_group, [value], error)
+            except Exception:
+                _revoke(self._group)
+                raise
             value = total / self._data_group.size()
+        if isinstance(error, StageLostError):
+            _revoke(self._group)
         if error is not None:
             raise error
         return torch.tensor(value, dtype=_DTYPES[int(dtype)], device=self._device)
@@ -51,6 +66,14 @@ class Outcome:
                 with contextlib.suppress(RuntimeError):  # a peer is gone there, too
                     words = torch.tensor([0.0] * numbers + [_LOST if lost else _INTERRUPTED], dtype=torch.float64)
                     self._last_words.append((dist.all_reduce(words, group=group, async_op=True), words))
+
+    def abandon(self, error: BaseException) -> None:
+        """This rank fails behind the place where all meet, where the others may wait for it in either group."""
+        if self._data_group is None and isinstance(error, (PeerLostError, DeadlineError)):
+            return  # its one group is over, and all see it
+        _revoke(self._group)
+        if self._data_group is not None:
+            _revoke(self._data_group)
 
     def _meet(
         self, group: dist.ProcessGroup, numbers: list[float], error: Exception | None
@@ -74,3 +97,12 @@ class Outcome:
             return numbers, error
         _, text, kind = min(one for one in told if one is not None)  # what came of itself first
         return numbers, StageFailedError(text if kind == StageFailedError.__name__ else f"{kind}: {text}")
+
+
+def _revoke(group: dist.ProcessGroup) -> None:
+    """End it for all of its ranks: whoever waits in it, or comes into it later, gets the error of a lost rank.
+
+    Other backends' ranks hear of it when this process ends.
+    """
+    if isinstance(group, PhalanxProcessGroup):
+        group.abort()

@@ -249,13 +249,14 @@ class Pipeline(StageModule):
         """
         self._require_usable()
         loss = self._end(*self._try(args, kwargs, lambda: self._loss.for_target(target, self._result), grad=True))
-        self._tied.add()
-        if self._replicas is not None:
-            self._replicas.average()
-        self._statistics.update()
-        if not self._shared:  # the first step has shown what goes from stage to stage
-            self._shared = True
-            self._wire.share(_most(self._plan(self._micro_batches, True)))
+        with self._meeting():
+            self._tied.add()
+            if self._replicas is not None:
+                self._replicas.average()
+            self._statistics.update()
+            if not self._shared:  # the first step has shown what goes from stage to stage
+                self._shared = True
+                self._wire.share(_most(self._plan(self._micro_batches, True)))
         self.num_steps += 1
         return loss
 
@@ -278,7 +279,8 @@ class Pipeline(StageModule):
 
         work, failure = self._try(args, kwargs, lambda: result_of, grad=False)
         self._end(work, failure)
-        self._statistics.update()
+        with self._meeting():
+            self._statistics.update()
         owner = (self._num_stages - 1) % self._size
         result: Any = None
         error: Exception | None = None
@@ -288,7 +290,8 @@ class Pipeline(StageModule):
         except (TypeError, ValueError) as refused:
             error = refused
         if self._all_outputs:
-            result = share_result(result if error is None else error, self._group, owner)
+            with self._meeting():
+                result = share_result(result if error is None else error, self._group, owner)
             error = result if isinstance(result, (TypeError, ValueError)) else None
         if error is not None:
             raise error
@@ -332,6 +335,16 @@ class Pipeline(StageModule):
         except Exception as failure:
             self._failed = self._failed or _first_line(failure)
             self._statistics.forget()
+            raise
+
+    @contextlib.contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Around what ranks do together behind the end of a step: who fails in it leaves nobody waiting."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = _first_line(error)
+            self._outcome.abandon(error)
             raise
 
     def _require_current(self, mode: tuple[bool, bool]) -> None:

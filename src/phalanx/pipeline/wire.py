@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from phalanx.backend.shared import shares_memory
+from phalanx.deadline import Deadline
 from phalanx.errors import PeerLostError, PhalanxError
 
 if TYPE_CHECKING:
@@ -314,8 +315,9 @@ class Wire:
                 for tensor in (header, body):
                     work = self._group.send([tensor], self._rank_of[edge.target], self._tag(edge))
                     self._farewells.append((work, tensor))
+            deadline = Deadline.after(_FAREWELL_S)
             for work, _ in self._farewells if leaves else ():  # where nobody comes for it, Gloo breaks the connection
-                work.wait(timedelta(seconds=_FAREWELL_S))
+                work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
         except RuntimeError:  # a peer is gone, which the others hear anyway
             pass
 
