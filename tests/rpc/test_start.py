@@ -1,15 +1,21 @@
 """How workers find each other, and what wrong starts say."""
 
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from tests.rpc.workers import nothing, run_workers, same
 from tests.system.phalanx_command import run, write_script
 
 from phalanx import rpc
+from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError
+from phalanx.rpc import membership
+from phalanx.rpc.worker_info import Member
+from phalanx.symmetric_memory.watch import ProcessId
 
 _SCRIPT = """
 import os
@@ -99,3 +105,51 @@ def _start_many_times(rank: int, folder: str) -> None:
 def test_workers_start_again_after_a_shutdown():
     """A reference from before was handed to a worker of the new start, which looked for its object in vain."""
     run_workers(_start_many_times, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libuv_has_its_pipe():
+    dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # libuv keeps a pipe from its first loop on
+
+
+def _store(kind, folder):
+    if kind == "FileStore":
+        return dist.FileStore(str(folder / "store"), 2)
+    if kind == "TCPStore":
+        return dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    return dist.HashStore()
+
+
+class _CountedWaits:
+    """A store that tells when it has been waited in twice."""
+
+    def __init__(self, store):
+        self._store, self.waits, self.twice = store, 0, threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def wait(self, *arguments):
+        self.waits += 1
+        if self.waits > 2:
+            self.twice.set()
+        return self._store.wait(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["HashStore", "FileStore", "TCPStore"])
+def test_a_worker_may_come_late_whatever_the_stores_words_for_that_are(kind, tmp_path, monkeypatch):
+    """All were let go when one came more than 5 s after the others: "wait timeout after 5000ms" of a TCPStore was taken
+    for a store that had failed, since it does not say "timed out"."""
+    monkeypatch.setattr(membership, "_WAIT_S", 0.05)
+    store = _CountedWaits(dist.PrefixStore("job", _store(kind, tmp_path)))
+    members = [
+        Member(rpc.WorkerInfo(f"w{i}", i), uid=i, host="h", hostname="h", process=ProcessId.of_self()) for i in range(2)
+    ]
+    late = threading.Thread(
+        target=lambda: store.twice.wait(60) and store.set("worker/1", members[1].to_json()), name="phalanx-test-late"
+    )
+    late.start()
+    found = membership.Membership(store, 2)
+    found.join(members[0], Deadline.after(60), lambda: members[0])
+    late.join()
+    assert found.find("w1") == members[1]

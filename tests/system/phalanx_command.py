@@ -9,7 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,7 +127,8 @@ def start(
         finally:
             process.kill()
             for pid in running.survivors():
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it ends by itself, just now
+                    os.kill(pid, signal.SIGKILL)
 
 
 def run(*words: str, env: dict[str, str] | None = None) -> Finished:

@@ -16,6 +16,7 @@ from phalanx.rpc.worker_info import Member, WorkerInfo
 
 _NOBODY = "-"  # at the name of a worker that has left
 _PROBE_S = 1.0
+_WAIT_S = 5.0  # at a time, in the store: Ctrl-C is heard in between
 
 
 class Membership:
@@ -82,10 +83,10 @@ class Membership:
         key = f"{what}/{rank}"
         while True:
             try:
-                self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), 5.0)))
+                self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), _WAIT_S)))
                 return Member.from_json(self._store.get(key))
             except RuntimeError as error:
-                if not deadline.passed and "imed" in str(error):
+                if not deadline.passed and "timeout" in str(error).lower():  # in the words of every store
                     continue
                 if not deadline.passed:
                     raise PhalanxError(f"init_rpc on rank {me.info.id}: the job's store failed: {error}") from error
