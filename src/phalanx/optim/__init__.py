@@ -3,15 +3,21 @@
 from phalanx.optim.averager import PeriodicModelAverager
 from phalanx.optim.diloco import DiLoCo
 from phalanx.optim.distributed import DistributedOptimizer
+from phalanx.optim.easgd import EASGD
+from phalanx.optim.gossip import GossipSGD
 from phalanx.optim.local_sgd import LocalSGD
 from phalanx.optim.state import merge_state_dicts
+from phalanx.optim.streaming_diloco import StreamingDiLoCo
 from phalanx.optim.zero import ZeroRedundancyOptimizer
 
 __all__ = [
+    "EASGD",
     "DiLoCo",
     "DistributedOptimizer",
+    "GossipSGD",
     "LocalSGD",
     "PeriodicModelAverager",
+    "StreamingDiLoCo",
     "ZeroRedundancyOptimizer",
     "merge_state_dicts",
 ]

@@ -53,7 +53,7 @@ class PeriodicModelAverager:
         if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
             flat = self._room_for([parameter for parameter in _parameters(params) if parameter.grad is not None])
             flat.take()
-            flat.average(self.process_group, counts=True, num_counting=self.process_group.size())
+            flat.average(self.process_group, range(self.process_group.size()))
             flat.give()
         self.step += 1
 

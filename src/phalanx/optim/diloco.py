@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.optim.flat import Flat
+from phalanx.optim.outer import OuterParameters, check_optimizers
 from phalanx.optim.rounds import Rounds
 
 
@@ -32,7 +32,7 @@ class DiLoCo(Rounds):
 
     Collective, uneven ends and buffers: as `LocalSGD`, which it is with an outer SGD of lr=1 without momentum.
 
-    Cost: per round, two all_reduces, of 16 bytes and of the parameters' size, and the outer step on every rank.
+    Cost: per round, two all_reduces, of 8 bytes a rank and of the parameters' size, and the outer step on every rank.
     Memory: the parameters twice more and the outer optimizer's state, on every rank.
     Numerics: bitwise equal on all ranks after each round.
 
@@ -63,55 +63,32 @@ class DiLoCo(Rounds):
         backup_device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if inner_optimizer is outer_optimizer:
-            raise ValueError("DiLoCo: the inner and the outer optimizer must be two, each with a state of its own")
-        held = {id(parameter) for group in outer_optimizer.param_groups for parameter in group["params"]}
-        missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-        if missing:
-            raise ValueError(
-                f"DiLoCo: the outer optimizer does not hold parameter {missing[0]!r}, which would never change. Build "
-                "it from model.parameters(), like the inner one"
-            )
+        check_optimizers("DiLoCo", model, inner_optimizer, outer_optimizer)
         super().__init__(model, inner_optimizer, sync_every, process_group)
         self.outer_optimizer = outer_optimizer
-        self._outer = Flat(self._parameters, device=torch.device(backup_device) if backup_device else None)
-        self._outer.take()
+        self._outer = self._common = OuterParameters("DiLoCo", self._named, outer_optimizer, backup_device)
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """The outer parameters by name: the model to evaluate or save between rounds. Not copies.
 
         Shape: as the model's parameters.
         """
-        return {name: view for (name, _), view in zip(self._named, self._outer.views, strict=True)}
+        return self._outer.by_name()
 
-    def _combine(self, *, counts: bool, num_counting: int) -> None:
+    def _combine(self, *, counting: tuple[int, ...]) -> None:
         self._flat.take()
-        moved = self._flat.views[: len(self._parameters)]
-        for view, outer in zip(moved, self._outer.views, strict=True):
-            torch.sub(outer.to(view.device), view, out=view)
-        self._flat.average(self.process_group, counts=counts, num_counting=num_counting)
+        numbers = range(len(self._parameters))
+        moved = self._flat.views[: len(numbers)]
+        self._outer.subtract(numbers, moved)
+        self._flat.average(self.process_group, counting)
         # No collective from here on: what a lost peer could interrupt is over, and no parameter has changed yet.
         for buffer, mean in zip(self._buffers, self._flat.views[len(moved) :], strict=True):
             buffer.copy_(mean)
-        self._outer.give()
-        gradients = [parameter.grad for parameter in self._parameters]
-        try:
-            for parameter, mean in zip(self._parameters, moved, strict=True):
-                parameter.grad = mean
-            self.outer_optimizer.step()
-        finally:
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-        self._outer.take()
+        self._outer.step(numbers, moved)
 
     def state_dict(self) -> dict[str, Any]:
         """The outer parameters and optimizer, the same on all ranks, and how far this rank is into its round."""
-        return {
-            "local_steps": self.local_steps,
-            "num_rounds": self.num_rounds,
-            "outer_parameters": {name: value.clone() for name, value in self.outer_parameters().items()},
-            "outer_optimizer": self.outer_optimizer.state_dict(),
-        }
+        return {"local_steps": self.local_steps, "num_rounds": self.num_rounds, **self._outer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; the model and the inner optimizer are loaded by whoever saved them.
@@ -119,20 +96,6 @@ class DiLoCo(Rounds):
         Raises:
             ValueError: it is of another model; nothing was changed.
         """
-        mine, saved = self.outer_parameters(), state_dict["outer_parameters"]
-        differing = [name for name in mine.keys() | saved.keys() if _shape(mine, name) != _shape(saved, name)]
-        if differing:
-            name = min(differing)
-            raise ValueError(
-                f"DiLoCo: the state has parameter {name!r} with shape {_shape(saved, name)}, the model with "
-                f"{_shape(mine, name)}"
-            )
-        self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
-        for name, value in mine.items():
-            value.copy_(saved[name])
+        self._outer.load_state_dict(state_dict)
         self.local_steps = state_dict["local_steps"]
         self.num_rounds = state_dict["num_rounds"]
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(tensors[name].shape) if name in tensors else None

@@ -46,22 +46,26 @@ class Flat:
         """Copy back out into the tensors."""
         _copy(self._tensors, self.views)
 
-    def average(self, group: dist.ProcessGroup, *, counts: bool, num_counting: int) -> None:
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The blocks, complex ones as pairs of real numbers: what collectives take."""
+        return [torch.view_as_real(block) if block.is_complex() else block for block in self.blocks]
+
+    def average(self, group: dist.ProcessGroup, counting: Sequence[int]) -> None:
         """Make every block the mean over those ranks that count. Collective; the tensors are not touched.
 
-        Numerics: the sum over ranks divided by `num_counting`; bitwise equal on all ranks.
+        Numerics: the sum over ranks divided by how many count; bitwise equal on all ranks.
         """
-        for block in self.blocks:
-            numbers = torch.view_as_real(block) if block.is_complex() else block
-            if not counts:
+        for numbers in self.numbers:
+            if group.rank() not in counting:
                 numbers.zero_()
             dist.all_reduce(numbers, group=group)
-            numbers /= num_counting
+            numbers /= len(counting)
 
-    def broadcast(self, group: dist.ProcessGroup) -> None:
-        """Make every block rank 0's. Collective."""
-        for block in self.blocks:
-            dist.broadcast(torch.view_as_real(block) if block.is_complex() else block, group=group, group_src=0)
+    def broadcast(self, group: dist.ProcessGroup, root: int = 0) -> None:
+        """Make every block that of rank `root`. Collective."""
+        for numbers in self.numbers:
+            dist.broadcast(numbers, group=group, group_src=root)
 
 
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:

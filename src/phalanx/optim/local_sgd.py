@@ -25,7 +25,7 @@ class LocalSGD(Rounds):
     Ranks may take different numbers of steps: a step that is skipped is not counted, and whoever has no more data waits
     at the end of the block and takes part. Only ranks that have stepped since the last round count in its mean.
 
-    Cost: per round, two all_reduces, of 16 bytes and of the parameters' size.
+    Cost: per round, two all_reduces, of 8 bytes a rank and of the parameters' size.
     Memory: the parameters and buffers once more, on every rank; in symmetric memory where ranks share memory.
     Numerics: bitwise equal on all ranks after each round.
 
@@ -53,9 +53,9 @@ class LocalSGD(Rounds):
     ) -> None:
         super().__init__(model, optimizer, sync_every, process_group)
 
-    def _combine(self, *, counts: bool, num_counting: int) -> None:
+    def _combine(self, *, counting: tuple[int, ...]) -> None:
         self._flat.take()
-        self._flat.average(self.process_group, counts=counts, num_counting=num_counting)
+        self._flat.average(self.process_group, counting)
         self._flat.give()
 
     def state_dict(self) -> dict[str, Any]:

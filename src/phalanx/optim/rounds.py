@@ -1,4 +1,4 @@
-"""When replicas that train apart come together: every so many steps of the optimizer, and at the end.
+"""When replicas that train apart come together: by a plan of rounds, behind steps of the optimizer, and at the end.
 
     rank 0   step step step step | round | step step (no more data) | round |          . . .          | round |
     rank 1   step step step step | round | step step step step      | round | step (no more data)     | round |
@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from phalanx.errors import MismatchError
 from phalanx.optim.arguments import decide_group
 from phalanx.optim.flat import Flat
+from phalanx.optim.outer import CommonParameters
+from phalanx.optim.round_plan import RoundPlan
 
 
 class Rounds(ABC):
@@ -31,12 +33,19 @@ class Rounds(ABC):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, sync_every: int, process_group: dist.ProcessGroup | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sync_every: int,
+        process_group: dist.ProcessGroup | None,
+        settings: str = "",
     ) -> None:
         if not (isinstance(sync_every, int) and sync_every >= 1):
             raise ValueError(f"{self._name}: sync_every must be a number of steps, 1 or more, got {sync_every!r}")
         self.sync_every = sync_every
         self.process_group = group = decide_group(process_group, self._name)
+        self.plan = self._make_plan(group.size())
+        """Which ranks come together when: `print(rounds.plan.describe(10))`."""
         _refuse_averaged(self._name, model, optimizer, group)
         self.local_steps = 0
         """Of this rank, since the last round."""
@@ -44,7 +53,7 @@ class Rounds(ABC):
         self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not self._named:
             raise ValueError(f"{self._name}: the model has no parameter that requires a gradient")
-        _verify_same(self._name, self._named, sync_every, group)
+        _verify_same(self._name, self._named, f"sync_every={sync_every}{settings}", group)
         self._parameters: list[Tensor] = [parameter for _, parameter in self._named]
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()]
         self._flat = Flat(self._parameters + self._buffers, group=group)
@@ -54,47 +63,75 @@ class Rounds(ABC):
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     _name: str
+    _common: CommonParameters | None = None
+    """What all ranks have alike between rounds."""
+
+    def _make_plan(self, world_size: int) -> RoundPlan:
+        return RoundPlan(world_size, self.sync_every)
 
     @abstractmethod
-    def _combine(self, *, counts: bool, num_counting: int) -> None:
-        """Make the model of this round from those of the ranks that count. Collective."""
+    def _combine(self, *, counting: tuple[int, ...]) -> None:
+        """Make the model of this round from those of the ranks that count, one or more. Collective."""
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _options: Any) -> None:
         self.local_steps += 1
         if self.local_steps >= self.sync_every:
-            self._hold(finished=False)
+            self._hold(finished=False, counts=True)
 
     @torch.no_grad()
-    def _hold(self, *, finished: bool) -> bool:
+    def _hold(self, *, finished: bool, counts: bool) -> bool:
         """One round; whether all ranks have finished."""
-        counts = self.local_steps > 0
-        said = torch.tensor([counts, finished], dtype=torch.int64, device=self._parameters[0].device)
-        dist.all_reduce(said, group=self.process_group)
-        num_counting, num_finished = said.tolist()
-        if num_counting:
-            self._combine(counts=counts, num_counting=num_counting)
+        counting, num_finished = read_said(*self._say(self.process_group, counts=counts, finished=finished))
+        if counting:
+            self._combine(counting=counting)
             self.num_rounds += 1
         self.local_steps = 0
-        return bool(num_finished == self.process_group.size())
+        return num_finished == self.process_group.size()
+
+    def _say(
+        self, group: dist.ProcessGroup, *, counts: bool, finished: bool, async_op: bool = False
+    ) -> tuple[Tensor, dist.Work | None]:
+        said = torch.zeros(group.size() + 1, dtype=torch.int64, device=self._parameters[0].device)
+        said[group.rank()], said[-1] = counts, finished
+        return said, dist.all_reduce(said, group=group, async_op=async_op)
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
         """Go on in another group, after ranks were lost or came. Collective over it; `catch_up` comes next."""
         self.process_group = process_group
+        self.plan = self._make_plan(process_group.size())
         self._flat = Flat(self._parameters + self._buffers, group=process_group)
 
     def catch_up(self, *, is_new: bool) -> None:
-        """A round out of turn, in which ranks that are new have no say: then all have the same model. Collective.
+        """A round out of turn, in which ranks that are new have no say: then all go on from the same one. Collective.
 
-        Whoever was lost has missed it, with the steps since the round before.
+        Whoever was lost has missed it, with the steps since the round before. A rank that heard of the loss where
+        others had the round done already has missed that one: what all have alike it gets from those.
         """
-        if is_new:
-            self.local_steps = 0
-        self._hold(finished=False)
+        newest, root, is_torn = self._find_newest(is_new=is_new)
+        is_behind = is_new or self.num_rounds < newest
+        if is_torn and self._common is not None:
+            self._common.share(root, self.process_group)
+        self.num_rounds = newest
+        self._catch_up(counts=not is_behind and (is_torn or self.local_steps > 0))
+
+    def _catch_up(self, *, counts: bool) -> None:
+        self._hold(finished=False, counts=counts)
+
+    def _find_newest(self, *, is_new: bool) -> tuple[int, int, bool]:
+        """The latest round that a rank has done, the first such rank, and whether others have not. Collective."""
+        group = self.process_group
+        done = torch.zeros(group.size(), dtype=torch.int64, device=self._parameters[0].device)
+        done[group.rank()] = -1 if is_new else self.num_rounds
+        dist.all_reduce(done, group=group)
+        by_rank = done.tolist()
+        newest = max(by_rank)
+        old = [number for number in by_rank if number >= 0]
+        return max(newest, 0), by_rank.index(newest), min(old, default=0) < newest
 
     def finish(self) -> None:
         """Stop counting, and hold rounds until every rank has come here; all then have the same model. Collective."""
         self._hook.remove()
-        while not self._hold(finished=True):
+        while not self._hold(finished=True, counts=self.local_steps > 0):
             pass
 
     def __enter__(self) -> Any:
@@ -107,6 +144,14 @@ class Rounds(ABC):
             self.finish()
         else:
             self._hook.remove()
+
+
+def read_said(said: Tensor, work: dist.Work | None) -> tuple[tuple[int, ...], int]:
+    """Which ranks count in a round, and how many have finished, once all have said it."""
+    if work is not None:
+        work.wait()
+    *counts, num_finished = said.tolist()
+    return tuple(rank for rank, one in enumerate(counts) if one), num_finished
 
 
 def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
@@ -129,21 +174,21 @@ def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: d
             )
 
 
-def _verify_same(name: str, named: list[tuple[str, nn.Parameter]], sync_every: int, group: dist.ProcessGroup) -> None:
+def _verify_same(name: str, named: list[tuple[str, nn.Parameter]], settings: str, group: dist.ProcessGroup) -> None:
     """Return on every rank, or raise on every rank. Collective."""
-    mine = f"sync_every={sync_every}", [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
+    mine = settings, [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
-    for rank, (settings, forms) in enumerate(everyone):
-        if (settings, forms) == everyone[0]:
+    for rank, (theirs, forms) in enumerate(everyone):
+        if (theirs, forms) == everyone[0]:
             continue
         differing = next((p for p in itertools.zip_longest(forms, everyone[0][1]) if p[0] != p[1]), None)
         fact = (
-            f"rank {rank} has {settings}, rank 0 has {everyone[0][0]}"
+            f"rank {rank} has {theirs}, rank 0 has {everyone[0][0]}"
             if differing is None
             else f"rank {rank} has the parameter {differing[0]} where rank 0 has {differing[1]}"
         )
         raise MismatchError(
             f"{name}: the ranks differ: {fact}.\nBuild the model and {name} from the same arguments on every rank.",
-            calls={r: f"{theirs[0]}, {len(theirs[1])} parameters" for r, theirs in enumerate(everyone)},
+            calls={r: f"{one[0]}, {len(one[1])} parameters" for r, one in enumerate(everyone)},
         )

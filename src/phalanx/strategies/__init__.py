@@ -15,7 +15,10 @@ from phalanx.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from phalanx.strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from phalanx.strategies.pipelined import PipelineStrategy as PipelineStrategy
 from phalanx.strategies.rounds import DiLoCoStrategy as DiLoCoStrategy
+from phalanx.strategies.rounds import EASGDStrategy as EASGDStrategy
+from phalanx.strategies.rounds import GossipSGDStrategy as GossipSGDStrategy
 from phalanx.strategies.rounds import LocalSGDStrategy as LocalSGDStrategy
+from phalanx.strategies.rounds import StreamingDiLoCoStrategy as StreamingDiLoCoStrategy
 from phalanx.strategies.servers import ParameterServerStrategy as ParameterServerStrategy
 from phalanx.strategies.sharded import ShardedStrategy as ShardedStrategy
 from phalanx.strategies.single_device import OneDeviceStrategy as OneDeviceStrategy
@@ -25,6 +28,8 @@ from phalanx.strategies.strategy import Strategy as Strategy
 __all__ = [
     "STRATEGIES",
     "DiLoCoStrategy",
+    "EASGDStrategy",
+    "GossipSGDStrategy",
     "LocalSGDStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
@@ -34,6 +39,7 @@ __all__ = [
     "ShardedStrategy",
     "SingleDeviceStrategy",
     "Strategy",
+    "StreamingDiLoCoStrategy",
     "get",
     "get_replica_context",
     "get_strategy",

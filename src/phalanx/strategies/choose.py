@@ -13,7 +13,13 @@ from phalanx.log import get_logger
 from phalanx.strategies.devices import decide_devices
 from phalanx.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 from phalanx.strategies.pipelined import PipelineStrategy
-from phalanx.strategies.rounds import DiLoCoStrategy, LocalSGDStrategy
+from phalanx.strategies.rounds import (
+    DiLoCoStrategy,
+    EASGDStrategy,
+    GossipSGDStrategy,
+    LocalSGDStrategy,
+    StreamingDiLoCoStrategy,
+)
 from phalanx.strategies.servers import ParameterServerStrategy
 from phalanx.strategies.sharded import ShardedStrategy
 from phalanx.strategies.single_device import SingleDeviceStrategy
@@ -33,6 +39,9 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
         ParameterServerStrategy,
         LocalSGDStrategy,
         DiLoCoStrategy,
+        StreamingDiLoCoStrategy,
+        EASGDStrategy,
+        GossipSGDStrategy,
     )
 }
 

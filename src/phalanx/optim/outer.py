@@ -1,0 +1,148 @@
+"""The outer parameters, which all ranks have alike, and the optimizer that moves them by the ranks' mean movement.
+
+t      outer parameters
+x_i    rank i's parameters after its inner steps from t
+
+gradient of the outer optimizer = mean over i of (t - x_i)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.optim.flat import Flat
+
+
+def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optimizer) -> None:
+    """Refuse optimizers that are one, or an outer one that leaves parameters out.
+
+    Raises:
+        ValueError: with which.
+    """
+    if inner is outer:
+        raise ValueError(f"{name}: the inner and the outer optimizer must be two, each with a state of its own")
+    held = {id(parameter) for group in outer.param_groups for parameter in group["params"]}
+    missing = [of for of, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise ValueError(
+            f"{name}: the outer optimizer does not hold parameter {missing[0]!r}, which would never change. Build "
+            "it from model.parameters(), like the inner one"
+        )
+
+
+class CommonParameters:
+    """A copy of each parameter that is the same on all ranks: DiLoCo's outer parameters, EASGD's center variable."""
+
+    def __init__(self, caller: str, named: Sequence[tuple[str, nn.Parameter]], device: torch.device | str | None):
+        self._caller = caller
+        self._names = [name for name, _ in named]
+        self.parameters: list[Tensor] = [parameter for _, parameter in named]
+        self.flat = Flat(self.parameters, device=torch.device(device) if device else None)
+        self.flat.take()
+
+    @property
+    def views(self) -> list[Tensor]:
+        """In the order of the parameters."""
+        return self.flat.views
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Not copies."""
+        return dict(zip(self._names, self.flat.views, strict=True))
+
+    def share(self, root: int, group: dist.ProcessGroup) -> None:
+        """Make it what `root` has. Collective."""
+        blocks = [block.to(self.parameters[0].device) for block in self.flat.blocks]
+        for mine, block in zip(self.flat.blocks, blocks, strict=True):
+            dist.broadcast(torch.view_as_real(block) if block.is_complex() else block, group=group, group_src=root)
+            mine.copy_(block)
+
+    def cloned(self) -> dict[str, Tensor]:
+        """For a checkpoint."""
+        return {name: value.clone() for name, value in self.by_name().items()}
+
+    def check(self, saved: Mapping[str, Tensor]) -> None:
+        """Refuse those of another model.
+
+        Raises:
+            ValueError: with a parameter that differs.
+        """
+        mine = self.by_name()
+        differing = [name for name in mine.keys() | saved.keys() if _shape(mine, name) != _shape(saved, name)]
+        if differing:
+            name = min(differing)
+            raise ValueError(
+                f"{self._caller}: the state has parameter {name!r} with shape {_shape(saved, name)}, the model with "
+                f"{_shape(mine, name)}"
+            )
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on with those, which `check` has seen."""
+        for name, value in self.by_name().items():
+            value.copy_(saved[name])
+
+
+class OuterParameters(CommonParameters):
+    """Those that `optimizer`, which is over the model's own parameters, moves."""
+
+    def __init__(
+        self,
+        caller: str,
+        named: Sequence[tuple[str, nn.Parameter]],
+        optimizer: Optimizer,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__(caller, named, device)
+        self.optimizer = optimizer
+
+    def subtract(self, numbers: Iterable[int], views: Sequence[Tensor]) -> None:
+        """Make `views`, copies of the parameters of these numbers, how far they have moved: t - x."""
+        for number, view in zip(numbers, views, strict=True):
+            torch.sub(self.views[number].to(view.device), view, out=view)
+
+    def step(self, numbers: Sequence[int], means: Sequence[Tensor]) -> None:
+        """One step of these parameters with the ranks' mean movement; then the model has the outer parameters, too."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        try:
+            for parameter in self.parameters:
+                parameter.grad = None
+            for number, mean in zip(numbers, means, strict=True):
+                self.parameters[number].detach().copy_(self.views[number])
+                self.parameters[number].grad = mean
+            self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+        for number in numbers:
+            self.views[number].copy_(self.parameters[number].detach())
+
+    def share(self, root: int, group: dist.ProcessGroup) -> None:
+        """Make them, and the optimizer's state, what `root` has. Collective."""
+        super().share(root, group)
+        told = [self.optimizer.state_dict()]
+        dist.broadcast_object_list(told, group=group, group_src=root)
+        if group.rank() != root:
+            self.optimizer.load_state_dict(told[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on all ranks."""
+        return {"outer_parameters": self.cloned(), "outer_optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            ValueError: it is of another model; nothing was changed.
+        """
+        self.check(state_dict["outer_parameters"])
+        self.optimizer.load_state_dict(state_dict["outer_optimizer"])
+        self.load(state_dict["outer_parameters"])
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(tensors[name].shape) if name in tensors else None
