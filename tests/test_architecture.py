@@ -22,7 +22,18 @@ LAYERS = [
     {"transport", "collectives"},
     {"backend"},
     {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc"},
-    {"parameter_server", "strategies", "trainer", "elastic", "mapreduce", "launch", "testing", "doctor", "bench"},
+    {
+        "parameter_server",
+        "strategies",
+        "trainer",
+        "elastic",
+        "mapreduce",
+        "report",
+        "launch",
+        "testing",
+        "doctor",
+        "bench",
+    },
     {"cli"},
 ]
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
@@ -64,6 +75,7 @@ READS_ENVIRONMENT = {
     "strategies/start.py": "finds out whether a launcher has started this process",
     "strategies/choose.py": "the same",
     "strategies/single_device.py": "the same",
+    "report/recording.py": "finds out which rank of which job it is",
     "trainer/progress_display.py": "is told by `phalanx run` that a terminal lies behind its pipe",
     "coordination/key_file.py": "looks for the job's key",
     "doctor/host.py": "the variables that steer a job are part of what it examines",

@@ -57,9 +57,11 @@ class Drawing:
             f'stroke-linejoin="round"{dash}/>'
         )
 
-    def circle(self, x: float, y: float, radius: float, *, fill: str) -> None:
-        """A dot."""
-        self._shapes.append(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"/>')
+    def circle(self, x: float, y: float, radius: float, *, fill: str, stroke: str = "none", told: str = "") -> None:
+        """A dot; `told` is what the pointer above it shows."""
+        title = f"<title>{escape(told)}</title>" if told else ""
+        edge = "" if stroke == "none" else f' stroke="{stroke}" stroke-width="2"'
+        self._shapes.append(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"{edge}>{title}</circle>')
 
     def arrow(
         self, start: tuple[float, float], end: tuple[float, float], *, stroke: str, width: float, dashed: bool
@@ -73,6 +75,12 @@ class Drawing:
             f'<path d="M{_n(x0)},{_n(y0)} C{_n(x0)},{_n(y0 + bend)} {_n(x1)},{_n(y1 - bend)} {_n(x1)},{_n(y1)}" '
             f'fill="none" stroke="{stroke}" stroke-width="{_n(width)}" marker-end="url(#{head})"{dash}/>'
         )
+
+    def inline(self) -> str:
+        """The picture as a part of a page, on the page's paper, as wide as there is room."""
+        width, height = self._size
+        lines = [f'<svg viewBox="0 0 {_n(width)} {_n(height)}" role="img">', f"<title>{escape(self._title)}</title>"]
+        return "".join([*lines, *self._shapes, "</svg>"])
 
     def __str__(self) -> str:
         width, height = self._size

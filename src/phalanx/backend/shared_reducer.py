@@ -14,6 +14,7 @@ from phalanx.backend.shared import shared_empty
 from phalanx.core_numbers import RETRY_UNEVEN, STEP, WAITS
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed
+from phalanx.diagnostics.operation_sampler import note_gradients
 from phalanx.dtypes import dtype_of
 from phalanx.errors import ClosedError
 from phalanx.transport.base import CallContext
@@ -33,6 +34,7 @@ class SharedReducer:
         self._tensors = list(tensors)  # the heap's blocks stay ours as long as the reducer does
         words = _core.reducer_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
+        note_gradients(self._memory.group, sum(tensor.nbytes for tensor in tensors))
         ctx = self._call_context(WAITS)
         group.in_order(lambda: self._memory.barrier(ctx))  # nobody raises a flag before all flags are down
         self._reducer = _core.Reducer(

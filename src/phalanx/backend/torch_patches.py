@@ -15,6 +15,8 @@ names where torch looks backends up, and the rest is applied at first use: when 
     _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
     DataLoader.__iter__                  we hear which iterator is at work              an elastic job has a sampler
     _MapDatasetFetcher.fetch             a batch has random numbers of its own          in its DataLoader's workers
+    DataLoader's iterators' __next__     we hear when a batch was asked for, and came   a run report is asked for
+    autograd.backward                    we hear when it begins and ends                a run report is asked for
 
     changed                              goes when torch (seen: 2.13)
     Backend.PHALANX, Backend.MPI         tells a backend that it is asked for, and compares names of groups in one case
@@ -27,6 +29,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     _new_process_group_helper            takes "mpi" from `Backend.register_backend`
     DataLoader.__iter__                  tells how many batches it has handed to the loop
     _MapDatasetFetcher.fetch             can seed each batch, and not only each worker
+    __next__, autograd.backward          has hooks there, as optimizers have
 
 (`csrc/interpose.c` reaches deeper, into libc10's allocation, when DDP asks for gradients in shared memory; and
 `process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.
@@ -67,6 +70,8 @@ def offer_backend() -> None:
     backend.PHALANX = _Asked("phalanx", lambda: _serve_our_backend(plugin))
     if not _c10d().is_mpi_available():
         backend.MPI = _Asked("mpi", _serve_mpi)
+    if _recorders:
+        _observe_steps()
     if os.environ.get("PHALANX_STORE"):
         launchers = importlib.import_module("phalanx.coordination.launchers")
         if launchers.find_agents_store(os.environ):  # else this is a process that a rank has started
@@ -368,6 +373,69 @@ def call_before_fetch(function: Callable[[Any], None]) -> None:
         return original(self, indices)
 
     fetcher.fetch = seeded
+
+
+# -- once a run report is asked for ------------------------------------------------------------------------------------
+
+_recorders: list[Any] = []  # one, or none
+
+
+def observe_steps(recorder: Any) -> None:
+    """Tell `recorder` (a `phalanx.diagnostics.step_recorder.StepRecorder`) of batches, backwards and updates.
+
+    Where torch has not been imported, from its import on; the one before hears nothing any more.
+    """
+    _recorders[:] = [recorder]
+    if "torch" in sys.modules:
+        _observe_steps()
+
+
+@_once
+def _observe_steps() -> None:
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    from torch.utils.data import dataloader
+
+    iterators: Any = dataloader._BaseDataLoaderIter
+    theirs = iterators.__next__
+
+    @functools.wraps(theirs)
+    def __next__(self: Any) -> Any:
+        recorder = _recorders[0]
+        recorder.begin_data()
+        samples = None
+        try:
+            batch = theirs(self)
+            samples = float(_samples_in(batch))
+            return batch
+        finally:
+            recorder.end_data(samples)
+            recorder.set_num_workers(self._num_workers)
+
+    iterators.__next__ = __next__
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        recorder = _recorders[0]
+        recorder.begin_backward()
+        is_loss = isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and tensors.is_floating_point()
+        try:
+            backward(tensors, *args, **kwargs)
+        finally:
+            recorder.end_backward(recorder.read_loss(tensors) if is_loss else None)
+
+    vars(torch.autograd)["backward"] = observed_backward
+    register_optimizer_step_pre_hook(lambda *_: _recorders[0].begin_update())
+    register_optimizer_step_post_hook(lambda *_: _recorders[0].end_update())
+
+
+def _samples_in(batch: Any) -> int:
+    """The first dimension of the first tensor."""
+    while isinstance(batch, (list, tuple, dict)) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    shape: list[int] = list(getattr(batch, "shape", ()))
+    return shape[0] if shape else 1
 
 
 # -- once backend "mpi" is asked for, and torch was built without MPI --------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +34,25 @@ _groups: weakref.WeakSet[ObservedGroup] = weakref.WeakSet()
 def remember(group: ObservedGroup) -> None:
     """Look for missing ranks in this group, too, as long as it lives."""
     _groups.add(group)
+
+
+_listeners: list[Callable[[ObservedGroup], None]] = []
+
+
+def listen_for_ends(listener: Callable[[ObservedGroup], None]) -> None:
+    """Call `listener` with each group that this process is about to leave, while its memory can be read."""
+    _listeners.append(listener)
+
+
+def tell_end(group: ObservedGroup) -> None:
+    """This process is about to leave the group."""
+    for listener in _listeners:
+        listener(group)
+
+
+def groups() -> list[ObservedGroup]:
+    """Those that live."""
+    return list(_groups)
 
 
 def find_position(symm_mem: SymmetricMemory, rank: int) -> Position:

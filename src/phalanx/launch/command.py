@@ -109,6 +109,8 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
     placement = plan_placement(cpus, num_ranks, pin=settings.affinity and hasattr(os, "sched_setaffinity"))
     chosen = {name: environ.get(name) if value is None else value for name, value in settings.environment.items()}
     variables = {name: value for name, value in chosen.items() if value is not None}
+    if settings.report is not None:
+        variables["PHALANX_REPORT"] = os.path.abspath(settings.report)
     return JobPlan(
         settings,
         num_ranks,

@@ -32,6 +32,7 @@ class Settings:
     target: Target
     nproc: str = "auto"
     log_dir: str | None = None
+    report: str | None = None
     redirects: Streams = NO_STREAMS
     tee: Streams = NO_STREAMS
     shown_ranks: tuple[int, ...] | None = None

@@ -79,6 +79,7 @@ def run_worker(assignment: Assignment) -> None:
         faulthandler.register(
             STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True
         )  # in C: works in a hang, too
+    _record_steps()
     code = _prepare_main(assignment)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # else whoever started us has chosen to ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -205,6 +206,18 @@ def _reseed() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()  # not torch.seed(): that would queue a seed for CUDA too
+
+
+def _record_steps() -> None:
+    """For the run's report, if one is asked for; what this process starts records nothing."""
+    folder = os.environ.pop("PHALANX_REPORT", "")
+    if folder:
+        from phalanx.report.recording import begin_in_rank
+
+        try:
+            begin_in_rank(folder)
+        except OSError as error:
+            print(f"phalanx run: --report: this rank's steps cannot be recorded: {error}", file=sys.stderr)
 
 
 def _prepare_main(assignment: Assignment) -> Callable[[], object]:

@@ -8,6 +8,7 @@ import select
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
@@ -33,6 +34,9 @@ from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, name_signal
 from phalanx.launch.target import find_local_rank_flag
+
+if TYPE_CHECKING:
+    from phalanx.launch.agent.job_report import JobReport
 
 LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
 _OVERDUE_EXIT_CODE = 124  # as of `timeout`, the command
@@ -101,8 +105,25 @@ def opened_host(
 def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> int:
     """Run the job until it has succeeded, or may not be started again, and say how it ended; returns the exit code.
 
-    `begin` makes the attempt of a number.
+    `begin` makes the attempt of a number. If a report is asked for it is written, however the job ends.
+
+    Raises:
+        LaunchError: the report's folder cannot be written.
     """
+    if plan.settings.report is None:
+        return _run_attempts(plan, host, begin, None)
+    from phalanx.launch.agent.job_report import JobReport  # here, because most jobs leave none
+
+    report = JobReport(plan)
+    code = 1
+    try:
+        code = _run_attempts(plan, host, begin, report)
+    finally:
+        host.display.say(report.write(code))
+    return code
+
+
+def _run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt], report: JobReport | None) -> int:
     left = plan.settings.max_restarts or 0  # starts of all, and replacements that an elastic job may make
     left_early, times = _MAX_EARLY_RESTARTS, ""
     losses: list[Lost] = []
@@ -119,6 +140,8 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
             flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
         finally:
             attempt.close()
+        if report is not None:
+            report.add_attempt(state, attempt.elastic.losses, attempt.place.world_size)
         losses += attempt.elastic.losses
         left = max(0, left - attempt.elastic.num_replaced)
         failed = state.interrupted is None and bool(state.failures) and not state.overdue
@@ -135,6 +158,8 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
         else:
             left -= 1
             times = "once more" if left == 0 else f"up to {left + 1} times more"
+        if report is not None:
+            report.add_restart(times)
         _report_failures(host, attempt, flight)
     if losses:
         host.display.say(describe_losses(losses))

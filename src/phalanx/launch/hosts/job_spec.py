@@ -37,6 +37,7 @@ class JobSpec:
     join_timeout_s: float
     role: str
     log_dir: str | None
+    report: str | None
     redirects: Streams
     tee: Streams
     shown_ranks: tuple[int, ...] | None
@@ -59,8 +60,8 @@ class JobSpec:
         return cls(
             target.kind, target.name, target.arguments, os.getcwd(), settings.nproc, run_id, rendezvous.min_nodes,
             rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, settings.role, settings.log_dir,
-            settings.redirects, settings.tee, settings.shown_ranks, settings.grace_s, settings.exit_timeout_s,
-            settings.evict_after_s, settings.affinity, settings.preload, settings.max_restarts,
+            settings.report, settings.redirects, settings.tee, settings.shown_ranks, settings.grace_s,
+            settings.exit_timeout_s, settings.evict_after_s, settings.affinity, settings.preload, settings.max_restarts,
             settings.local_rank_argument,
             choose_environment(environ, settings.environment),
         )  # fmt: skip
@@ -96,6 +97,7 @@ class JobSpec:
             target=Target(self.kind, self.name, self.arguments),
             nproc=own.nproc or self.nproc,
             log_dir=own.log_dir or self.log_dir,
+            report=own.report or self.report,
             role=own.role or self.role,
             redirects=self.redirects,
             tee=self.tee,

@@ -14,7 +14,7 @@ from phalanx.diagnostics import failures
 from phalanx.diagnostics.call_sites import short
 from phalanx.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, nested
 from phalanx.diagnostics.flight_recorder import read
-from phalanx.diagnostics.whereabouts import find_position, late_ranks, remember
+from phalanx.diagnostics.whereabouts import find_position, late_ranks, remember, tell_end
 from phalanx.errors import ClosedError, DeadlineError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import Buffer, SymmetricMemory
@@ -82,10 +82,14 @@ class SharedMemorySession:
 
     def close(self) -> None:
         """Leave. Whoever waits for this rank hears it at once, and so does whoever is in an operation here."""
+        if not self.symm_mem.closed:
+            tell_end(self)
         self.symm_mem.close()
 
     def abandon(self) -> None:
         """As `close`, at the end of the process, while threads are in operations: nothing happens to them."""
+        if not self.symm_mem.closed:
+            tell_end(self)
         self.symm_mem.close_for_good()
 
     # -- around an operation -------------------------------------------------------------------------------------

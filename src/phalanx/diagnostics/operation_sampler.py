@@ -1,0 +1,95 @@
+"""The flight recorders' lines of this process, read now and then by the process itself."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from phalanx.core_numbers import DTYPE_NAMES, GRADIENTS, RECV, SEND
+from phalanx.diagnostics import whereabouts
+from phalanx.diagnostics.step_file import StepFile
+
+_READ_AT_ONCE = 96  # lines, of the 128 that a recorder keeps
+_MAX_STEPS, _LONGEST_S = 64, 0.5  # between two readings
+_SIZES = {
+    1: ("bytes", "bool", "uint8", "int8"),
+    2: ("uint16", "int16", "float16", "bfloat16"),
+    4: ("uint32", "int32", "float32"),
+    8: ("uint64", "int64", "float64", "complex64"),
+    16: ("complex128",),
+}
+ITEM_BYTES = {
+    number: next((size for size, names in _SIZES.items() if name in names), 1) for number, name in DTYPE_NAMES.items()
+}
+
+_gradient_bytes: dict[str, int] = {}  # by group: what a round of its reducer has
+
+
+def note_gradients(group: str, num_bytes: int) -> None:
+    """A round of gradients of this group has so many bytes; the recorder's line does not say."""
+    _gradient_bytes[group] = num_bytes
+
+
+class OperationSampler:
+    """Reads what is new at the end of every so-manieth step, and when a group is left.
+
+    Cost: 0.4 µs for each line that is read, and a microsecond for each that is new.
+    """
+
+    def __init__(self, file: StepFile, tell_groups: Callable[[list[dict[str, object]]], None]) -> None:
+        self._file = file
+        self._tell_groups = tell_groups
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of groups, by their memory
+        self._groups: list[dict[str, object]] = []
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # when its last line was entered
+        self._every, self._read_step, self._read_at = 1, 0, 0.0
+        self.num_seen = 0
+        self.generation = 0
+
+    def is_due(self, step: int, now: float) -> bool:
+        """Whether to read after this step: before the recorder writes over what was not read."""
+        return step >= self._read_step + self._every or now > self._read_at + _LONGEST_S
+
+    def read(self, marks: Sequence[tuple[int, int]], step: int, now: float) -> None:
+        """Take what is new of all groups; `step` is the one that has ended."""
+        most = max((self.read_group(group, marks, step) for group in whereabouts.groups()), default=0)
+        per_step = most / max(1, step - self._read_step)
+        self._every = max(1, min(_MAX_STEPS, int(_READ_AT_ONCE / per_step) if per_step else _MAX_STEPS))
+        self._read_step, self._read_at = step, now
+
+    def read_group(self, group: whereabouts.ObservedGroup, marks: Sequence[tuple[int, int]], step: int) -> int:
+        """Take what is new of one; returns how many there were. `marks` are when which phase began."""
+        symm_mem = group.symm_mem
+        if symm_mem.closed:
+            return 0
+        begins_ns = [at for at, _ in marks]
+        number = self._number_of(group)
+        last = self._seen.get(symm_mem, 0)
+        new = 0
+        for seq, kind, dtype, _, _, _, count, shape, enter, leave, status, _ in symm_mem.core.records(symm_mem.rank):
+            if enter <= last or not leave or kind in (SEND, RECV):
+                continue
+            self._seen[symm_mem] = enter
+            new += 1
+            at = bisect_right(begins_ns, enter) - 1
+            num_bytes = (prod(shape) if shape else count) * ITEM_BYTES.get(dtype, 1)
+            if kind == GRADIENTS:
+                num_bytes = _gradient_bytes.get(group.group, 0)
+            phase = marks[at][1] if at >= 0 else 0
+            self._file.add_operation(array("d", (number, kind, seq, num_bytes, enter, leave, phase, step, status)), seq)
+        self.num_seen += new
+        return new
+
+    def _number_of(self, group: whereabouts.ObservedGroup) -> int:
+        """Groups of one name follow each other when ranks form theirs anew."""
+        number = self._numbers.get(group.symm_mem)
+        if number is None:
+            number = self._numbers[group.symm_mem] = len(self._groups)
+            again = sum(g["name"] == group.group and g["generation"] == self.generation for g in self._groups)
+            self._groups.append({"name": group.group, "generation": self.generation, "again": again})
+            self._tell_groups(self._groups)
+        return number

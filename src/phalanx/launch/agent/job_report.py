@@ -1,0 +1,139 @@
+"""The job's report, as the launcher sees to it: begun with the job, told what happens, written whatever the end is."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phalanx.errors import LaunchError
+from phalanx.launch.agent.elastic_actions import Lost
+from phalanx.launch.agent.supervision import Supervision
+from phalanx.launch.failure import Failure, summarise
+from phalanx.launch.plan import JobPlan
+from phalanx.launch.processes import name_signal
+from phalanx.launch.settings import USAGE_EXIT_CODE
+from phalanx.report.copy_speed import measure_copy_speed
+from phalanx.report.job_record import RANKS, JobRecord
+from phalanx.report.measurements import Event
+from phalanx.report.write import PAGE, write_report
+
+_MAX_EVENTS = 500  # an elastic job may lose a thousand ranks
+
+
+class JobReport:
+    """One for a job that is to leave a report.
+
+    Raises:
+        LaunchError: its folder cannot be written.
+    """
+
+    def __init__(self, plan: JobPlan) -> None:
+        assert plan.settings.report is not None
+        self._folder = os.path.abspath(plan.settings.report)
+        self._begun = time.monotonic()
+        self._events: list[Event] = []
+        self._state: Supervision | None = None  # of the newest attempt
+        self.record = JobRecord(
+            name=os.path.basename(plan.settings.target.name),
+            command=shlex.join(["phalanx", "run", *_words(plan), *_target_words(plan)]),
+            begun=self._begun,
+            begun_unix=time.time(),
+            world_size=plan.num_ranks,
+            max_restarts=plan.settings.max_restarts or 0,
+            pid=os.getpid(),
+        )
+        try:
+            ranks = os.path.join(self._folder, RANKS)
+            shutil.rmtree(ranks, ignore_errors=True)  # of the run before
+            os.makedirs(ranks)
+            self.record.write(self._folder)
+        except OSError as error:
+            raise LaunchError(
+                f"phalanx run: --report {plan.settings.report}: cannot write {error.filename}: {error.strerror}. "
+                "Choose a directory that is yours.",
+                exit_code=USAGE_EXIT_CODE,
+            ) from error
+
+    @property
+    def ranks_folder(self) -> str:
+        """Where the ranks' files are."""
+        return os.path.join(self._folder, RANKS)
+
+    def add_attempt(self, state: Supervision, losses: Sequence[Lost], world_size: int) -> None:
+        """An attempt has ended: who failed, who was lost."""
+        self._state = state
+        self.record = replace(self.record, world_size=world_size)
+        for lost in losses:
+            how = "; replaced" if lost.replaced else "; not replaced"
+            self._add(lost.at, "loss", f"{lost.why}{how}", lost.rank)
+        if state.interrupted is not None:
+            self._add(time.monotonic(), "signal", f"stopped by {name_signal(state.interrupted)}")
+            return
+        for failure in state.failures:
+            detail = failure.report.traceback if failure.report is not None else ""
+            kind = "failure" if failure.loss is None else "host lost"
+            self._add(_when(failure), "stopped" if failure.stopped else kind, summarise(failure), failure.rank, detail)
+
+    def add_restart(self, why: str) -> None:
+        """All ranks are started again."""
+        self._add(time.monotonic(), "restart", f"all ranks are started again ({why})")
+
+    def write(self, code: int) -> str:
+        """The job has ended with this exit code; returns a line for the user."""
+        state = self._state
+        end, text = "well" if code == 0 else "failed", ""
+        if state is not None and state.interrupted is not None:
+            end, text = "stopped", f"stopped by {name_signal(state.interrupted)}"
+        elif state is not None and state.failures:
+            first = state.failures[0]
+            text = f"rank {first.rank}: {summarise(first)}"
+        elif code:
+            text = f"exit code {code}"
+        try:
+            self.record = replace(
+                self.record,
+                ended=time.monotonic(),
+                end=end,
+                end_text=text,
+                exit_code=code,
+                events=tuple(self._events),
+                copy_bytes_per_s={**self.record.copy_bytes_per_s, socket.gethostname(): measure_copy_speed()},
+            )
+            self.record.write(self._folder)
+            write_report(self._folder)
+        except (OSError, MemoryError) as error:
+            return f"phalanx run: --report: the report could not be written to {self._folder}: {error}"
+        return f"phalanx run: the report is in {os.path.join(self._folder, PAGE)}"
+
+    def _add(self, at: float, kind: str, text: str, rank: int | None = None, detail: str = "") -> None:
+        if len(self._events) < _MAX_EVENTS:
+            self._events.append(Event(at - self._begun, kind, text, rank, detail))
+
+
+def _when(failure: Failure) -> float:
+    if failure.loss is not None:
+        return failure.loss.at
+    known = failure.report or failure.exit
+    return known.at if known is not None else time.monotonic()
+
+
+def _target_words(plan: JobPlan) -> list[str]:
+    target = plan.settings.target
+    flags = {"module": ["-m"], "program": ["--no-python"]}.get(target.kind, [])
+    return [*flags, target.name, *target.arguments]
+
+
+def _words(plan: JobPlan) -> list[str]:
+    """The options that say most."""
+    settings = plan.settings
+    words = ["--nproc-per-node", str(plan.num_ranks)]
+    if settings.rendezvous is not None:
+        words += ["--nnodes", str(settings.rendezvous.max_nodes)]
+    if settings.max_restarts is not None:
+        words += ["--max-restarts", str(settings.max_restarts)]
+    return words

@@ -1,0 +1,68 @@
+"""Where an axis has its marks, and what stands there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A scale from `low` to `high`, with marks; `is_log` in powers."""
+
+    low: float
+    high: float
+    marks: tuple[float, ...]
+    is_log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where a value lies, from 0 to 1."""
+        if self.is_log:
+            low, high = math.log(self.low), math.log(self.high)
+            return (math.log(max(value, self.low)) - low) / (high - low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def linear(values: Sequence[float], *, from_zero: bool = False, num_marks: int = 5) -> Axis:
+    """Round numbers at which `values` end."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    if from_zero or (0 <= low < 0.3 * high):
+        low = min(low, 0.0)
+    if high - low < 1e-9 * max(abs(high), 1e-30):
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if high else (0.0, 1.0)
+    step = nice_step((high - low) / num_marks)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    marks = tuple(step * i for i in range(first, last + 1))
+    return Axis(marks[0], marks[-1], marks)
+
+
+def logarithmic(values: Sequence[float], base: float = 10.0, *, most: int = 7) -> Axis:
+    """Powers of `base` around `values`, all above zero."""
+    above = [value for value in values if value > 0] or [1.0, base]
+    first, last = math.floor(math.log(min(above), base) + 1e-9), math.ceil(math.log(max(above), base) - 1e-9)
+    if last <= first + 1 and max(above) < 1.5 * min(above):  # a single value lies in the middle
+        first -= 1
+    last = max(last, first + 1)
+    every = math.ceil((last - first + 1) / most)
+    return Axis(base**first, base**last, tuple(base**i for i in range(first, last + 1, every)), is_log=True)
+
+
+def nice_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, at least `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+
+
+def plain(marks: Sequence[float]) -> Callable[[float], str]:
+    """How to write `marks`, all with as many digits as tell them apart."""
+    step = min((b - a for a, b in pairwise(marks)), default=1.0)
+    digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
+    most = max((abs(mark) for mark in marks), default=0.0)
+    if most >= 1e6 or digits > 5:
+        return lambda value: f"{value:.3g}"
+    if most >= 1e4 and digits == 0 and all(mark % 1000 == 0 for mark in marks):
+        return lambda value: f"{value / 1000:,.0f}k" if value else "0"
+    return lambda value: f"{value:,.{digits}f}"

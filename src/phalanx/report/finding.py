@@ -1,0 +1,19 @@
+"""One sentence about a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["bad", "warn", "note", "good"]
+
+FEW_STEPS = 10  # say nothing about speed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence, how much it matters, and what it costs: a share of the run's time, or of a step."""
+
+    severity: Severity
+    text: str
+    weight: float = 0.0

@@ -1,0 +1,199 @@
+"""From what ranks and launcher have written down to what a run was: `Measurements`."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from phalanx.diagnostics.step_file import RankFile, StepRecord, merge, read_folder
+from phalanx.report.job_record import RANKS, JobRecord
+from phalanx.report.matching import Matched, Sampled, Split, match
+from phalanx.report.measurements import PARTS, Curve, Measurements, RankRun
+
+MAX_POINTS = 240  # of a curve: more than a screen can show
+_WARM_STEPS, _WARM_SHARE = 5, 0.1  # the first steps, in which memory is found and code compiled, are left out of means
+
+
+def gather(folder: str) -> Measurements:
+    """The run whose files are in `folder`."""
+    return combine(JobRecord.read(folder), read_folder(os.path.join(folder, RANKS)))
+
+
+def combine(job: JobRecord | None, files: Sequence[RankFile]) -> Measurements:
+    """The run of which `job` and the ranks' `files` tell; either may be missing."""
+    files = _of_ranks(files)
+    if job is None:  # nobody led it: the ranks were started by another launcher, or this is the only one
+        begun = min((file.begun for file in files), default=0.0)
+        unix = min((file.begun + file.unix_offset for file in files), default=0.0)
+        sizes = [int(file.facts.get("world_size", 1)) for file in files]
+        job = JobRecord("run", "", begun, unix, max(sizes, default=0))
+    offsets = [job.clock_offsets.get(str(file.facts.get("host", "")), 0.0) for file in files]
+    newest = max((_attempt(file) for file in files), default=0)
+    latest = [i for i, file in enumerate(files) if _attempt(file) == newest and file.steps]
+    matched = match([_sampled(files[i], offsets[i]) for i in latest])
+    splits: dict[int, Split] = dict(zip(latest, matched.splits, strict=True))
+    ranks = tuple(_measure(file, splits.get(i, Split()), offsets[i] - job.begun) for i, file in enumerate(files))
+    ended = job.ended if job.ended is not None else max((rank.end + job.begun for rank in ranks), default=job.begun)
+    trained = [files[i] for i in latest]
+    return Measurements(
+        name=job.name,
+        command=job.command,
+        begun_unix=job.begun_unix,
+        duration_s=ended - job.begun,
+        end=job.end,
+        end_text=job.end_text,
+        exit_code=job.exit_code,
+        world_size=job.world_size,
+        max_restarts=job.max_restarts,
+        ranks=ranks,
+        loss=_loss_curve([file for file in files if file.steps]),
+        throughput=_throughput(trained, [offsets[i] - job.begun for i in latest]),
+        has_samples=any(step.samples for file in trained for step in file.steps),
+        collectives=matched.collectives,
+        lateness=matched.lateness,
+        num_matched=matched.num_matched,
+        copy_bytes_per_s=job.copy_bytes_per_s,
+        events=tuple(sorted(job.events, key=lambda event: event.at)),
+    )
+
+
+def _of_ranks(files: Sequence[RankFile]) -> list[RankFile]:
+    """Without the processes that a rank has started besides, which have trained nothing."""
+    trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
+    return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
+
+
+def _attempt(file: RankFile) -> int:
+    return int(file.facts.get("attempt", 0))
+
+
+def _num_warm(records: Sequence[StepRecord]) -> int:
+    """How many records at the beginning are left out of means."""
+    total = sum(record.num_steps for record in records)
+    most = min(_WARM_STEPS, total * _WARM_SHARE)
+    done = accumulate(record.num_steps for record in records)
+    warm = sum(1 for so_far in done if so_far <= most)
+    return min(max(warm, 1 if len(records) > 2 else 0), max(0, len(records) - 1))
+
+
+def _sampled(file: RankFile, offset: float) -> Sampled:
+    steady = file.steps[_num_warm(file.steps) :]
+    groups = [(str(g["name"]), int(g["generation"]), int(g["again"])) for g in file.facts.get("groups", ())]
+    num_steps = int(sum(record.num_steps for record in steady))
+    return Sampled(
+        int(file.facts.get("rank", 0)), groups, file.operations, steady[0].begin * 1e9, num_steps, offset * 1e9
+    )
+
+
+def _measure(file: RankFile, split: Split, shift: float) -> RankRun:
+    facts = {name: value for name, value in file.facts.items() if name not in ("rank", "attempt", "pid", "groups")}
+    records = file.steps
+    steady = records[_num_warm(records) :]
+    num = sum(record.num_steps for record in steady) or 1.0
+    whole = steady[-1].end - steady[0].begin if steady else 0.0
+    parts = _parts(steady, split, num)
+    span = records[-1].end - records[0].end if len(records) > 1 else 0.0
+    last = records[-1] if records else None
+    return RankRun(
+        rank=int(file.facts.get("rank", 0)),
+        attempt=_attempt(file),
+        pid=int(file.facts.get("pid", 0)),
+        host=str(file.facts.get("host", "")),
+        node=int(file.facts.get("node", 0)),
+        facts=facts,
+        begin=file.begun + shift,
+        end=max(file.phase_since, last.end if last else file.begun) + shift,
+        first_step=records[0].begin + shift if records else None,
+        steps=file.steps_done,
+        first_number=1,
+        step_s=whole / num if steady else 0.0,
+        longest_s=max((record.longest for record in steady), default=0.0),
+        parts=parts,
+        samples_per_step=sum(record.samples for record in steady) / num,
+        num_workers=file.num_workers,
+        last_phase=file.phase,
+        ended=file.ended,
+        cpu_share=(records[-1].cpu_s - records[0].cpu_s) / span if span > 1.0 else None,
+        preemptions_per_s=(records[-1].preemptions - records[0].preemptions) / span if span > 1.0 else None,
+        resident_bytes=last.resident_bytes if last else 0.0,
+        shared_bytes=last.shared_bytes if last else 0.0,
+        peak_bytes=float(file.peak_bytes),
+        device_bytes=max((record.device_bytes for record in records), default=0.0),
+        step_curve=tuple((r.end + shift, (r.end - r.begin) / r.num_steps) for r in _thin(steady)),
+        memory_curve=tuple((r.end + shift, r.device_bytes or r.resident_bytes) for r in _thin(records)),
+        generations=_generations(records, shift),
+    )
+
+
+def _parts(steady: Sequence[StepRecord], split: Split, num: float) -> Mapping[str, float]:
+    """Seconds of a step: a phase without what it waited and moved in it."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    for phase in ("data", "forward", "backward", "update", "other"):
+        seconds = sum(getattr(record, phase) for record in steady) / num
+        waiting, moving = split.waiting.get(phase, 0.0), split.moving.get(phase, 0.0)
+        inside = waiting + moving
+        share = min(1.0, seconds / inside) if inside else 0.0  # what ran beside the program is not the program's time
+        parts["waiting"] += waiting * share
+        parts["communication"] += moving * share
+        parts[phase] = seconds - inside * share
+    return parts
+
+
+def _generations(records: Sequence[StepRecord], shift: float) -> tuple[tuple[int, float], ...]:
+    found: list[tuple[int, float]] = []
+    for record in records:
+        if not found or found[-1][0] != int(record.generation):
+            found.append((int(record.generation), record.begin + shift))
+    return tuple(found)
+
+
+def _thin(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """At most MAX_POINTS records, neighbours merged."""
+    thinned = list(records)
+    while len(thinned) > MAX_POINTS:
+        pairs = [merge(a, b) for a, b in zip(thinned[::2], thinned[1::2], strict=False)]
+        thinned = pairs + thinned[len(thinned) - len(thinned) % 2 :]
+    return thinned
+
+
+def _loss_curve(files: Sequence[RankFile]) -> Curve:
+    """By step, the mean over the ranks that have one; of a step that was done again the last."""
+    by_step: dict[float, list[float]] = defaultdict(list)
+    for file in files:
+        for record in _thin(file.steps):
+            if record.num_losses:
+                by_step[record.first + record.num_steps - 1].append(record.loss / record.num_losses)
+    return tuple((step, sum(losses) / len(losses)) for step, losses in sorted(by_step.items()))
+
+
+def _throughput(files: Sequence[RankFile], shifts: Sequence[float]) -> Curve:
+    """Of all ranks together, by time: samples per second where they are known, else steps."""
+    pairs = list(zip(files, shifts, strict=True))
+    counts = any(step.samples for file in files for step in file.steps)
+    begin = min((file.steps[0].begin + shift for file, shift in pairs), default=0.0)
+    end = max((file.steps[-1].end + shift for file, shift in pairs), default=0.0)
+    fewest = min((len(file.steps) for file in files), default=0)
+    num = max(1, min(MAX_POINTS // 2, fewest // 3))
+    width = (end - begin) / num
+    if not fewest or width <= 0:
+        return ()
+    amounts = [0.0] * num
+    for file, shift in pairs:
+        for record in file.steps:
+            amount = record.samples if counts else record.num_steps / len(files)
+            _spread(amounts, amount, record.begin + shift - begin, record.end + shift - begin, width)
+    return tuple((begin + (i + 0.5) * width, amount / width) for i, amount in enumerate(amounts))
+
+
+def _spread(amounts: list[float], amount: float, begin: float, end: float, width: float) -> None:
+    """Over the bins that the time from `begin` to `end` covers."""
+    length = max(end - begin, 1e-9)
+    first, last = int(begin / width), min(int(end / width), len(amounts) - 1)
+    for i in range(min(first, last), last + 1):
+        overlap = min(end, (i + 1) * width) - max(begin, i * width)
+        amounts[i] += amount * max(0.0, overlap) / length
+
+
+__all__ = ["MAX_POINTS", "Matched", "combine", "gather"]

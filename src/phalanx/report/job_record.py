@@ -1,0 +1,53 @@
+"""What the launcher knows of a job, in `job.json`: written when it begins, so that a command that is killed leaves it,
+and again when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from phalanx.report.measurements import Event
+
+FILE = "job.json"
+RANKS = "ranks"  # the folder in the report's, for the ranks' files
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """`begun` and `ended` are of CLOCK_MONOTONIC; `end` is as in `Measurements`, "running" until somebody says more."""
+
+    name: str
+    command: str
+    begun: float
+    begun_unix: float
+    world_size: int
+    max_restarts: int = 0
+    pid: int = 0
+    ended: float | None = None
+    end: str = "running"
+    end_text: str = ""
+    exit_code: int | None = None
+    events: tuple[Event, ...] = ()
+    clock_offsets: Mapping[str, float] = field(default_factory=dict)  # by host: what its clock is behind
+    copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
+
+    def write(self, folder: str) -> None:
+        """Into `folder`, whole or not at all; OSError if that can't be."""
+        path = os.path.join(folder, FILE)
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+        os.replace(f"{path}.part", path)
+
+    @classmethod
+    def read(cls, folder: str) -> JobRecord | None:
+        """That of `folder`; None if there is none that can be read."""
+        try:
+            with open(os.path.join(folder, FILE), encoding="utf-8") as file:
+                fields: dict[str, Any] = json.load(file)
+            return cls(**{**fields, "events": tuple(Event(**event) for event in fields["events"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None

@@ -1,0 +1,186 @@
+"""What a run left behind, as data: what the findings read, the page draws and `phalanx report` compares.
+
+It is `report.json`. Times are seconds since the run began, on the clock of the host that led it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FORMAT, VERSION = "phalanx-report", 1
+PARTS = ("data", "forward", "backward", "update", "waiting", "communication", "other")
+
+Curve = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """One process of a rank. `parts`: where the time of a step goes, in seconds, as a mean after the first steps."""
+
+    rank: int
+    attempt: int
+    pid: int
+    host: str
+    node: int
+    facts: Mapping[str, Any]
+    begin: float
+    end: float
+    first_step: float | None  # when its first step began
+    steps: int
+    first_number: int
+    step_s: float
+    longest_s: float
+    parts: Mapping[str, float]
+    samples_per_step: float
+    num_workers: int | None
+    last_phase: str
+    ended: bool
+    cpu_share: float | None  # of one core
+    preemptions_per_s: float | None
+    resident_bytes: float
+    shared_bytes: float
+    peak_bytes: float
+    device_bytes: float
+    step_curve: Curve = ()  # time, seconds of a step
+    memory_curve: Curve = ()
+    generations: tuple[tuple[int, float], ...] = ()  # number, when its first step in it ended
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Those of one kind and size. `bandwidth`: bytes per second on the bus, as NCCL's tests count it; median."""
+
+    name: str
+    num_bytes: float
+    num_ranks: int
+    count: float
+    duration_s: float  # from the last rank's coming to the end; median
+    waiting_s: float  # of a rank for the last one to come; mean
+    bandwidth: float | None
+    overlapped: bool = False  # most of it was done before, beside the backward
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How often a rank came last to a collective, and what the others waited for it alone, per step."""
+
+    rank: int
+    times: int
+    lead_s: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the job: `kind` is attempt, failure, loss, replaced, signal or host lost."""
+
+    at: float
+    kind: str
+    text: str
+    rank: int | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """A run. `end`: how it ended: "well", "failed", "stopped", "killed" (nobody said) or "running"."""
+
+    name: str
+    command: str
+    begun_unix: float
+    duration_s: float
+    end: str
+    end_text: str
+    exit_code: int | None
+    world_size: int
+    max_restarts: int
+    ranks: tuple[RankRun, ...] = ()
+    loss: Curve = ()  # step, mean over the ranks
+    throughput: Curve = ()  # time, samples per second of all ranks
+    has_samples: bool = False
+    collectives: tuple[Collectives, ...] = ()
+    lateness: tuple[Lateness, ...] = ()
+    num_matched: int = 0  # collectives that were seen on all ranks
+    copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host: one core's memcpy
+    events: tuple[Event, ...] = ()
+    scalars: Mapping[str, Curve] = field(default_factory=dict)
+
+    @property
+    def last_attempt(self) -> tuple[RankRun, ...]:
+        """The processes of the newest attempt, of each rank the one that lived longest."""
+        newest = max((rank.attempt for rank in self.ranks), default=0)
+        chosen: dict[int, RankRun] = {}
+        for run in self.ranks:
+            if run.attempt == newest and (run.rank not in chosen or run.steps > chosen[run.rank].steps):
+                chosen[run.rank] = run
+        return tuple(chosen[rank] for rank in sorted(chosen))
+
+    @property
+    def steps(self) -> int:
+        """How many all ranks have done."""
+        return min((run.first_number - 1 + run.steps for run in self.last_attempt), default=0)
+
+    @property
+    def step_s(self) -> float:
+        """A step's mean time, of the slowest rank."""
+        return max((run.step_s for run in self.last_attempt), default=0.0)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Of all ranks together, after the first steps."""
+        runs = [run for run in self.last_attempt if run.step_s > 0]
+        return sum(run.samples_per_step / run.step_s for run in runs) if self.has_samples and runs else None
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last point of its curve."""
+        return self.loss[-1][1] if self.loss else None
+
+    def to_json(self) -> str:
+        """For report.json."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Measurements:
+        """The inverse.
+
+        Raises:
+            ValueError: it is none, or another version's.
+        """
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or fields.pop("format", "") != FORMAT:
+            raise ValueError("no report of a run")
+        if fields.pop("version", None) != VERSION:
+            raise ValueError("the report of another version of Phalanx")
+        try:
+            return cls(
+                **{
+                    **fields,
+                    "ranks": tuple(_rank_from(rank) for rank in fields["ranks"]),
+                    "loss": _curve(fields["loss"]),
+                    "throughput": _curve(fields["throughput"]),
+                    "collectives": tuple(Collectives(**one) for one in fields["collectives"]),
+                    "lateness": tuple(Lateness(**one) for one in fields["lateness"]),
+                    "events": tuple(Event(**one) for one in fields["events"]),
+                    "scalars": {name: _curve(curve) for name, curve in fields["scalars"].items()},
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the report is damaged: {error}") from None
+
+
+def _curve(points: Any) -> Curve:
+    return tuple((float(x), float(y)) for x, y in points)
+
+
+def _rank_from(fields: dict[str, Any]) -> RankRun:
+    return RankRun(
+        **{
+            **fields,
+            "step_curve": _curve(fields["step_curve"]),
+            "memory_curve": _curve(fields["memory_curve"]),
+            "generations": tuple((int(number), float(at)) for number, at in fields["generations"]),
+        }
+    )

@@ -1,0 +1,232 @@
+"""What a run's pictures show; how they are drawn is `charts`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from phalanx.report.axes import Axis, linear, logarithmic, nice_step
+from phalanx.report.charts import Dot, Line, dot_chart, line_chart
+from phalanx.report.measurements import PARTS, Curve, Measurements, RankRun
+from phalanx.report.units import percent, rate, seconds, size
+
+_MAX_LINES = 8  # ranks that a chart can tell apart
+_MAX_DOT_LABELS = 8
+_ON_DARK = ("backward", "update", "waiting")
+
+
+def figure(picture: str, title: str, caption: str = "") -> str:
+    """A picture with its title and what to know of it."""
+    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure><h3>{escape(title)}</h3>{picture}{below}</figure>"
+
+
+def loss_picture(run: Measurements) -> str:
+    """The loss by step."""
+    finite = [loss for _, loss in run.loss if math.isfinite(loss)]
+    if len(finite) < 2:
+        return ""
+    is_log = min(finite) > 0 and max(finite) > 50 * min(finite)
+    y = logarithmic(finite) if is_log else linear(finite)
+    picture = line_chart(
+        "Loss by step",
+        [Line(run.loss, "var(--c1)")],
+        Axis(0, max(step for step, _ in run.loss), linear([0, *(step for step, _ in run.loss)]).marks),
+        y,
+        x_name="step",
+        y_name="loss, logarithmic" if is_log else "loss",
+        y_text=(lambda value: f"{value:g}") if is_log else None,
+    )
+    return figure(picture, "Loss", "The mean over the ranks of what each step's backward began from.")
+
+
+def throughput_picture(run: Measurements) -> str:
+    """Samples, or steps, per second by time."""
+    if len(run.throughput) < 3:
+        return ""
+    unit = "samples" if run.has_samples else "steps"
+    y = linear([value for _, value in run.throughput], from_zero=True)
+    curve = [Line(run.throughput, "var(--c1)")]
+    x = time_axis([at for at, _ in run.throughput])
+    picture = line_chart(
+        "Throughput by time", curve, x, y, x_name="time", y_name=f"{unit} a second", x_text=seconds_mark
+    )
+    return figure(picture, "Throughput", f"{unit.capitalize()} of all ranks together.")
+
+
+def step_picture(run: Measurements) -> str:
+    """How long a step takes, by time."""
+    curves = [(rank.rank, rank.step_curve) for rank in run.last_attempt if len(rank.step_curve) > 2]
+    if not curves:
+        return ""
+    points = [value for _, curve in curves for _, value in curve]
+    usual = sorted(points)[int(0.98 * (len(points) - 1))]
+    factor, unit = (1e3, "ms") if usual < 1 else (1.0, "s")
+    y = linear([factor * min(value, 1.5 * usual) for value in points], from_zero=True)
+    lines = _rank_lines([(rank, tuple((x, factor * v) for x, v in curve)) for rank, curve in curves])
+    x = time_axis([at for _, curve in curves for at, _ in curve])
+    picture = line_chart(
+        "Time of a step by time and rank", lines, x, y, x_name="time", y_name=f"{unit} a step", x_text=seconds_mark
+    )
+    return figure(picture, "Time of a step", _lines_told(len(curves)))
+
+
+def memory_picture(run: Measurements) -> str:
+    """Memory of each rank by time."""
+    curves = [(rank.rank, rank.memory_curve) for rank in run.last_attempt if len(rank.memory_curve) > 2]
+    if not curves:
+        return ""
+    most = max(value for _, curve in curves for _, value in curve)
+    factor, unit = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+    lines = _rank_lines([(rank, tuple((x, v / factor) for x, v in curve)) for rank, curve in curves])
+    y = linear([value for line in lines for _, value in line.points], from_zero=True)
+    x = time_axis([at for _, curve in curves for at, _ in curve])
+    on_device = any(rank.device_bytes for rank in run.last_attempt)
+    picture = line_chart("Memory by time and rank", lines, x, y, x_name="time", y_name=unit, x_text=seconds_mark)
+    what = "Of tensors on the device." if on_device else "Resident; what ranks share counts for each of them."
+    return figure(picture, "Memory", f"{what} {_lines_told(len(curves))}".strip())
+
+
+def bandwidth_picture(run: Measurements) -> str:
+    """Collectives by size and bandwidth, against what a copy in memory reaches."""
+    rows = [row for row in run.collectives if row.bandwidth and row.num_bytes >= 1]
+    if not rows:
+        return ""
+    limit = max(run.copy_bytes_per_s.values(), default=0.0)
+    several_hosts = len({rank.host for rank in run.last_attempt}) > 1
+    x = logarithmic([row.num_bytes for row in rows], 4.0, most=6)
+    y = logarithmic([*(row.bandwidth or 0.0 for row in rows), *([limit] if limit else [])])
+    dots = [
+        Dot(
+            row.num_bytes,
+            row.bandwidth or 0.0,
+            row.name.replace("_", " ") if i < _MAX_DOT_LABELS else "",
+            f"{row.name}, {size(row.num_bytes)}, {row.num_ranks} ranks: {rate(row.bandwidth or 0.0)}, "
+            f"{row.count:,.0f} calls",
+        )
+        for i, row in enumerate(rows)
+    ]
+    picture = dot_chart(
+        "Bandwidth of collectives by size", dots, x, y, x_name="bytes of a rank", y_name="bandwidth",
+        x_text=lambda value: size(value).replace(".00", "").replace(".0", ""),
+        y_text=lambda value: rate(value).replace(".00", "").replace(".0", ""),
+        limit=(limit, f"one core's copy in memory, {rate(limit)}") if limit else None,
+    )  # fmt: skip
+    caption = "Bytes over the bus, as NCCL's tests count them, from the last rank's coming to the end; medians."
+    if several_hosts:
+        caption += " Between hosts the network is the limit, not memory."
+    return figure(picture, "Bandwidth by size", caption)
+
+
+def part_bars(run: Measurements) -> str:
+    """A bar for each rank: its step, divided into what it did."""
+    ranks = [rank for rank in run.last_attempt if rank.step_s > 0]
+    if not ranks:
+        return ""
+    longest = max(rank.step_s for rank in ranks)
+    shown = [part for part in PARTS if any(rank.parts[part] > 0.001 * longest for rank in ranks)]
+    legend = "".join(f"<li><i style='background:var(--{part})'></i>{part}</li>" for part in shown)
+    rows = "".join(
+        f"<span>rank {rank.rank}</span><div class=bar>{''.join(_piece(rank, part, longest) for part in shown)}</div>"
+        f"<span>{seconds(rank.step_s)}</span>"
+        for rank in ranks
+    )
+    return f"<ul class=legend>{legend}</ul><div class=bars>{rows}</div>"
+
+
+def _piece(rank: RankRun, part: str, longest: float) -> str:
+    share = rank.parts[part] / rank.step_s
+    on_dark = " class=on-dark" if part in _ON_DARK else ""
+    told = f"rank {rank.rank}, {part}: {seconds(rank.parts[part])}, {percent(share)} of its step"
+    width = 100 * rank.parts[part] / longest
+    return f"<i{on_dark} style='width:{width:.2f}%;background:var(--{part})' title='{told}'><b>{percent(share)}</b></i>"
+
+
+def time_line(run: Measurements) -> str:
+    """When the processes of each rank ran, and what happened to them."""
+    if not run.ranks or run.duration_s <= 0:
+        return ""
+    end = max(run.duration_s, *(rank.end for rank in run.ranks))
+
+    def place(at: float) -> str:
+        return f"{100 * min(1.0, max(0.0, at / end)):.2f}%"
+
+    rows = []
+    for number in sorted({rank.rank for rank in run.ranks}):
+        bars = []
+        for one in sorted((r for r in run.ranks if r.rank == number), key=lambda r: r.begin):
+            trains = min(one.first_step if one.first_step is not None else one.end, one.end)
+            told = f"process {one.pid}" + (f", attempt {one.attempt + 1}" if one.attempt else "")
+            bars.append(_bar(place(one.begin), (trains - one.begin) / end, "start", f"{told}: until its first step"))
+            bars.append(_bar(place(trains), (one.end - trains) / end, "", f"{told}: {one.steps:,} steps"))
+            bars += [
+                f"<u style='left:{place(at)};background:var(--c4)' title='generation {generation}, {seconds(at)}'></u>"
+                for generation, at in one.generations
+                if generation
+            ]
+        bars += [
+            f"<u style='left:{place(event.at)}' "
+            f"title='{escape(f'{event.kind}, {seconds(event.at)}: {event.text}')}'></u>"
+            for event in run.events
+            if event.rank == number
+        ]
+        rows.append(f"<span>rank {number}</span><div class=lane>{''.join(bars)}</div>")
+    axis = time_axis([0.0, end])
+    scale = "".join(
+        f"<span style='left:{place(mark)}'>{seconds_mark(mark)}</span>" for mark in axis.marks if 0 <= mark <= end
+    )
+    words = ["<li><i style='background:var(--other)'></i>before its first step</li>"]
+    words.append("<li><i style='background:var(--c0)'></i>training</li>")
+    if any(event.rank is not None for event in run.events):
+        words.append("<li><i style='background:var(--bad)'></i>failure or loss</li>")
+    if any(generation for rank in run.ranks for generation, _ in rank.generations):
+        words.append("<li><i style='background:var(--c4)'></i>a new generation of the group</li>")
+    return (
+        f"<ul class=legend>{''.join(words)}</ul><div class=lanes>{''.join(rows)}<span></span>"
+        f"<div class=scale>{scale}</div></div>"
+    )
+
+
+def _bar(left: str, width: float, kind: str, told: str) -> str:
+    name = f" class={kind}" if kind else ""
+    return f"<i{name} style='left:{left};width:{100 * max(0.0, width):.2f}%' title='{escape(told)}'></i>"
+
+
+def time_axis(times: Sequence[float]) -> Axis:
+    """From the first time to the last, with marks at round seconds, minutes or hours."""
+    low, high = min(times), max(times)
+    low = 0.0 if low < 0.3 * high else low
+    rough = max(high - low, 1e-6) / 5
+    steps = [s for s in (60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0) if s >= rough > 30]
+    step = steps[0] if steps else nice_step(rough)
+    first = math.ceil(low / step - 1e-9)
+    return Axis(low, high, tuple(step * i for i in range(first, math.floor(high / step + 1e-9) + 1)))
+
+
+def seconds_mark(value: float) -> str:
+    """`0`, `30 s`, `5 min`, `2 h`."""
+    for factor, unit in ((3600, "h"), (60, "min")):
+        if value >= factor and value % factor == 0:
+            return f"{value / factor:.0f} {unit}"
+    return f"{value:g} s" if value < 60 else f"{int(value // 60)}:{int(value % 60):02} min"
+
+
+def _rank_lines(curves: Sequence[tuple[int, Curve]]) -> list[Line]:
+    """A line for each rank; of many, the outermost are named and the others stay in the back."""
+    if len(curves) <= _MAX_LINES:
+        return [Line(curve, f"var(--c{i + 1})", f"rank {rank}") for i, (rank, curve) in enumerate(curves)]
+    last = sorted(curves, key=lambda pair: sum(value for _, value in pair[1]) / len(pair[1]))
+    named = {last[0][0]: "var(--c1)", last[-1][0]: "var(--c2)"}
+    lines = [Line(curve, "var(--rule)") for rank, curve in curves if rank not in named]
+    return lines + [Line(curve, named[rank], f"rank {rank}") for rank, curve in curves if rank in named]
+
+
+def _lines_told(number: int) -> str:
+    return "" if number <= _MAX_LINES else f"{number} ranks; the lowest and the highest are named."
+
+
+__all__ = [
+    "bandwidth_picture", "figure", "loss_picture", "memory_picture", "part_bars", "step_picture", "throughput_picture",
+    "time_axis", "time_line",
+]  # fmt: skip

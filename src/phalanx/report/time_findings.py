@@ -1,0 +1,209 @@
+"""Where the time of a step goes, in sentences: who waits, for what, for whom, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+
+from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.report.finding import FEW_STEPS, Finding
+from phalanx.report.measurements import Measurements, RankRun
+from phalanx.report.units import percent, seconds
+
+DATA_SHARE = 0.10  # of a step
+OTHER_SHARE = 0.15
+UPDATE_SHARE = 0.30
+COMMUNICATION_SHARE = 0.20
+LATE_OFTEN, LATE_SHARE = 0.6, 0.05  # of the collectives; of a step
+
+
+def _timed(run: Measurements) -> Sequence[RankRun]:
+    return [rank for rank in run.last_attempt if rank.step_s > 0 and rank.steps >= FEW_STEPS]
+
+
+def _share(rank: RankRun, part: str) -> float:
+    return rank.parts.get(part, 0.0) / rank.step_s
+
+
+def _grouped(ranks: Sequence[RankRun], part: str, least: float) -> tuple[list[RankRun], str, float]:
+    """Those whose part is at least so large a share, how to call them, and the largest share."""
+    chosen = [rank for rank in ranks if _share(rank, part) >= least]
+    if not chosen:
+        return [], "", 0.0
+    who = "Every rank" if len(chosen) == len(ranks) > 1 else name_ranks([rank.rank for rank in chosen])
+    return chosen, who[:1].upper() + who[1:], max(_share(rank, part) for rank in chosen)
+
+
+def _data(run: Measurements) -> Iterator[Finding]:
+    chosen, who, share = _grouped(_timed(run), "data", DATA_SHARE)
+    if not chosen:
+        return
+    verb = "wait" if who.startswith("Ranks") else "waits"
+    up_to = "up to " if len(chosen) > 1 else ""
+    workers = {rank.num_workers for rank in chosen}
+    if workers == {0}:
+        advice = "load in the background (DataLoader(num_workers=2), it has none)"
+    elif None in workers:
+        advice = "load in the background, ahead of the step"
+    else:
+        advice = f"more DataLoader workers (now {min(w for w in workers if w is not None)}), or cheaper samples"
+    yield Finding("warn", f"{who} {verb} {up_to}{percent(share)} of each step for data: {advice}.", share)
+
+
+def _stragglers(run: Measurements) -> Iterator[Finding]:
+    ranks = {rank.rank: rank for rank in _timed(run)}
+    if len(ranks) < 2 or run.num_matched < FEW_STEPS:
+        return
+    for late in run.lateness:
+        slow = ranks.get(late.rank)
+        if slow is None or late.times < LATE_OFTEN * run.num_matched or late.lead_s < LATE_SHARE * slow.step_s:
+            continue
+        share = late.lead_s / slow.step_s
+        others = [rank for rank in ranks.values() if rank is not slow]
+        yield Finding(
+            "warn",
+            f"Rank {late.rank} on {slow.host} is the straggler: it comes last to "
+            f"{percent(late.times / run.num_matched)} of the collectives, and the others wait {percent(share)} of each "
+            "step for it alone; "
+            f"{_why_slow(slow, others)}.",
+            share + 0.01,
+        )
+
+
+def _why_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
+    """What it spends more time on than the others do, and what to do about that."""
+    advice = {
+        "data": "its data comes late: give its loader more workers, and look at its disk",
+        "forward": "its forward takes longer",
+        "backward": "its backward takes longer",
+        "update": "its update takes longer",
+        "other": "it does more between the steps: what only this rank does (logging, saving) can go to the background",
+    }
+    excess = {part: slow.parts[part] - median(rank.parts[part] for rank in others) for part in advice}
+    part = max(excess, key=lambda name: excess[name])
+    how = f"{seconds(slow.parts[part])} a step against {seconds(median(r.parts[part] for r in others))}"
+    text = f"{advice[part]} ({how})"
+    if part in ("forward", "backward", "update"):
+        text += f": {_why_computing_is_slow(slow, others)}"
+    return text
+
+
+def _why_computing_is_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
+    if slow.host not in {rank.host for rank in others}:
+        return (
+            f"{slow.host} may be a slower machine, or busy with something else: give this rank less to do, or move it"
+        )
+    usual = median(rank.preemptions_per_s or 0.0 for rank in others)
+    if (slow.preemptions_per_s or 0.0) > 2 * usual + 20:
+        return (
+            f"it is thrown off its core {slow.preemptions_per_s:.0f} times a second (the others {usual:.0f}): "
+            "something else runs there, look with `top`"
+        )
+    if len(slow.facts.get("cpus", ())) < max(len(rank.facts.get("cpus", ())) for rank in others):
+        return "it has fewer cores than the others"
+    return "its batches may be longer than the others', or its core slower; sort samples by length, or balance them"
+
+
+def _communication(run: Measurements) -> Iterator[Finding]:
+    ranks = _timed(run)
+    if len(ranks) < 2:
+        return
+    share = sum(_share(rank, "communication") for rank in ranks) / len(ranks)
+    if share < COMMUNICATION_SHARE:
+        return
+    small = [row for row in run.collectives if row.num_bytes <= 16384 and not row.overlapped]
+    per_step = sum(row.count for row in small) / max(1, run.steps)
+    several_hosts = len({rank.host for rank in ranks}) > 1
+    if per_step > 10:
+        advice = f"there are {per_step:.0f} collectives of 16 KiB or less in a step; put them together into few"
+    elif several_hosts:
+        advice = "average less often (phalanx.DiLoCo), send less (a comm hook: bf16, PowerSGD), or accumulate"
+    else:
+        advice = "larger batches, or accumulate gradients over several before each exchange"
+    yield Finding("warn", f"{percent(share)} of each step goes into moving data between ranks: {advice}.", share)
+
+
+def _parts_of_one(run: Measurements) -> Iterator[Finding]:
+    ranks = _timed(run)
+    chosen, who, share = _grouped(ranks, "update", UPDATE_SHARE)
+    if chosen:
+        verb = "spend" if who.startswith("Ranks") else "spends"
+        advice = "take the fused optimizer (fused=True)"
+        if len(ranks) > 1:
+            advice += ", or share the work (phalanx.ZeroRedundancyOptimizer)"
+        yield Finding("warn", f"{who} {verb} {percent(share)} of each step in the optimizer: {advice}.", share)
+    chosen, who, share = _grouped(ranks, "other", OTHER_SHARE)
+    if chosen:
+        verb = "spend" if who.startswith("Ranks") else "spends"
+        yield Finding(
+            "warn",
+            f"{who} {verb} {percent(share)} of the time outside of the steps: evaluation, logging, saving. Evaluate "
+            "less often, and save in the background (phalanx.CheckpointManager).",
+            share,
+        )
+
+
+def _processors(run: Measurements) -> Iterator[Finding]:
+    ranks = [rank for rank in _timed(run) if rank.cpu_share is not None]
+    for host in sorted({rank.host for rank in ranks}):
+        here = [rank for rank in ranks if rank.host == host]
+        cores = int(here[0].facts.get("cores", 0))
+        threads = sum(int(rank.facts.get("threads", 1)) for rank in here)
+        if cores and threads > cores:
+            yield Finding(
+                "warn",
+                f"On {host} {threads} threads compute on {cores} cores: set "
+                f"OMP_NUM_THREADS={max(1, cores // len(here))}, or start fewer ranks.",
+                0.2,
+            )
+            continue
+        starved = [
+            rank
+            for rank in here
+            if (rank.preemptions_per_s or 0) > 20 and (rank.cpu_share or 0) < 0.7 * _computing_share(rank)
+        ]
+        if starved:
+            least = min(rank.cpu_share or 0.0 for rank in starved)
+            yield Finding(
+                "warn",
+                f"On {host} other programs take the cores: {name_ranks([rank.rank for rank in starved])} got one for "
+                f"{percent(least)} of the time, and lost it {starved[0].preemptions_per_s:.0f} times a second. End "
+                "them, or do not believe the times here.",
+                0.5,
+            )
+
+
+def _computing_share(rank: RankRun) -> float:
+    return sum(_share(rank, part) for part in ("forward", "backward", "update"))
+
+
+def _not_seen(run: Measurements) -> Iterator[Finding]:
+    ranks = run.last_attempt
+    if len(ranks) > 1 and run.steps and not run.num_matched:
+        backends = {str(rank.facts.get("backend", "none")) for rank in ranks}
+        yield Finding(
+            "note",
+            f"What ranks waited and sent is not known: the backend was {', '.join(sorted(backends))}, and only "
+            "`phalanx` keeps a record of its operations.",
+        )
+
+
+def _long_steps(run: Measurements) -> Iterator[Finding]:
+    for rank in _timed(run)[:1]:
+        if rank.longest_s > 10 * rank.step_s and rank.longest_s > 1.0:
+            yield Finding(
+                "note",
+                f"The longest step took {seconds(rank.longest_s)}, {rank.longest_s / rank.step_s:.0f} times the mean: "
+                "a save, an evaluation, or a new epoch's workers (persistent_workers=True).",
+            )
+
+
+LOOKS: tuple[Callable[[Measurements], Iterator[Finding]], ...] = (
+    _data,
+    _stragglers,
+    _communication,
+    _parts_of_one,
+    _processors,
+    _long_steps,
+    _not_seen,
+)
