@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import socket
 import sys
 import threading
 import types
 
 import pytest
 import torch
-from tests.rpc.workers import nothing, run_workers, same, set_event, wait_event, worker
+from tests.rpc.workers import fail, nothing, pid, run_workers, same, set_event, until, wait_event, worker
 
 from phalanx import rpc
 from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.rpc import current, serialization
+from phalanx.rpc.agent import reading, serving
 
 _WAIT_S = 30.0
 
@@ -58,27 +62,126 @@ def _callbacks_keep_nobody_waiting():
     assert future.wait() == "go"
 
 
+_entered, _gate = threading.Event(), threading.Event()
+
+
+class Stuck:
+    """Unpickled, it waits."""
+
+    def __init__(self, name=""):
+        self.name = name
+
+    def __reduce__(self):
+        return _be_stuck, (self.name,)
+
+
+def _be_stuck(name):
+    _entered.set()
+    assert _gate.wait(_WAIT_S)
+    return name
+
+
+def wait_event_and_stick(name):
+    return Stuck(wait_event(name))
+
+
 def _who_is_stuck_loses_its_turn():
-    """A callback that only C++ knows of runs in the thread that reads: while it blocks, others are answered."""
+    """While what an answer runs as it is unpickled blocks, others are answered."""
+    first = rpc.rpc_async("w1", wait_event_and_stick, ("first",))
+    second = rpc.rpc_async("w1", wait_event, ("second",))
+    reader = threading.Thread(target=second.wait)
+    reader.start()
+    rpc.rpc_async("w1", set_event, ("first",))
+    assert _entered.wait(_WAIT_S)
+    for number in range(20):
+        assert rpc.rpc_sync("w1", same, (number,)) == number
+    rpc.rpc_sync("w1", set_event, ("second",))
+    assert second.wait() == "second"
+    _gate.set()
+    assert first.wait() == "first"
+    reader.join()
+
+
+def _callbacks_do_not_run_in_a_thread_that_holds_what_they_want():
+    """Those of `collect_all` ran in whatever thread read the answer, and those of a call in the one that waited for it:
+    with a lock of the user's in hand that the callback took, both hung for good."""
+    mine = threading.Lock()
+    done = threading.Semaphore(0)
+
+    def take_lock(_):
+        with mine:
+            done.release()
+
+    for number in range(20):
+        names = [f"one {number}", f"other {number}"]
+        with mine:
+            first, second = (rpc.rpc_async("w1", wait_event, (name,)) for name in names)
+            torch.futures.collect_all([first]).add_done_callback(take_lock)
+            second.add_done_callback(take_lock)
+            for name in names:
+                rpc.rpc_async("w1", set_event, (name,))
+            assert second.wait() == names[1]
+    for _ in range(40):
+        assert done.acquire(timeout=_WAIT_S)
+
+
+def _callbacks_come_while_answers_do():
+    """A callback that is added just as a thread reads the answer still does not run in that thread."""
+    ran_in = []
+    stop = threading.Event()
+
+    def read():
+        while not stop.is_set():
+            rpc.rpc_sync("w1", nothing)
+
+    reader = threading.Thread(target=read, name="the reader")
+    reader.start()
+    for _ in range(300):
+        called = threading.Event()
+
+        def hear(_, called=called):
+            ran_in.append(threading.current_thread().name)
+            called.set()
+
+        rpc.rpc_async("w1", nothing).add_done_callback(hear)
+        assert called.wait(_WAIT_S)
+    stop.set()
+    reader.join()
+    assert set(ran_in) <= {"MainThread", "phalanx-rpc-serve"}
+
+
+def _what_waits_for_all_hears_of_the_first_error():
+    """It waited for all the others: an error that Python sets is a result in C++."""
+    never = rpc.rpc_async("w1", wait_event, ("later",))
+    with pytest.raises(KeyError, match="k"):
+        torch.futures.wait_all([never, rpc.rpc_async("w1", fail, (KeyError("k"),))])
+    assert not never.done()
+    rpc.rpc_sync("w1", set_event, ("later",))
+    both = torch.futures.collect_all([never, rpc.rpc_async("w1", same, (1,)), torch.futures.Future()][:2]).wait()
+    assert [one.wait() for one in both] == ["later", 1]
+    own = torch.futures.Future()
+    own.set_result(2)
+    assert torch.futures.wait_all([own]) == [2]
+
+
+def _callbacks_of_calls_that_time_out_stop_no_clock():
+    """They ran in the clock's thread: one that blocked, and no call timed out any more."""
     gate, entered = threading.Event(), threading.Event()
 
     def block(_):
         entered.set()
         assert gate.wait(_WAIT_S)
 
-    first = rpc.rpc_async("w1", wait_event, ("first",))
-    torch.futures.collect_all([first]).add_done_callback(block)
-    second = rpc.rpc_async("w1", wait_event, ("second",))
-    reader = threading.Thread(target=second.wait)
-    reader.start()
-    rpc.rpc_async("w1", set_event, ("first",))
+    futures = [rpc.rpc_async("w1", wait_event, ("too late",), timeout=0.05) for _ in range(3)]
+    futures[0].add_done_callback(block)
     assert entered.wait(_WAIT_S)
-    for number in range(20):
-        assert rpc.rpc_sync("w1", same, (number,)) == number
-    rpc.rpc_sync("w1", set_event, ("second",))
-    assert second.wait() == "second"
+    with pytest.raises(DeadlineError):
+        rpc.rpc_sync("w1", wait_event, ("too late",), timeout=0.05)
+    for one in futures:
+        with pytest.raises(DeadlineError):
+            one.wait()
     gate.set()
-    reader.join()
+    rpc.rpc_sync("w1", set_event, ("too late",))
 
 
 def _answers_that_nobody_waits_for_are_read():
@@ -129,6 +232,10 @@ def _all(rank, folder):
             _answers_that_nobody_waits_for_are_read()
             _many_threads_wait()
             _time_runs_out_for_who_reads()
+            _callbacks_do_not_run_in_a_thread_that_holds_what_they_want()
+            _callbacks_come_while_answers_do()
+            _what_waits_for_all_hears_of_the_first_error()
+            _callbacks_of_calls_that_time_out_stop_no_clock()
 
 
 def _breaks(rank, folder):
@@ -151,6 +258,54 @@ def _breaks(rank, folder):
     with pytest.raises(PeerLostError, match=r"rpc_sync\(same\) to .*: the worker is lost: its connection closed"):
         rpc.rpc_sync("w1", same, (2,), timeout=20)
     rpc.shutdown(graceful=False)
+
+
+def _ends(rank, folder):
+    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/s")
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank:
+        signal.pause()  # until it is killed
+    reading.LATE_S = serving.LATE_S = 60.0  # nobody is relieved
+    agent = current.agent()
+    its_pid = rpc.rpc_sync("w1", pid)
+    connection = agent.peer(agent.membership.find("w1")).connection
+    leave, entered = threading.Event(), threading.Event()
+
+    def block(_):
+        entered.set()
+        assert leave.wait(_WAIT_S)
+
+    rpc.rpc_async("w1", wait_event, ("block",)).add_done_callback(block)
+    rpc.rpc_async("w1", set_event, ("block",))
+    assert entered.wait(_WAIT_S)  # the leader reads nothing now
+    first, second = rpc.rpc_async("w1", wait_event_and_stick, ("first",)), rpc.rpc_async("w1", wait_event, ("second",))
+    for one in ("first", "second"):
+        rpc.rpc_async("w1", set_event, (one,))
+    until(lambda: b"second" in _peek(connection.socket))
+    reader = threading.Thread(target=first.wait)
+    reader.start()
+    assert _entered.wait(_WAIT_S)  # it has read both answers, and is stuck in the first
+    os.kill(its_pid, signal.SIGKILL)
+    leave.set()
+    assert second.wait() == "second"
+    _gate.set()
+    assert first.wait() == "first"
+    reader.join()
+    with pytest.raises(PeerLostError):
+        rpc.rpc_sync("w1", nothing)
+    rpc.shutdown(graceful=False)
+
+
+def _peek(sock):
+    try:
+        return sock.recv(1 << 16, socket.MSG_PEEK)
+    except BlockingIOError:
+        return b""
+
+
+def test_answers_that_had_come_are_handed_out_after_the_end_of_who_gave_them():
+    """What a thread had read, and not handed out yet, was dropped when the server ended, and told as lost."""
+    run_workers(_ends, 2, lost=[1])
 
 
 def test_frames_that_make_no_sense_lose_the_worker_whoever_reads_them():

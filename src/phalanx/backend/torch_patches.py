@@ -17,6 +17,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     _MapDatasetFetcher.fetch             a batch has random numbers of its own          in its DataLoader's workers
     DataLoader's iterators' __next__     we hear when a batch was asked for, and came   a run report is asked for
     autograd.backward                    we hear when it begins and ends                a run report is asked for
+    torch._C._collect_all                it fails with the first of our calls that does a worker of `phalanx.rpc` starts
 
     changed                              goes when torch (seen: 2.13)
     Backend.PHALANX, Backend.MPI         tells a backend that it is asked for, and compares names of groups in one case
@@ -30,6 +31,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     DataLoader.__iter__                  tells how many batches it has handed to the loop
     _MapDatasetFetcher.fetch             can seed each batch, and not only each worker
     __next__, autograd.backward          has hooks there, as optimizers have
+    torch._C._collect_all                lets Python give a Future an error that C++ sees
 
 (`csrc/interpose.c` reaches deeper, into libc10's allocation, when DDP asks for gradients in shared memory; and
 `process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.
@@ -436,6 +438,33 @@ def _samples_in(batch: Any) -> int:
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     shape: list[int] = list(getattr(batch, "shape", ()))
     return shape[0] if shape else 1
+
+
+# -- once a worker of `phalanx.rpc` starts ----------------------------------------------------------------------------
+
+
+def collect_calls(has_calls: Callable[[Any], bool], collect_all: Callable[[Any], Any]) -> None:
+    """Let `torch.futures.collect_all` and `wait_all` go through `collect_all` for futures that `has_calls` knows."""
+    _collectors[:] = [(has_calls, collect_all)]
+    _collect_calls()
+
+
+_collectors: list[tuple[Callable[[Any], bool], Callable[[Any], Any]]] = []
+
+
+@_once
+def _collect_calls() -> None:
+    import torch
+
+    functions: Any = torch._C
+    original = functions._collect_all
+
+    def collect(futures: Any) -> Any:
+        has_calls, collect_all = _collectors[0]
+        ours = isinstance(futures, list | tuple) and has_calls(futures)
+        return (collect_all if ours else original)(futures)
+
+    functions._collect_all = collect
 
 
 # -- once backend "mpi" is asked for, and torch was built without MPI --------------------------------------------------

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from phalanx.backend.torch_patches import collect_calls
 from phalanx.coordination.rank_info import host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.interfaces import is_public
 from phalanx.errors import AuthenticationError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.rpc import current
-from phalanx.rpc.agent import interrupts
+from phalanx.rpc.agent import collecting, interrupts
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.autograd.serve import serve_autograd
 from phalanx.rpc.membership import Membership
@@ -84,6 +85,7 @@ def init_rpc(
         agent = start_agent(name, number, size, store, options, Deadline.after(timeout_s))
         current.set_agent(agent)
         interrupts.install()
+        collect_calls(collecting.has_calls, collecting.collect_all)
         agent.open_for_calls()
 
 

@@ -27,7 +27,7 @@ from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.calls import Call, Peer, count, describe_timeout
-from phalanx.rpc.agent.connections import Connections
+from phalanx.rpc.agent.connections import Connections, Lost
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.agent.request import Request
 from phalanx.rpc.agent.retries import Retries
@@ -48,6 +48,16 @@ _CONNECT_S = 30.0
 
 _OPEN = object()  # in the place of a connection: from here on we carry out calls
 
+
+class _Work:
+    """In the place of a connection: work that may run the user's callbacks. They may block, which a leader may."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+
+
 Control = Callable[[Member, Any], Any]
 
 
@@ -65,12 +75,12 @@ class Agent:
         self.on_lost: list[Callable[[Member], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.serving = Serving(options.num_worker_threads, self._handle, self.flush, self._tick)
-        self.connections = Connections(name, number, host, options, self.serving, self._lose, self._take_back)
+        self.connections = Connections(name, number, host, options, self.serving, self._take_back)
         self.me = self.connections.me
         self.peers = self.connections.peers
         self.peer = self.connections.peer
         self.references = References(self.me.uid)
-        self.retries = Retries(lambda to: self.membership.find(to) is not None)
+        self.retries = Retries(lambda to: self.membership.find(to) is not None, self.run_later)
         self.membership: Membership
         self.closed = False
         self.closing = False  # others may go now without being lost
@@ -183,19 +193,17 @@ class Agent:
             connection.send(wire.PART, 0, payload.data, b"", payload.buffers)
 
     def _fail(self, peer: Peer, call: Call) -> None:
+        call.fail(self._why_failed(peer, call))
+
+    @staticmethod
+    def _why_failed(peer: Peer, call: Call) -> Callable[[], BaseException]:
         if not peer.lost:
-            self._fail_closed(peer, call)
-            return
+            text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
+            return partial(ClosedError, text)
         text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
         if call.number:
             text += "\nWhether the function ran there is not known."
-        ranks = (peer.member.info.id,)
-        call.fail(lambda: PeerLostError(text, ranks=ranks))
-
-    @staticmethod
-    def _fail_closed(peer: Peer, call: Call) -> None:
-        text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
-        call.fail(partial(ClosedError, text))
+        return partial(PeerLostError, text, ranks=(peer.member.info.id,))
 
     # -- answers put aside ---------------------------------------------------------------------------------------------
 
@@ -224,8 +232,13 @@ class Agent:
                 self._early.append(item)
                 return
         if frame is None:
-            lead.busy_since = time.monotonic()  # its calls fail, which may run the user's callbacks
-            self.connections.lose(connection.peer, connection.why)
+            lead.busy_since = time.monotonic()
+            if isinstance(connection, _Work):
+                connection.run()
+            elif isinstance(connection, Lost):
+                self._lose(connection.peer)
+            else:
+                self.connections.lose(connection.peer, connection.why)
             return
         kind = frame.kind
         if kind == wire.REQUEST or kind == wire.REMOTE:
@@ -240,18 +253,22 @@ class Agent:
         elif kind == wire.FETCH:
             self._take_fetch(connection, frame)
 
-    def _take_back(self, connection: Any, frame: Frame) -> None:
-        """Of a thread that reads what it waits for."""
+    def _take_back(self, connection: Any, frame: Frame, call: Call | None) -> None:
+        """Of a thread that reads what it waits for, and hands out this answer of `call`."""
         if frame.kind == wire.PART:
             self._take_control(connection, frame)
         else:
-            self._take_answer(connection, frame)
+            self._complete(connection, frame, call)
+            if call is not None:
+                call.future.rang()  # if this thread has lost its turn meanwhile, another one reads for it
 
     def _take_answer(self, connection: Any, frame: Frame) -> Call | None:
-        """Of the leader, or a thread that reads: an answer has come; the call that it is of, which has it now."""
+        """Of the leader: an answer has come; the call that it is of, which has it now."""
         peer = self.peers.get((connection.peer or self.me).uid)
-        call = peer.take(frame.call) if peer is not None else None
-        if peer is None or call is None:  # it came too late; but references in it are ours now, and go
+        return self._complete(connection, frame, peer.take(frame.call) if peer is not None else None)
+
+    def _complete(self, connection: Any, frame: Frame, call: Call | None) -> Call | None:
+        if call is None:  # it came too late; but references in it are ours now, and go
             if frame.extras:
                 self._drop_forks(frame)
             return None
@@ -260,7 +277,7 @@ class Agent:
                 data = frame.data
                 set_error(call.future, lambda: remote_error.unpack(data))
                 return call
-            result = self._read_reply(frame, peer.member)
+            result = self._read_reply(frame, connection.peer or self.me)
             if call.on_answer is not None:
                 result = call.on_answer(result)
         except BaseException as error:
@@ -371,11 +388,16 @@ class Agent:
         self.connections.lose_after_reading(member, str(why))
 
     def _lose(self, peer: Peer) -> None:
-        """A worker is gone: its calls fail, and what it held is let go."""
-        for call in peer.take_all():
-            self._fail(peer, call)
+        """Of the leader: a worker is gone. What it held is let go, and its calls fail, one after the other."""
         for hear in list(self.on_lost):
             hear(peer.member)
+        for call in peer.take_all():
+            self.run_later(partial(call.fail, self._why_failed(peer, call)))
+
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Let the leader do something that may run callbacks of the user; it must not raise."""
+        self.serving.incoming.append((_Work(work), None))
+        self.serving.wake()
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -388,7 +410,7 @@ class Agent:
             late, next_one = peer.expire(now)
             due = min(due, next_one)
             for call in late:
-                call.fail(partial(describe_timeout, *call.described, peer.member))
+                self.run_later(partial(call.fail, partial(describe_timeout, *call.described, peer.member)))
         again = self.references.dropped or any(peer.calls for peer in list(self.peers.values()))
         return min(due, now + _TICK_S) if again else due
 
@@ -424,6 +446,18 @@ class Agent:
         self.closed = True
         self.connections.abandon()
 
+    def _hand_out_last(self) -> None:
+        """What had come in when the threads ended: answers, and calls that were to fail."""
+        incoming = self.serving.incoming
+        while incoming:
+            connection, frame = incoming.popleft()
+            if isinstance(connection, _Work):
+                connection.run()
+            elif frame is not None and frame.kind in (wire.REPLY, wire.ERROR):
+                call = self._take_answer(connection, frame)
+                if call is not None:
+                    call.future.rang()
+
     def close(self, why: str) -> None:
         """Be a worker no more: calls under way fail, connections are closed."""
         if self.closed:
@@ -435,10 +469,12 @@ class Agent:
         self.closed = True
         self.connections.stop_to_learn()
         self.serving.close()
+        self._hand_out_last()
         for peer in list(self.peers.values()):
             for call in peer.take_all():
-                self._fail_closed(peer, call)
+                self._fail(peer, call)
         self.retries.close()
+        self._hand_out_last()
         for hear in self.on_close:
             hear()
         self.connections.close()

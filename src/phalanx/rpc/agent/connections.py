@@ -40,7 +40,7 @@ _CONNECT_S = 30.0
 
 
 class Connections:
-    """Those of one worker, `me`. `lost(peer)` is told of each that is lost."""
+    """Those of one worker, `me`."""
 
     def __init__(
         self,
@@ -49,12 +49,10 @@ class Connections:
         host: str,
         options: RpcBackendOptions,
         serving: Serving,
-        lost: Callable[[Peer], None],
-        take_answer: Callable[[Any, Frame], Any],
+        take_answer: Callable[[Any, Frame, Any], Any],
     ) -> None:
         self._options = options
         self._serving = serving
-        self._lost = lost
         self._take_answer = take_answer
         self.lender = Lender()
         self.listener = Listener(self._welcome, serving)
@@ -194,15 +192,19 @@ class Connections:
         self.lose_after_reading(member, "its process has ended.")
 
     def lose_after_reading(self, member: Member, why: str) -> None:
-        """A worker is gone; but what it answered before is read first."""
+        """Of the leader: a worker is gone; but what it answered before is handed out first, whoever has read it."""
         connection = self.peer(member).connection
-        if isinstance(connection, UnixConnection):
-            while frames := _read_frames(connection):
+        if isinstance(connection, UnixConnection) and not connection.closed:
+            if connection.reading is not None:
+                connection.reading.finish()
+            poll = select.poll()
+            poll.register(connection.socket, select.POLLIN)
+            while poll.poll(0) and (frames := _read_frames(connection)) is not None:
                 self._serving.incoming.extend((connection, frame) for frame in frames)
         self._serving.incoming.append((Gone(member, why), None))
 
     def lose(self, member: Member, why: str) -> None:
-        """A worker is gone."""
+        """A worker is gone; the leader tells who wants to know (`Lost`): this thread may hold what they want."""
         peer = self.peer(member)
         if peer.lost or member.uid == self.me.uid:
             return
@@ -210,8 +212,9 @@ class Connections:
         peer.connection = peer.calls_us = None
         if not self._closed:
             self.membership.forget(member)
-        self._lost(peer)
         self.peers.pop(member.uid, None)
+        self._serving.incoming.append((Lost(peer), None))
+        self._serving.wake()
 
     # -- workers of other hosts ----------------------------------------------------------------------------------------
 
@@ -263,6 +266,13 @@ class Gone:
 
     peer: Member
     why: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """In the place of a connection: the calls to this worker are to fail."""
+
+    peer: Peer
 
 
 class _ReadyConnection:

@@ -7,9 +7,10 @@ leader does not look at the connection (it is muted: only its end is heard).
     caller     call | ........ reads: its answer | call | call | call | reads: all that have come | call
     leader     sleeps                                                                        sleeps
 
-What the thread reads for others it hands out as well, but those answers whose callbacks it knows of: they are the
-leader's. Whoever is stuck in a callback all the same loses its turn to the leader after a few milliseconds, by the
-clock; so is the connection the leader's again if it was expected that somebody would wait, and nobody does.
+What the thread reads for others it hands out as well, but those answers that somebody hears of by a callback: they are
+the leader's, since the thread may hold what the callback wants (a lock of the user's). Whoever is stuck in what an
+answer runs as it is unpickled loses its turn to the leader after a few milliseconds, by the clock; so is the connection
+the leader's again if it was expected that somebody would wait, and nobody does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -36,6 +38,8 @@ from phalanx.rpc.wire import Frame
 T = TypeVar("T")
 _logger = get_logger(__name__)
 _IDLE_S = 0.05  # a muted connection on which nothing happens is the leader's again
+_CLAIM_S = 20e-6
+_LOOK_S = 0.01  # whether it is done, where a callback may keep a thread from hearing it
 _FIRST, _MOST = 4, 1 << 14  # so many threads must have waited for a call before the next one is expected to
 
 
@@ -44,6 +48,7 @@ class Answer(Future[T]):
 
     reading: Reading | None = None
     has_callbacks = False
+    is_claimed = False  # a thread that reads for itself is about to set it
 
     def done(self) -> bool:
         """Whether it is there. Who asks again and again waits for it."""
@@ -82,8 +87,11 @@ class Answer(Future[T]):
         super().add_done_callback(callback)
 
     def needs_leader(self) -> None:
-        """Somebody hears of the answer without waiting for it."""
+        """Somebody is about to hear of the answer by a callback: it is not to run in a thread that reads for itself."""
         self.has_callbacks = True
+        while self.is_claimed and not torch._C.Future.done(self):  # too late: it will be done, or unclaimed, at once
+            time.sleep(_CLAIM_S)
+        self.rang()  # who reads for it has to look by itself from now on
         if self.reading is not None:
             self.reading.unmute()
 
@@ -100,14 +108,24 @@ def wait_interruptibly(future: Any) -> Any:
         gate = threading.Lock()
         gate.acquire()
         torch._C.Future.add_done_callback(future, lambda _: gate.release())
-        interrupts.wait(gate.acquire)
+        interrupts.wait(partial(_pass, gate, future))
     return torch._C.Future.wait(future)
+
+
+def _pass(gate: threading.Lock, future: Any) -> None:
+    """Until the gate is open; callbacks that came before may want what this thread holds, and keep it closed."""
+    while not gate.acquire(timeout=_LOOK_S if getattr(future, "has_callbacks", True) else 3600.0):
+        if torch._C.Future.done(future):
+            return
 
 
 class Caller(Protocol):
     """Who has made the calls that are answered on a connection."""
 
     calls: dict[int, Any]  # that are under way
+
+    def take(self, number: int) -> Any:
+        """A call, which is under way no more; None if it is not, or not any more."""
 
 
 class Awaited(Protocol):
@@ -129,14 +147,14 @@ class _Turn:
 
 
 class Reading:
-    """Of one connection on which `caller` calls. `take(connection, frame)` hands out what has come."""
+    """Of one connection on which `caller` calls. `take(connection, frame, call)` hands out what has come."""
 
     def __init__(
         self,
         connection: UnixConnection,
         caller: Caller,
         serving: Serving,
-        take: Callable[[UnixConnection, Frame], Any],
+        take: Callable[[UnixConnection, Frame, Any], Any],
     ) -> None:
         self._connection = connection
         self._caller = caller
@@ -209,22 +227,23 @@ class Reading:
     def _read_until_done(self, turn: _Turn) -> None:
         awaited, pending, connection = turn.awaited, self._pending, self._connection
         fd, bell = connection.socket.fileno(), self._bell
-        while not awaited.has_come() and self._turn is turn:
+        while not awaited.has_come() and self._turn is turn and not self._is_closed:
             if not pending:
-                found = _core.wait_ready(fd, bell, self._spin.begin(), 1000)
+                look_ms = int(_LOOK_S * 1000) if getattr(awaited, "has_callbacks", False) else 1000
+                ready = _core.wait_ready(fd, bell, self._spin.begin(), look_ms)
                 self._spin.end()
                 interrupts.check()
-                if found & 2:
+                if ready & 2:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(bell)
-                if found & 1:
+                if ready & 1:
                     frames = self._read_frames()
                     if frames is None:  # the leader hears it as well
                         return
                     pending.extend(frames)
             turn.busy_since = time.monotonic()
-            while self._turn is turn and (frame := self._next_frame()) is not None:
-                self._hand_out(frame, awaited)
+            while (found := self._next(turn)) is not None:
+                self._take(connection, *found)
             turn.busy_since = 0.0
 
     def _read_frames(self) -> list[Frame] | None:
@@ -238,19 +257,25 @@ class Reading:
                 connection.socket.shutdown(socket.SHUT_RDWR)
             return None
 
-    def _next_frame(self) -> Frame | None:
-        try:
-            return self._pending.popleft()
-        except IndexError:  # that was all; or the clock has just given the rest to the leader
-            return None
+    def _next(self, turn: _Turn) -> tuple[Frame, Any] | None:
+        """What this thread hands out next, and the call that it answers; None: no more, or it has lost its turn.
 
-    def _hand_out(self, frame: Frame, mine: Awaited) -> None:
-        call = self._caller.calls.get(frame.call)
-        if call is not None and call.future is not mine and call.future.has_callbacks:
-            self._serving.incoming.append((self._connection, frame))
-            self._serving.wake()
-        else:
-            self._take(self._connection, frame)
+        Taken both at once: what a thread has read is its own to hand out, or the leader's, and never nobody's.
+        """
+        with self._lock:
+            while self._turn is turn and self._pending:
+                frame = self._pending.popleft()
+                call = self._caller.calls.get(frame.call)
+                if call is None:
+                    return frame, None
+                future = call.future
+                future.is_claimed = True
+                if not future.has_callbacks:
+                    return frame, self._caller.take(frame.call)
+                future.is_claimed = False
+                self._serving.incoming.append((self._connection, frame))
+                self._serving.wake()
+        return None
 
     def _end(self, turn: _Turn) -> None:
         with self._lock:
@@ -258,11 +283,11 @@ class Reading:
                 return
             self._turn = None
             self._last = time.monotonic()
+            if self._is_closed or self._pending:  # it is left at the end, or by an exception
+                self._give_back()
             if self._is_closed:
                 self._left.set()
                 return
-            if self._pending:  # it is left by an exception
-                self._give_back()
         if self._caller.calls:
             self._num_waits += 1
             if self._num_others or self._num_waits < self._needed_waits:
@@ -273,7 +298,7 @@ class Reading:
         turn = self._turn
         if turn is not None and turn.awaited is awaited and turn.thread != threading.get_ident():
             with self._lock:
-                if not self._is_closed:
+                if self._bell >= 0:
                     os.eventfd_write(self._bell, 1)
 
     # -- of the leader and the clock -----------------------------------------------------------------------------------
@@ -304,6 +329,8 @@ class Reading:
                     if self._turn is turn and turn.busy_since:
                         self._turn = None
                         self._give_back()
+                        if self._is_closed:
+                            self._left.set()
         elif self._caller.calls:
             if now - self._last > LATE_S / 2:  # nobody waits for them
                 self._num_waits = 0
@@ -312,18 +339,31 @@ class Reading:
         elif now - self._last > _IDLE_S:
             self.unmute()
 
-    def close(self, timeout_s: float = 1.0) -> None:
-        """The connection's end: a thread that reads leaves, and then its sockets can be closed."""
+    def finish(self, timeout_s: float = 1.0) -> None:
+        """Nobody but the leader reads any more; what was read and not handed out has come in to it when this returns.
+
+        A thread that hands out what it has read goes on with the one answer that it has taken, and leaves the rest.
+        """
         with self._lock:
+            if self._is_closed:
+                return
             turn = self._turn
             self._is_closed = True
-            self._serving.muted.pop(self, None)
-            if turn is not None and turn.busy_since:  # it looks whether it still has its turn before it reads again
+            if turn is None or turn.busy_since:
                 self._turn = turn = None
-        if turn is not None:
+                self._give_back()
+        if turn is not None and turn.thread != threading.get_ident():
             os.eventfd_write(self._bell, 1)
             self._left.wait(timeout_s)
-        os.close(self._bell)
+
+    def close(self) -> None:
+        """The connection's end: a thread that reads leaves, and then its sockets can be closed."""
+        self.finish()
+        with self._lock:
+            self._turn = None
+            self._serving.muted.pop(self, None)
+            bell, self._bell = self._bell, -1
+        os.close(bell)
 
     def abandon(self) -> None:
         """In a fork."""

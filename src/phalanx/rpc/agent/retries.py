@@ -41,10 +41,14 @@ class _Call:
 
 
 class Retries:
-    """Those of one worker. `is_there(to)`: whether there is a worker of that name now; it may ask the job's store."""
+    """Those of one worker. `is_there(to)`: whether there is a worker of that name now; it may ask the job's store.
 
-    def __init__(self, is_there: Callable[[Any], bool]) -> None:
+    `run_later(work)` does what may run callbacks of the user, which may block: the thread that waits for all must not.
+    """
+
+    def __init__(self, is_there: Callable[[Any], bool], run_later: Callable[[Callable[[], None]], None]) -> None:
         self._is_there = is_there
+        self._run_later = run_later
         self._lock = threading.Lock()
         self._missing: list[_Call] = []
         self._num_under_way = 0
@@ -132,7 +136,7 @@ class Retries:
             there = {to: self._find(to) for to in {call.to for call in calls}}
             for call in calls:
                 if call.deadline.passed:
-                    self._expire(call)
+                    self._run_later(partial(self._expire, call))
                     continue
                 if not there[call.to]:
                     with self._lock:
@@ -141,10 +145,9 @@ class Retries:
                 try:
                     self._send(call)
                 except ClosedError:
-                    self._close_call(call)
+                    self._run_later(partial(self._close_call, call))
                 except BaseException as error:  # an argument that cannot be pickled any more
-                    self._end()
-                    set_error(call.future, partial(remote_error.unpack, remote_error.pack(error, "this worker")))
+                    self._run_later(partial(self._refuse, call, remote_error.pack(error, "this worker")))
             pause_s = _FIRST_PAUSE_S if any(there.values()) else min(2 * pause_s, _MOST_PAUSE_S)
             self._bell.wait(pause_s)
 
@@ -152,6 +155,10 @@ class Retries:
         with contextlib.suppress(RuntimeError):  # the job's store is gone: nobody comes any more
             return self._is_there(to)
         return False
+
+    def _refuse(self, call: _Call, error: bytes) -> None:
+        self._end()
+        set_error(call.future, partial(remote_error.unpack, error))
 
     def _close_call(self, call: _Call) -> None:
         self._end()

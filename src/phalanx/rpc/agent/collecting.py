@@ -1,0 +1,65 @@
+"""`torch.futures.collect_all` and `wait_all` over calls.
+
+PyTorch's waits in C++, where nobody sees that it does: its callbacks would run in whatever thread reads an answer,
+which may hold a lock that they want. And an error that was set from Python it takes for a result: it waits for all the
+others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch.futures import Future
+
+from phalanx.rpc.agent.reading import Answer
+from phalanx.rpc.remote_error import set_error
+
+
+def has_calls(futures: Sequence[Any]) -> bool:
+    """Whether a call is among them."""
+    return any(isinstance(one, Answer) for one in futures)
+
+
+def collect_all(futures: Sequence[Any]) -> Future[Any]:
+    """A future of all of them: done when they are, or when the first one fails, with its error."""
+    return _Collection(futures).future
+
+
+class _Collection:
+    def __init__(self, futures: Sequence[Any]) -> None:
+        self.future: Answer[Any] = Answer()
+        self._futures = list(futures)
+        self._left = len(self._futures)
+        self._lock = threading.Lock()  # of the count; what hears of us runs outside of it
+        for one in self._futures:
+            one.add_done_callback(self._hear)
+
+    def _hear(self, done: Any) -> None:
+        """One of them is done."""
+        try:
+            done.value()
+        except BaseException:
+            if self._count_down(to=0):
+                set_error(self.future, partial(_error_of, done))
+        else:
+            if self._count_down():
+                self.future.set_result(self._futures)
+
+    def _count_down(self, to: int | None = None) -> bool:
+        """Whether it has come to its end by that."""
+        with self._lock:
+            before = self._left
+            self._left = max(0, before - 1 if to is None else to)
+            return bool(before) and not self._left
+
+
+def _error_of(done: Any) -> BaseException:
+    """What a future that has failed raises, made anew."""
+    try:
+        done.value()
+    except BaseException as error:
+        return error
+    raise AssertionError("it has not failed")
