@@ -24,6 +24,7 @@ from fleet import Fleet, FleetError  # noqa: E402
 from harness import add_output_arguments, describe_machine, plan_rounds, write_results  # noqa: E402
 from measurements import Measurements  # noqa: E402
 from peers import MEMORY, PEERS, PHALANX, Peer  # noqa: E402
+
 from report import print_report  # noqa: E402
 
 # Seconds per measurement of one case by one contestant in one round.
