@@ -11,7 +11,7 @@ static int execute(PyObject *module) {
       add_type(module, "Receive", &py_receive_spec) != 0 || add_type(module, "Pool", &py_pool_spec) != 0)
     return -1;
   if (PyModule_AddFunctions(module, py_memory_functions) != 0 || PyModule_AddFunctions(module, py_pool_functions) != 0 ||
-      PyModule_AddFunctions(module, py_ready_functions) != 0)
+      PyModule_AddFunctions(module, py_ready_functions) != 0 || PyModule_AddFunctions(module, py_fold_functions) != 0)
     return -1;
   return py_add_numbers(module);
 }

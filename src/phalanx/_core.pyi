@@ -1,6 +1,7 @@
 """Types of the C core; contracts are in csrc/collectives.h and csrc/py_*.c. Addresses, bytes and counts are ints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 # csrc/py_numbers.c; what they mean is in csrc/layout.h
 VERSION: int
@@ -274,6 +275,14 @@ def format(address: int, world: int, stage_bytes: int, channel_bytes: int, overs
 def can_reduce(dtype: int, redop: int, /) -> bool: ...
 def reduce(dst: int, src: tuple[int, ...], count: int, dtype: int, redop: int, /) -> None: ...
 def wait_ready(fd: int, bell: int, spin_ns: int, timeout_ms: int, /) -> int: ...
+def fold_pairs(
+    values: dict[Any, Any],
+    mapped: Iterator[Iterable[Any]],
+    combine: Callable[[Any, Any], Any] | None,
+    adds: bool,
+    progress: list[Any],
+    /,
+) -> None: ...
 def load_word(address: int, /) -> int: ...
 def store_word(address: int, value: int, /) -> None: ...
 def compare_exchange_word(address: int, expected: int, desired: int, /) -> int: ...

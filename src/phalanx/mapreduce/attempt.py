@@ -10,7 +10,6 @@ agree       all have finished                                  board
 
 from __future__ import annotations
 
-import pickle
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.log import get_logger
 from phalanx.mapreduce.board import Board
+from phalanx.mapreduce.columns import unpack
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.errors import TaskError
 from phalanx.mapreduce.exchange import exchange
@@ -332,10 +332,10 @@ def _reduce(job: Job, held: Held, buckets: Iterator[bytes], board: Board) -> Run
     runs = Spool(0, job.spill_folder)
     begin = held.done.size
     try:
-        grouper = Grouper(runs, job.memory_bytes // 4, listed=job.combine is None)
+        grouper = Grouper(runs, job.memory_bytes // 4, listed=job.combine is None, adds=job.adds)
         for data in buckets:
             board.team.check_peers()
-            grouper.add(*pickle.loads(data))
+            grouper.add(*unpack(data))
         return write_blocks(held.done, _reduced(job, grouper, board))
     except BaseException:
         held.done.truncate(begin)

@@ -10,12 +10,12 @@ Values of a key keep the order in which their buckets were added: runs are merge
 from __future__ import annotations
 
 import heapq
-import pickle
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import Any
 
+from phalanx.mapreduce.columns import pack, unpack
 from phalanx.mapreduce.sizes import size_of, size_of_table
 from phalanx.mapreduce.spool import Extent, Spool
 
@@ -27,12 +27,13 @@ _first = itemgetter(0)
 Run = list[Extent]
 
 
-def write_blocks(spool: Spool, pairs: Iterable[tuple[Any, Any]]) -> Run:
+def write_blocks(spool: Spool, pairs: Iterable[tuple[Any, Any]], *, listed: bool = False) -> Run:
     """Write pairs in blocks of some tens of KiB, so that who reads them holds one at a time."""
     run: Run = []
     size, rest = 16, iter(pairs)
     while block := list(islice(rest, size)):
-        run.append(spool.append(pickle.dumps(block, protocol=5)))
+        keys, values = zip(*block, strict=True)
+        run.append(spool.append(pack(keys, values, listed=listed)))
         if run[-1].length < _BLOCK_BYTES // 2:
             size *= 2
         elif run[-1].length > _BLOCK_BYTES * 2:
@@ -43,17 +44,21 @@ def write_blocks(spool: Spool, pairs: Iterable[tuple[Any, Any]]) -> Run:
 def read_blocks(spool: Spool, run: Run) -> Iterator[tuple[Any, Any]]:
     """The pairs again."""
     for offset, length in run:
-        yield from pickle.loads(spool.read(offset, length))
+        yield from zip(*unpack(spool.read(offset, length)), strict=True)
 
 
 class Grouper:
-    """Collects the buckets of one partition. `listed`: the values of a bucket are lists of values."""
+    """Collects the buckets of one partition. `listed`: the values of a bucket are lists of values.
 
-    def __init__(self, spool: Spool, limit_bytes: int, *, listed: bool) -> None:
+    `adds`: integers of a key may be added up at once, which is exact in any order, and a sum takes the least room.
+    """
+
+    def __init__(self, spool: Spool, limit_bytes: int, *, listed: bool, adds: bool = False) -> None:
         self._spool = spool
         self._limit_bytes = limit_bytes
         self._listed = listed
-        self._values: dict[Any, list[Any]] = {}
+        self._adds = adds and not listed
+        self._values: dict[Any, Any] = {}  # lists, and sums that are no list
         self._added = 0
         self._next_look = 1024
         self._runs: list[tuple[int, Run]] = []  # with how often they were merged
@@ -64,24 +69,12 @@ class Grouper:
         Raises:
             TypeError: two keys cannot be compared.
         """
-        groups = self._values
-        get = groups.get
         if self._listed:
-            for key, listed in zip(keys, values, strict=True):
-                old = get(key)
-                if old is None:
-                    groups[key] = listed
-                else:
-                    old.extend(listed)
-                self._added += len(listed)
+            self._extend(keys, values)
+        elif self._adds and set(map(type, values)) == {int}:
+            self._add_up(keys, values)
         else:
-            for key, value in zip(keys, values, strict=True):
-                old = get(key)
-                if old is None:
-                    groups[key] = [value]
-                else:
-                    old.append(value)
-            self._added += len(keys)
+            self._append(keys, values)
         if self._added >= self._next_look:
             held = self._size()
             if held >= self._limit_bytes:
@@ -90,9 +83,47 @@ class Grouper:
                 room = (self._limit_bytes - held) / (held / self._added)
                 self._next_look = self._added + max(64, min(self._added, int(room / 2)))
 
+    def _extend(self, keys: list[Any], values: list[Any]) -> None:
+        groups = self._values
+        get = groups.get
+        for key, listed in zip(keys, values, strict=True):
+            old = get(key)
+            if old is None:
+                groups[key] = listed
+            else:
+                old.extend(listed)
+            self._added += len(listed)
+
+    def _append(self, keys: list[Any], values: list[Any]) -> None:
+        groups = self._values
+        get = groups.get
+        for key, value in zip(keys, values, strict=True):
+            old = get(key)
+            if old is None:
+                groups[key] = [value]
+            elif type(old) is list:
+                old.append(value)
+            else:
+                groups[key] = [old, value]
+        self._added += len(keys)
+
+    def _add_up(self, keys: list[Any], values: list[int]) -> None:
+        groups = self._values
+        get = groups.get
+        before = len(groups)
+        for key, value in zip(keys, values, strict=True):
+            old = get(key)
+            if old is None:
+                groups[key] = value
+            elif type(old) is list:
+                old.append(value)
+            else:
+                groups[key] = old + value
+        self._added += len(groups) - before
+
     def _size(self) -> int:
         step = max(1, len(self._values) // 64)
-        sample = [size_of(value[-1]) + 9 for value in list(self._values.values())[::step]]
+        sample = [size_of(_last(value)) + 9 for value in list(self._values.values())[::step]]
         return size_of_table(self._values, 0) + self._added * sum(sample) // max(1, len(sample))
 
     def groups(self) -> Iterator[tuple[Any, Iterator[Any]]]:
@@ -104,7 +135,8 @@ class Grouper:
         values = self._values
         if not self._runs:
             for key in _sorted(values):
-                yield key, iter(values.pop(key))
+                value = values.pop(key)
+                yield key, iter(value if type(value) is list else (value,))
             return
         self._spill()
         streams = [read_blocks(self._spool, run) for _, run in self._runs]
@@ -115,22 +147,27 @@ class Grouper:
         values, self._values = self._values, {}
         self._added, self._next_look = 0, 1024
         if values:
-            self._runs.append((0, write_blocks(self._spool, _entries(values))))
+            self._runs.append((0, write_blocks(self._spool, _entries(values), listed=True)))
         while len(self._runs) >= _FAN_IN and self._runs[-1][0] == self._runs[-_FAN_IN][0]:
             level = self._runs[-1][0]
             streams = [read_blocks(self._spool, run) for _, run in self._runs[-_FAN_IN:]]
             del self._runs[-_FAN_IN:]
-            self._runs.append((level + 1, write_blocks(self._spool, heapq.merge(*streams, key=_first))))
+            self._runs.append((level + 1, write_blocks(self._spool, heapq.merge(*streams, key=_first), listed=True)))
 
 
-def _entries(values: dict[Any, list[Any]]) -> Iterator[tuple[Any, list[Any]]]:
+def _last(value: Any) -> Any:
+    return value[-1] if type(value) is list else value
+
+
+def _entries(values: dict[Any, Any]) -> Iterator[tuple[Any, list[Any]]]:
     for key in _sorted(values):
-        listed = values.pop(key)
+        value = values.pop(key)
+        listed = value if type(value) is list else [value]
         for start in range(0, len(listed), _VALUES):
             yield key, listed[start : start + _VALUES]
 
 
-def _sorted(values: dict[Any, list[Any]]) -> list[Any]:
+def _sorted(values: dict[Any, Any]) -> list[Any]:
     try:
         return sorted(values)
     except TypeError as error:

@@ -16,7 +16,7 @@ Reduce = Callable[[Any, Iterator[Any]], Any]
 Combine = Callable[[Any, Any], Any]
 
 _LEAST_MEMORY = 1 << 20
-_BLOCK_BYTES = 256 << 10
+_BLOCK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from pathlib import PurePath
 from typing import Any
 from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
+
 _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15
 _NAMED = 6
@@ -66,14 +69,17 @@ def _mix(number: int) -> int:
     return number >> 32
 
 
-def partitions_of(keys: Collection[Any], types: set[type], count: int) -> Iterable[int]:
-    """The partition of each key."""
+def partitions_of(keys: Collection[Any], types: set[type], count: int) -> npt.NDArray[Any]:
+    """The partition of each key, in a type in which few partitions are quick to sort by."""
+    hashes: npt.NDArray[np.uint32] | None = None
     if types == {str}:
         try:
-            return [number % count for number in map(crc32, map(str.encode, keys))]
+            hashes = np.fromiter(map(crc32, map(str.encode, keys)), np.uint32, len(keys))
         except UnicodeEncodeError:  # half a surrogate pair
             pass
-    return [stable_hash(key) % count for key in keys]
+    if hashes is None:
+        hashes = np.fromiter(map(stable_hash, keys), np.uint32, len(keys))
+    return (hashes % count).astype(np.uint16 if count <= 1 << 16 else np.uint32)
 
 
 def find_kinds(types: Iterable[type]) -> set[str]:

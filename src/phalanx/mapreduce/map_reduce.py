@@ -64,7 +64,8 @@ def map_reduce(
         map: of a record; yields or returns pairs. A record for which it raises is bad and has no effect.
         reduce: of a key and an iterator over its values, which come in the order of the input; returns a value.
         combine: of two values of a key; associative. It is used within a map task, so that less is sent; `reduce` then
-            gets one value for each task that has the key, or several. `operator.add` costs no call.
+            gets one value for each task that has the key, or several; or the sum, where `operator.add`, which costs no
+            call, has integers.
         partitions: into how many parts the keys are divided, by a hash that is the same everywhere.
         gather: every rank gets the result of all partitions; else each has those that it has reduced.
         output: a folder for the result, a file of JSON lines a partition, written by the rank that has it.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from phalanx.mapreduce.columns import pack
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.job import Job
 from phalanx.mapreduce.keys import find_kinds, partitions_of
@@ -76,18 +76,16 @@ def _write_run(table: Table, job: Job, spool: Spool, output: MapOutput) -> None:
         return
     types = set(map(type, values))
     output.kinds |= find_kinds(types)
-    keys, listed = list(values), list(values.values())
-    partitions = np.fromiter(partitions_of(values, types, job.partitions), np.int32, len(keys))
-    values.clear()
+    partitions = partitions_of(values, types, job.partitions)
     order = np.argsort(partitions, kind="stable")
-    ends = np.searchsorted(partitions[order], np.arange(1, job.partitions + 1)).tolist()
+    keys = np.fromiter(values, object, len(values))[order]
+    listed = np.fromiter(values.values(), object, len(values))[order]
+    values.clear()
     run, start = [], 0
-    for end in ends:
+    for end in np.cumsum(np.bincount(partitions, minlength=job.partitions)).tolist():
         data = b""
         if end > start:
-            places = order[start:end].tolist()
-            bucket = (list(map(keys.__getitem__, places)), list(map(listed.__getitem__, places)))
-            data = pickle.dumps(bucket, protocol=5)
+            data = pack(keys[start:end].tolist(), listed[start:end].tolist(), listed=job.combine is None)
         run.append(spool.append(data))
         output.counters.bucket_bytes += len(data)
         start = end

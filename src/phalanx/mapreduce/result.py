@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.mapreduce.columns import unpack
 from phalanx.mapreduce.counters import BadRecord, Counters
 from phalanx.mapreduce.exchange import exchange
 from phalanx.mapreduce.grouper import Run
@@ -76,7 +76,7 @@ class Result:
     def _read(self, stream: Stream, lengths: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         at = 0
         for length in lengths:
-            yield from pickle.loads(stream.read(at, length))
+            yield from zip(*unpack(stream.read(at, length)), strict=True)
             at += length
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:

@@ -7,11 +7,10 @@ from itertools import chain
 from typing import Any
 
 from phalanx.mapreduce.counters import Counters
+from phalanx.mapreduce.fold import fold_pairs
 from phalanx.mapreduce.job import Job
 from phalanx.mapreduce.records import Block
 from phalanx.mapreduce.sizes import size_of, size_of_table
-
-_missing = object()
 
 
 class NotPairsError(Exception):
@@ -27,7 +26,6 @@ class Table:
         self._limit_bytes = limit_bytes
         self.values: dict[Any, Any] = {}
         self._pairs = 0  # since it was empty
-        self._mapped = 0  # records
         self._next_look = 256
         self._value_bytes = 0.0  # of a listed value, on average
 
@@ -40,67 +38,26 @@ class Table:
         """
         items = iter(block.items[start:stop])
         records = items if block.fetch is None else map(block.fetch, items)
-        mapped = map(list, map(self._job.map, records))  # after an exception it goes on with the next
-        fold = self._list if self._job.combine is None else self._add if self._job.adds else self._combine
-        self._mapped = start
+        mapped = map(self._job.map, records)  # after an exception it goes on with the next
+        self._counters.records += stop - start
+        progress: list[Any] = [0, 0, None]
         while True:
             problem: Exception
             try:
-                fold(mapped)
-                if self._mapped == stop:
-                    break
+                fold_pairs(self.values, mapped, self._job.combine, self._job.adds, progress)
                 problem = RuntimeError("map raised StopIteration")  # which ends a loop without a word
-            except (NotPairsError, MemoryError):
+            except MemoryError:
                 raise
             except Exception as error:
+                if progress[2] is not None:
+                    raise NotPairsError(_describe(progress[2], error)) from error
                 problem = error
-            self._counters.count_bad(block.locate(self._mapped), block.items[self._mapped], problem)
-            self._mapped += 1
-        self._counters.records += stop - start
-
-    def _add(self, mapped: Iterable[list[Any]]) -> None:
-        values, missing = self.values, _missing
-        get = values.get
-        for pairs in mapped:
-            self._mapped += 1
-            self._pairs += len(pairs)
-            try:
-                for key, value in pairs:
-                    old = get(key, missing)
-                    values[key] = value if old is missing else old + value
-            except Exception as error:
-                raise NotPairsError(_describe(pairs, error)) from error
-
-    def _combine(self, mapped: Iterable[list[Any]]) -> None:
-        values, missing, combine = self.values, _missing, self._job.combine
-        assert combine is not None
-        get = values.get
-        for pairs in mapped:
-            self._mapped += 1
-            self._pairs += len(pairs)
-            try:
-                for key, value in pairs:
-                    old = get(key, missing)
-                    values[key] = value if old is missing else combine(old, value)
-            except Exception as error:
-                raise NotPairsError(_describe(pairs, error)) from error
-
-    def _list(self, mapped: Iterable[list[Any]]) -> None:
-        values = self.values
-        get = values.get
-        pairs: list[Any] = []
-        for pairs in mapped:
-            self._mapped += 1
-            self._pairs += len(pairs)
-            try:
-                for key, value in pairs:
-                    old = get(key)
-                    if old is None:
-                        values[key] = [value]
-                    else:
-                        old.append(value)
-            except Exception as error:
-                raise NotPairsError(_describe(pairs, error)) from error
+            start += progress[0]
+            self._pairs += progress[1]
+            if start == stop:
+                break
+            self._counters.count_bad(block.locate(start), block.items[start], problem)
+            start += 1
 
     def is_full(self) -> bool:
         """Whether it holds about as much as it may. Ask where blocks end: then the answer is always the same."""

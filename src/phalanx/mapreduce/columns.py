@@ -1,0 +1,95 @@
+"""Keys and values as bytes: a column of each. What is all text, or all numbers of a kind, needs no pickle.
+
+    t b 10          the kinds of the two columns, and how long the first is
+    a·the·word      keys: text, with line ends between
+    3 99 2          values: integers of a byte each
+
+Many values a key: a column of their numbers, then one of all values.
+"""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from typing import Any
+
+_BORDER = b"\n"
+_WIDTHS = (("b", 8), ("h", 16), ("i", 32))
+
+
+def pack(keys: Sequence[Any], values: Sequence[Any], *, listed: bool = False) -> bytes:
+    """Keys and as many values; `listed`: as many lists of values. Types are kept to the letter."""
+    if not listed:
+        return _join(_pack_column(keys), _pack_column(values))
+    counts = _join(_pack_column([len(one) for one in values]), _pack_column([*chain.from_iterable(values)]))
+    return _join(_pack_column(keys), (b"l", counts))
+
+
+def unpack(data: bytes) -> tuple[list[Any], list[Any]]:
+    """Keys and values again."""
+    kind, keys, column = _split(data)
+    if kind[1:] != b"l":
+        return _unpack_column(kind[:1], keys), _unpack_column(kind[1:], column)
+    counts, rest = unpack(bytes(column))
+    values = iter(rest)
+    return _unpack_column(kind[:1], keys), [list(islice(values, count)) for count in counts]
+
+
+def _join(first: tuple[bytes, bytes], second: tuple[bytes, bytes]) -> bytes:
+    return b"".join((first[0], second[0], len(first[1]).to_bytes(8, "little"), first[1], second[1]))
+
+
+def _split(data: bytes) -> tuple[bytes, memoryview, memoryview]:
+    border = 10 + int.from_bytes(data[2:10], "little")
+    view = memoryview(data)
+    return data[:2], view[10:border], view[border:]
+
+
+def _pack_column(items: Sequence[Any]) -> tuple[bytes, bytes]:
+    types = set(map(type, items))
+    if len(types) == 1:
+        try:
+            if pack_one := _PACK.get(types.pop()):
+                kind, data = pack_one(items)
+                if data is not None:
+                    return kind, data
+        except OverflowError:  # an integer of more than 64 bits
+            pass
+    return b"p", pickle.dumps(list(items), protocol=5)
+
+
+def _pack_text(items: Sequence[str]) -> tuple[bytes, bytes | None]:
+    data = "\n".join(items).encode("utf-8", "surrogatepass")
+    return b"t", data if data.count(_BORDER) == len(items) - 1 else None
+
+
+def _pack_bytes(items: Sequence[bytes]) -> tuple[bytes, bytes | None]:
+    data = _BORDER.join(items)
+    return b"B", data if data.count(_BORDER) == len(items) - 1 else None
+
+
+def _pack_numbers(items: Sequence[int]) -> tuple[bytes, bytes]:
+    least, most = min(items), max(items)
+    code = next((code for code, bits in _WIDTHS if -1 << (bits - 1) <= least and most < 1 << (bits - 1)), "q")
+    return code.encode(), array(code, items).tobytes()
+
+
+_PACK: dict[type, Callable[[Any], tuple[bytes, bytes | None]]] = {
+    str: _pack_text,
+    bytes: _pack_bytes,
+    int: _pack_numbers,
+    float: lambda items: (b"d", array("d", items).tobytes()),
+}
+
+
+def _unpack_column(kind: bytes, data: memoryview) -> list[Any]:
+    if kind == b"t":
+        return str(data, "utf-8", "surrogatepass").split("\n")
+    if kind == b"B":
+        return bytes(data).split(_BORDER)
+    if kind == b"p":
+        found: list[Any] = pickle.loads(data)
+        return found
+    return array(kind.decode(), bytes(data)).tolist()
