@@ -72,6 +72,9 @@ class Executor:
         """The stage whose message is waited for, if one is."""
         self.leaves = False
         """Whether this rank failed so that it can't meet the others: it was interrupted, or its group is broken."""
+        self.failed_itself = False
+        """Whether it was this rank's own action that failed, and not one that it waited for."""
+        self._turn = 0.0
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -82,10 +85,11 @@ class Executor:
     def run(self, work: Work, *, timed: bool = False) -> None:
         """Do this rank's actions; afterwards `work` holds results and times. `timed`: also each layer's."""
         program_state = self._random.get() if work.training else None
-        self._early = None
+        self._early = self.schedule = None
         self._forms.begin()
         for stage in self.stages.values():
             stage.program.seconds = {} if timed else None
+        self._turn = time.perf_counter()
         try:
             first = min(self.stages)
             self.at = Action("F", first, 0)
@@ -103,7 +107,10 @@ class Executor:
                 self._act(action, work)
             self._wire.settle()
         except BaseException as error:
-            raise self._fail(error) from error.__cause__
+            raised = self._fail(error)
+            if self.failed_itself and self.at is not None:
+                work.done.append(Done(self.at, self._turn, self._turn, time.perf_counter()))
+            raise raised from error.__cause__
         finally:
             if program_state is not None:
                 self._random.set(program_state)
@@ -113,7 +120,7 @@ class Executor:
             self._local.clear()
 
     def _act(self, action: Action, work: Work) -> None:
-        turn = time.perf_counter()
+        turn = self._turn = time.perf_counter()
         stage = self.stages[action.stage]
         if action.kind == "F":
             begin = self._forward(stage, action.micro_batch, work)
@@ -264,7 +271,7 @@ class Executor:
 
     def refuse(self, error: Exception) -> BaseException:
         """The error to raise for inputs that make no sense, after those who wait for them have been told."""
-        self.at = self.awaited = None
+        self.at = self.awaited = self.schedule = None
         return self._fail(error)
 
     def _fail(self, error: BaseException) -> BaseException:
@@ -274,9 +281,11 @@ class Executor:
             text = str(error)
             raised: BaseException = type(error)(f"{where}\n{text}")
         else:
-            text = f"{where}: {type(error).__name__}: {error}"
-            raised = with_note(error, "\n".join([where, *draw_failure(self.schedule, self.at)]))
+            drawn = draw_failure(self.schedule, self.at)
+            text = "\n".join([f"{where}: {type(error).__name__}: {error}", *drawn])
+            raised = with_note(error, "\n".join([where, *drawn]))
         is_heard = isinstance(error, StageFailedError)
+        self.failed_itself = not isinstance(error, (StageFailedError, StageLostError)) and self.awaited is None
         self.leaves = not isinstance(error, Exception) or (self.awaited is not None and not is_heard)
         self.leaves = self.leaves or isinstance(error, (PeerLostError, DeadlineError))
         self._wire.tell_failure(self._edges(), text, lost=isinstance(error, PeerLostError), leaves=self.leaves)

@@ -40,13 +40,15 @@ def facts(schedule: Schedule, timeline: Timeline) -> list[str]:
     ]
 
 
-def grid(schedule: Schedule, timeline: Timeline, failed: Action | None = None) -> list[list[tuple[str, str]]]:
+def grid(
+    schedule: Schedule, timeline: Timeline, failed: Action | None = None, columns: int | None = _COLUMNS
+) -> list[list[tuple[str, str]]]:
     """For each rank the pieces of its line, as (text, kind); the kind of a wait is '.', that of a failure '!'."""
     shortest = min((s.end - s.begin for spans in timeline.ranks for s in spans if s.end > s.begin), default=1.0)
     label = max((len(_label(schedule, s.action)) for spans in timeline.ranks for s in spans), default=1)
     per_unit = (label + 1) / shortest
-    if timeline.seconds * per_unit > _COLUMNS:
-        per_unit = _COLUMNS / timeline.seconds
+    if columns is not None and timeline.seconds * per_unit > columns:
+        per_unit = columns / timeline.seconds
     lines = []
     for spans in timeline.ranks:
         line: list[tuple[str, str]] = []
@@ -56,6 +58,8 @@ def grid(schedule: Schedule, timeline: Timeline, failed: Action | None = None) -
             if begin > at:
                 line.append(("." * (begin - at), "."))
             begin = max(begin, at)
+            if span.action == failed:
+                end = max(end, begin + 2)  # be it ever so short
             width = end - begin
             if width <= 0:
                 continue
@@ -76,30 +80,41 @@ def _label(schedule: Schedule, action: Action) -> str:
     return f"{action.kind}{action.micro_batch}"
 
 
-def plain(schedule: Schedule, timeline: Timeline, failed: Action | None = None) -> list[str]:
+def plain(
+    schedule: Schedule, timeline: Timeline, failed: Action | None = None, *, columns: int | None = _COLUMNS
+) -> list[str]:
     """The grid in text: F forward, B backward (I of inputs, W of weights), dots where a rank waits."""
     return [
         f"rank {rank} |" + "".join(text for text, _ in line).rstrip()
-        for rank, line in enumerate(grid(schedule, timeline, failed))
+        for rank, line in enumerate(grid(schedule, timeline, failed, columns))
     ]
 
 
 def show(schedule: Schedule, timeline: Timeline, console: Console, failed: Action | None = None) -> None:
-    """The grid in colours."""
+    """The grid in colours, in pieces below each other where it is wider than the terminal."""
     from rich.text import Text
 
-    for rank, line in enumerate(grid(schedule, timeline, failed)):
-        row = Text(f"rank {rank} ", no_wrap=True, overflow="crop")
+    rows = []
+    for line in grid(schedule, timeline, failed):
+        rows.append(Text(no_wrap=True, overflow="crop"))
         for text, kind in line:
-            row.append(text, "white on red" if kind == "!" else _STYLES.get(kind, "dim"))
-        console.print(row)
+            rows[-1].append(text, "white on red" if kind == "!" else _STYLES.get(kind, "dim"))
+    names = [f"rank {rank} ".ljust(len(f"rank {len(rows) - 1} ")) for rank in range(len(rows))]
+    width = max(console.width - len(names[0]), 20)
+    for begin in range(0, max(map(len, rows), default=0), width):
+        if begin:
+            console.print()
+        for name, row in zip(names, rows, strict=True):
+            console.print(Text(name, no_wrap=True, overflow="crop") + row[begin : begin + width])
 
 
 def report(recording: Recording) -> list[str]:
     """Where the time of a recorded step went, and what a better balance would give."""
     schedule, timeline = recording.schedule, recording.timeline
     if recording.failed is not None:
-        return [f"recorded: the step failed in {recording.failed}"]
+        known = [str(rank) for rank, spans in enumerate(recording.spans) if spans]
+        alone = f"; known is the part of rank {', '.join(known)} alone" if len(known) == 1 else ""
+        return [f"recorded: the step failed in {recording.failed}{alone}"]
     smooth = recording.without_waiting
     lines = [
         f"recorded: {_ms(timeline.seconds)}, bubble {timeline.bubble:.1%}; {_ms(smooth.seconds)} and "
@@ -165,6 +180,7 @@ def _cell(
     page: Drawing, schedule: Schedule, action: Action, x: float, y: float, width: float, height: float, failed: bool
 ) -> None:
     hue = _HUES[action.kind] + 4 * (action.stage // schedule.num_ranks)
+    width = max(width, 6.0) if failed else width
     fill = colour(1, 50) if failed else colour(hue, _LIGHTNESS[action.kind])
     page.rect(x, y, max(width - 0.8, 0.3), height, fill=fill, radius=min(2.0, width / 4), stroke=PAPER)
     text = "failed" if failed else str(action.micro_batch)

@@ -12,6 +12,7 @@ from phalanx.pipeline.stage import Stage
 
 _DOING = {"F": "forward", "B": "backward", "I": "backward (of its inputs)", "W": "backward (of its weights)"}
 _COLUMNS, _ROWS = 150, 8  # a larger drawing hides the error
+_MARK = "x"  # in no other cell
 
 
 class _Running(Protocol):
@@ -41,11 +42,23 @@ def describe_failure(running: _Running, rank: int) -> str:
 
 
 def draw_failure(schedule: Schedule | None, at: Action | None) -> list[str]:
-    """The schedule with that cell marked, where it is small enough to be looked at."""
-    if schedule is None or at is None or schedule.num_ranks > _ROWS:
+    """The schedule with that cell marked; of a large one what is around it."""
+    if schedule is None or at is None:
         return []
-    lines = plain(schedule, ideal(schedule), at)
-    return lines if max(map(len, lines)) <= _COLUMNS else []
+    lines = plain(schedule, ideal(schedule), at, columns=None)
+    rank = schedule.rank_of(at.stage)
+    first = max(0, min(rank - _ROWS // 2, len(lines) - _ROWS))
+    lines, mark = lines[first : first + _ROWS], lines[rank].index(_MARK)
+    if max(map(len, lines)) <= _COLUMNS:
+        return lines
+    name = lines[0].index("|") + 1
+    begin = max(name, mark - _COLUMNS // 2)
+    names = [line[: line.index("|") + 1].ljust(name) for line in lines]
+    return [
+        f"{label}{'' if begin == name else '... '}{line[begin : begin + _COLUMNS]}"
+        f"{' ...' if len(line) > begin + _COLUMNS else ''}"
+        for label, line in zip(names, lines, strict=True)
+    ]
 
 
 def with_note(error: BaseException, note: str) -> BaseException:

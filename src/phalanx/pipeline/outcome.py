@@ -30,6 +30,8 @@ class Outcome:
     def __init__(self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group, self._data_group, self._device = group, data_group, device
         self._last_words: list[Any] = []
+        self.all_have_heard = False
+        """Whether the step failed, and every rank of the pipeline has come here and was told."""
 
     def share(self, loss: Tensor | None, error: Exception | None, *, replicas: bool) -> Tensor:
         """The loss, of which one rank has said what it is, on every rank; with `replicas` the mean over them.
@@ -39,6 +41,7 @@ class Outcome:
             StageFailedError: another rank has one; the message is its own.
             StageLostError: a rank of another pipeline is gone.
         """
+        self.all_have_heard = False
         numbers = [0.0, 0.0] if loss is None else [loss.item(), float(_DTYPES.index(loss.dtype))]
         try:
             (value, dtype), error = self._meet(self._group, numbers, error)
@@ -90,6 +93,7 @@ class Outcome:
             return numbers, error or StageLostError(
                 "Pipeline: a replica has lost a rank of its pipeline. Read its log."
             )
+        self.all_have_heard = True
         told: list[Any] = [None] * group.size()
         mine = None if error is None else (isinstance(error, StageFailedError), f"{error}", type(error).__name__)
         dist.all_gather_object(told, mine, group=group)

@@ -335,6 +335,9 @@ class Pipeline(StageModule):
         except Exception as failure:
             self._failed = self._failed or _first_line(failure)
             self._statistics.forget()
+            if self._record is not None and self._outcome.all_have_heard:
+                with contextlib.suppress(RuntimeError):  # a rank is lost as well
+                    self._record.finish(alone=False)
             raise
 
     @contextlib.contextmanager
@@ -367,7 +370,10 @@ class Pipeline(StageModule):
         try:
             self._take_inputs(work, args, kwargs)
         except Exception as error:  # the others wait for these inputs
-            raise self._executor.refuse(error) from error.__cause__
+            refused = self._executor.refuse(error)
+            if self._record is not None:
+                self._record.note(work, self._executor, failed=True)
+            raise refused from error.__cause__
 
     def _take_inputs(self, work: Work, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         rows = batches.count_rows((args, kwargs), "the input")
@@ -414,6 +420,9 @@ class Pipeline(StageModule):
     @contextlib.contextmanager
     def recorded(self) -> Iterator[Record]:
         """Record the last step in here: afterwards `recording` of what this gives has every rank's times. Collective.
+
+        Of a step that fails it has every rank's times, too, up to the cell that failed; only this rank's where another
+        was lost or interrupted.
 
         Cost: two clocks per layer and micro-batch while it lasts, and an all_gather at the end.
         """

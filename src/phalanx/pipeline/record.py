@@ -23,12 +23,15 @@ class Record:
         self._mine: tuple[Any, Any] = ([], {})
         self._schedule: Schedule | None = None
         self._failed: Action | None = None
+        self._failed_itself = False
+        self._is_complete = False
         self.recording: Recording | None = None
 
     def note(self, work: Work, executor: Executor, *, failed: bool = False) -> None:
         """Keep this rank's part of a step."""
         self._schedule = executor.schedule
         self._failed = executor.at if failed else None
+        self._failed_itself = failed and executor.failed_itself
         spans = [(done.action, done.turn, done.begin, done.end) for done in work.done]
         self._mine = (spans, {stage.index: self._layers(stage, spans) for stage in executor.stages.values()})
 
@@ -44,20 +47,27 @@ class Record:
         return [LayerTime(name, seconds / counts, took * weight[name] / total) for name, seconds in forward.items()]
 
     def finish(self, *, alone: bool) -> None:
-        """Gather all ranks' parts; this one's alone where a step failed."""
-        if self._schedule is None:
+        """Gather all ranks' parts; this one's alone where a step failed and not all have heard it."""
+        if self._is_complete:
             return
-        parts: list[Any] = [([], {})] * self._group.size()
+        mine = (self._schedule, *self._mine, self._failed, self._failed_itself)
+        parts: list[Any] = [(self._schedule, [], {}, None, False)] * self._group.size()
         if alone:
-            parts[self._group.rank()] = self._mine
+            parts[self._group.rank()] = mine
         else:
-            dist.all_gather_object(parts, self._mine, group=self._group)
-        layers = {stage: times for _, stages in parts for stage, times in stages.items()}
+            dist.all_gather_object(parts, mine, group=self._group)
+            self._is_complete = True
+        schedule = next((part[0] for part in parts if part[0] is not None), None)
+        if schedule is None:
+            return
+        layers = {stage: times for _, _, stages, _, _ in parts for stage, times in stages.items()}
+        began = [(spans[-1][3], failed) for _, spans, _, failed, itself in parts if itself and spans]
+        waited = [failed for _, _, _, failed, _ in parts if failed is not None]
         self.recording = Recording(
-            self._schedule,
-            tuple(tuple(spans) for spans, _ in parts),
-            tuple(tuple(layers.get(stage, ())) for stage in range(self._schedule.num_stages)),
-            self._failed,
+            schedule,
+            tuple(tuple(spans) for _, spans, _, _, _ in parts),
+            tuple(tuple(layers.get(stage, ())) for stage in range(schedule.num_stages)),
+            min(began)[1] if began else next(iter(waited), None),
         )
 
     def __str__(self) -> str:
