@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import phalanx
 from phalanx.backend.imported_environment import environment_kept
+from phalanx.pipeline.schedule import SCHEDULES
 from phalanx.testing import run_ranks
 
 
@@ -97,6 +98,57 @@ def test_a_layer_that_returns_something_else_than_tensors_is_named():
     for text, _ in run_ranks(_fail, 3, "object", 2, "1f1b"):
         assert "TypeError: layer '2' returns something that is no tensor, a Strange" in text
         assert "stage 1 (rank 1), micro-batch 0" in text
+
+
+def _fail_in_all(rank, world_size):
+    """In every schedule, one pipeline of the same group after the other."""
+    heard = {}
+    for schedule in SCHEDULES:
+        for what in ("raise", "shape", "object"):
+            balance = [1, 1, 1, 2] if schedule == "interleaved" else [2, 3]
+            pipe = phalanx.Pipeline(
+                _model(what, 1), micro_batches=4, schedule=schedule, balance=balance, loss_fn=functional.mse_loss
+            )
+            x = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat_interleave(2)[:, None].expand(8, 3).contiguous()
+            with pytest.raises((ArithmeticError, ValueError, TypeError, phalanx.PhalanxError)) as caught:
+                pipe.step(x, target=x)
+            heard[schedule, what] = str(caught.value)
+    return heard
+
+
+def test_each_schedule_tells_on_every_rank_which_layer_of_which_stage_failed_and_draws_it():
+    words = {
+        "raise": ("seven is not a prime here", "forward in layer '1'", 2),
+        "shape": ("layer '1' returns float32 of shape (N, 2) for micro-batch 2", "forward of layer", 2),
+        "object": ("layer '1' returns something that is no tensor, a Strange", "forward of layer", 0),
+    }
+    for heard in run_ranks(_fail_in_all, 2):
+        assert len(heard) == 12
+        for (schedule, what), text in heard.items():
+            fact, where, micro_batch = words[what]
+            stage = int(schedule == "interleaved")
+            assert fact in text
+            assert f"stage {stage} (rank {stage}), micro-batch {micro_batch}, {where}" in text
+            drawn = [line for line in text.splitlines() if line.startswith("rank ")]
+            assert ["x" in line for line in drawn] == [stage == 0, stage == 1], text
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "1f1b"])
+def test_a_stage_that_dies_is_told_in_every_schedule(schedule):
+    def train(rank, world_size):
+        x = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat_interleave(2)[:, None].expand(8, 3).contiguous()
+        balance = [1, 1, 1, 2] if schedule == "interleaved" else [2, 3]
+        model = _model("die", 1 if schedule == "interleaved" else 2)
+        pipe = phalanx.Pipeline(model, micro_batches=4, schedule=schedule, balance=balance, loss_fn=functional.mse_loss)
+        with pytest.raises(phalanx.PeerLostError) as caught:
+            pipe.step(x, target=x)
+        return str(caught.value)
+
+    text, _ = run_ranks(train, 2, lost=[1])
+    assert "Pipeline: stage" in text
+    assert "(rank 0), micro-batch" in text
+    assert "waiting for stage" in text
+    assert "rank 1 (pid" in text
 
 
 def test_a_stage_that_dies_is_told_with_what_waited_for_it():

@@ -197,7 +197,7 @@ def test_every_rank_has_the_cell_that_failed_and_what_ran_before_it_in_every_sch
             assert tuple(action for action, *_ in spans) == order[: len(spans)]
         assert recording.spans[0][-1][0] == failed
         picture = draw(recording.schedule, ideal(recording.schedule), recording, recording.failed)
-        assert picture.count(colour(1, 50)) == 2
+        assert picture.count(colour(1, 50)) == 3, "in the legend, the plan, and as it ran"
 
 
 def test_a_grid_wider_than_the_terminal_is_shown_in_pieces():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.pipeline.recording import Recording, name_layers
-from phalanx.pipeline.schedule import Action, Schedule
+from phalanx.pipeline.schedule import Action, Kind, Schedule
 from phalanx.pipeline.simulate import Timeline, ideal_efficiency, simulate, unit_seconds
 from phalanx.svg import FAINT, INK, PAPER, RULE, Drawing, colour
 
@@ -17,6 +17,7 @@ _COLUMNS = 400  # wider is no drawing
 _STYLES = {"F": "black on cyan", "B": "black on green", "I": "black on green", "W": "black on yellow"}
 _LIGHTNESS = {"F": 72, "B": 48, "I": 48, "W": 60}
 _HUES = {"F": 0, "B": 2, "I": 2, "W": 3}
+_CHUNKS = 3  # stages of a rank that have colours of their own; further ones have them again
 
 
 def ideal(schedule: Schedule, backward: float = 2.0) -> Timeline:
@@ -111,10 +112,11 @@ def show(schedule: Schedule, timeline: Timeline, console: Console, failed: Actio
 def report(recording: Recording) -> list[str]:
     """Where the time of a recorded step went, and what a better balance would give."""
     schedule, timeline = recording.schedule, recording.timeline
-    if recording.failed is not None:
-        known = [str(rank) for rank, spans in enumerate(recording.spans) if spans]
-        alone = f"; known is the part of rank {', '.join(known)} alone" if len(known) == 1 else ""
-        return [f"recorded: the step failed in {recording.failed}{alone}"]
+    unknown = [str(rank) for rank, spans in enumerate(recording.spans) if not spans]
+    if recording.failed is not None or unknown:
+        where = "" if recording.failed is None else f" in {recording.failed}"
+        missing = f"; of rank {', '.join(unknown)} nothing is known" if unknown else ""
+        return [f"recorded: the step failed{where}{missing}"]
     smooth = recording.without_waiting
     lines = [
         f"recorded: {_ms(timeline.seconds)}, bubble {timeline.bubble:.1%}; {_ms(smooth.seconds)} and "
@@ -155,7 +157,7 @@ def draw(
     title = f"{schedule.name}, {schedule.num_stages} stages, {schedule.micro_batches} micro-batches"
     page = Drawing(width, height, title)
     page.text(left, 24, title, size=15, anchor="start", bold=True)
-    _legend(page, left, 44, schedule)
+    _legend(page, left, 44, schedule, failed=any(marked is not None for *_, marked in blocks))
     y = top
     for name, timeline, marked in blocks:
         span = timeline.seconds or 1.0
@@ -179,9 +181,8 @@ def draw(
 def _cell(
     page: Drawing, schedule: Schedule, action: Action, x: float, y: float, width: float, height: float, failed: bool
 ) -> None:
-    hue = _HUES[action.kind] + 4 * (action.stage // schedule.num_ranks)
     width = max(width, 6.0) if failed else width
-    fill = colour(1, 50) if failed else colour(hue, _LIGHTNESS[action.kind])
+    fill = colour(1, 50) if failed else colour(_hue(schedule, action), _LIGHTNESS[action.kind])
     page.rect(x, y, max(width - 0.8, 0.3), height, fill=fill, radius=min(2.0, width / 4), stroke=PAPER)
     text = "failed" if failed else str(action.micro_batch)
     if width > 7 * len(text) + 2:
@@ -189,18 +190,33 @@ def _cell(
         page.text(x + width / 2, y + height * 0.66, text, size=11, fill=ink, bold=failed)
 
 
-def _legend(page: Drawing, x: float, y: float, schedule: Schedule) -> None:
-    kinds = [("F", "forward")]
+def _legend(page: Drawing, x: float, y: float, schedule: Schedule, *, failed: bool) -> None:
+    p, v = schedule.num_ranks, schedule.num_stages // schedule.num_ranks
+    kinds: list[tuple[Kind, str]] = [("F", "forward")]
     kinds += (
         [("I", "backward of inputs"), ("W", "of weights")] if schedule.name == "zero_bubble" else [("B", "backward")]
     )
-    for kind, text in kinds:
-        page.rect(x, y - 10, 12, 12, fill=colour(_HUES[kind], _LIGHTNESS[kind]), radius=2)
+    entries = [
+        (colour(_hue(schedule, Action(kind, k * p, 0)), _LIGHTNESS[kind]), text if v == 1 else _stages(text, k, p))
+        for k in range(min(v, _CHUNKS))
+        for kind, text in kinds
+    ]
+    entries += [(colour(1, 50), "failed")] if failed else []
+    for fill, text in [*entries, (RULE, "waiting")]:
+        page.rect(x, y - 10, 12, 12, fill=fill, radius=2)
         page.text(x + 17, y, text, size=12, anchor="start")
         x += 40 + 7 * len(text)
-    page.rect(x, y - 10, 12, 12, fill=RULE, radius=2)
-    page.text(x + 17, y, "waiting", size=12, anchor="start")
-    page.text(x + 90, y, "numbers are micro-batches", size=12, anchor="start", fill=FAINT)
+    if x < 820:  # it has room
+        page.text(x, y, "numbers are micro-batches", size=12, anchor="start", fill=FAINT)
+
+
+def _hue(schedule: Schedule, action: Action) -> int:
+    return _HUES[action.kind] + 4 * (action.stage // schedule.num_ranks % _CHUNKS)
+
+
+def _stages(text: str, k: int, p: int) -> str:
+    own = f"stage {k}" if p == 1 else f"stages {k * p} to {k * p + p - 1}"
+    return f"{text}, {own}" if text == "forward" else text
 
 
 def _footer(schedule: Schedule, recording: Recording | None) -> Sequence[str]:
