@@ -9,6 +9,7 @@ from torch import optim
 
 from phalanx import rpc
 from phalanx.optim import DistributedOptimizer
+from phalanx.optim.distributed import _step_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch deprecates parts of itself that it imports
@@ -58,6 +59,11 @@ class FailingStep(optim.SGD):
         raise KeyError("no step today")
 
 
+class MyStep(optim.SGD):
+    def step(self, closure=None):
+        return "mine"
+
+
 class FailingConstructor(optim.SGD):
     def __init__(self, *args, **kwargs):
         raise KeyError("no optimizer today")
@@ -105,6 +111,27 @@ def _steps(rank: int, folder: str) -> None:
             DistributedOptimizer(optim.SGD, [], lr=1)
         with pytest.raises(TypeError, match=r"params_rref\[0\] is a Tensor, not an RRef"):
             DistributedOptimizer(optim.SGD, [torch.ones(1)], lr=1)
+        _check_own_step()
+
+
+def _check_own_step() -> None:
+    """The short way leaves out hooks and the profiler's event: it is for those alone who have none."""
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.ones(2)
+    plain = optim.SGD([weight], lr=0.5)
+    _step_of(plain)()
+    assert torch.equal(weight.detach(), torch.full((2,), 0.5))
+    assert _step_of(plain) != plain.step
+    assert torch.is_grad_enabled()
+    assert _step_of(MyStep([weight], lr=0.5))() == "mine"
+    hook = plain.register_step_post_hook(lambda *_: None)
+    assert _step_of(plain) == plain.step
+    hook.remove()
+    assert _step_of(plain) != plain.step
+    with torch.autograd.profiler.profile():
+        assert _step_of(plain) == plain.step
+    optim.lr_scheduler.StepLR(plain, 1)  # counts steps
+    assert _step_of(plain) == plain.step
 
 
 def schedule(optimizer: rpc.RRef) -> optim.lr_scheduler.LRScheduler:

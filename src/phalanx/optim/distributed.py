@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,8 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.optim import optimizer as _torchs
 
 from phalanx import rpc
+from phalanx.rpc import current
+from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.agent.short_work import ShortWork
+from phalanx.rpc.autograd.serve import worker
+from phalanx.rpc.wire import Frame, Order
+
+_ORDER = struct.Struct("<B3Q")  # of a step: the optimizer's number, the context's
 
 # Optimizers read `.grad`, which is the parameter's only one: while one of this process has put its gradients there, no
 # other may.
@@ -58,11 +68,16 @@ class DistributedOptimizer:
             RuntimeError: there is no such context.
             Exception: what a worker's optimizer raised; others may have made their step.
         """
-        rpc.autograd.get_gradients(context_id)
-        here = [one for one in self.remote_optimizers if one.is_owner()]
-        others = [one for one in self.remote_optimizers if not one.is_owner()]
-        steps = [rpc.rpc_async(one.owner(), _step, (one._id, context_id)) for one in others]
-        _wait_all([*(partial(_step, one._id, context_id) for one in here), *(one.wait for one in steps)])
+        worker().contexts.find(context_id)
+        agent = current.agent()
+        waits: list[Callable[[], Any]] = []
+        for one in self.remote_optimizers:
+            if one.is_owner():
+                waits.insert(0, partial(_step, one._id, context_id))  # while the others make theirs
+            else:
+                order = _ORDER.pack(Order.STEP, *one._id, context_id)
+                waits.append(agent.order(one._owner, "DistributedOptimizer.step", order).wait)
+        _wait_all(waits)
 
 
 class LocalOptimizer:
@@ -73,12 +88,14 @@ class LocalOptimizer:
     ) -> None:
         self._params: list[Tensor] = [one.local_value() for one in params]
         self.optim = optimizer_class(self._params, *args, **kwargs)
+        self.work = ShortWork(current.agent().serving, current.agent().threads)
         self._is_functional = not isinstance(self.optim, torch.optim.Optimizer) and not hasattr(self.optim, "zero_grad")
 
     def step(self, context_id: int) -> None:
         """One step. `.grad` of the parameters is as before at the end."""
-        found = rpc.autograd.get_gradients(context_id)
-        gradients = [found.get(one) for one in self._params]
+        found = worker().contexts.find(context_id)
+        with found.lock:
+            gradients = [found.gradients.get(one) for one in self._params]
         with _grads_are_ours:
             if self._is_functional:
                 self.optim.step(gradients)
@@ -86,7 +103,7 @@ class LocalOptimizer:
             before = [one.grad for one in self._params]
             try:
                 self._put(gradients)
-                self.optim.step()
+                _step_of(self.optim)()
             finally:
                 self._put(before)
 
@@ -95,10 +112,49 @@ class LocalOptimizer:
             one.grad = gradient
 
 
+def _use_grad() -> Any:
+    """The code of what torch wraps the step of its own optimizers into, beside the profiler's and the hooks'."""
+    wrap = getattr(_torchs, "_use_grad_for_differentiable", None)
+    return None if wrap is None else wrap(_use_grad).__code__
+
+
+_USE_GRAD = _use_grad()
+
+
+def _step_of(optim: Any) -> Callable[[], Any]:
+    """Its step; without the profiler's event and hooks where there are none, which take longer than a small step."""
+    if (
+        isinstance(optim, torch.optim.Optimizer)
+        and type(optim).__module__.startswith("torch.optim.")
+        and not optim.__dict__.get("step")  # a schedule counts its steps
+        and not optim._optimizer_step_pre_hooks
+        and not optim._optimizer_step_post_hooks
+        and not _torchs._global_optimizer_pre_hooks
+        and not _torchs._global_optimizer_post_hooks
+        and not _profiler_enabled()
+    ):
+        without_hooks: Any = getattr(type(optim).step, "__wrapped__", None)
+        if getattr(without_hooks, "__code__", None) is _USE_GRAD and not optim.defaults["differentiable"]:
+            return partial(_step_without_grad, without_hooks.__wrapped__, optim)
+    step: Callable[[], Any] = optim.step
+    return step
+
+
+def _step_without_grad(step: Callable[[Any], Any], optim: Any) -> None:
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        step(optim)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
 def _make(
     optimizer_class: Callable[..., Any], params: list[rpc.RRef[Any]], *args: Any, **kwargs: Any
 ) -> rpc.RRef[LocalOptimizer]:
     made = LocalOptimizer(optimizer_class, params, *args, **kwargs)
+    agent = current.agent()
+    agent.orders[Order.STEP] = partial(_hear_step, agent)
     rref = rpc.RRef(made)
     _ours[rref._id] = made
     return rref
@@ -110,6 +166,24 @@ def _step(rref_id: Any, context_id: int) -> None:
     if optimizer is None:
         raise RuntimeError(f"DistributedOptimizer: {rpc.get_worker_info()} has no optimizer {rref_id} (any more).")
     optimizer.step(context_id)
+
+
+def _hear_step(agent: Agent, connection: Any, frame: Frame) -> None:
+    _, uid, number, context_id = _ORDER.unpack(frame.data)
+
+    def work(is_short: bool) -> None:
+        problem: BaseException | None = None
+        try:
+            _step((uid, number), context_id)
+        except BaseException as error:
+            problem = error
+        agent.answer_order(connection, frame.call, b"", (), problem)
+
+    optimizer = _ours.get((uid, number))
+    if optimizer is None:
+        work(True)  # which says so
+    else:
+        optimizer.work.run(work)
 
 
 def _wait_all(waits: Sequence[Callable[[], Any]]) -> list[Any]:

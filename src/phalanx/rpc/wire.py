@@ -32,11 +32,18 @@ class Kind(enum.IntEnum):
     RELEASE = 6  # these segments are free again
     FORGET = 7  # these segments will not come again
     FETCH = 8  # the object that a reference means
-    PART = 9  # of the workers among themselves, to who has called, before the answer
+    ORDER = 9  # as CONTROL, in bytes: the first one is an Order
     MISSED = 10  # the descriptors of these segments never arrived
 
 
-REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, PART, MISSED = (int(kind) for kind in Kind)
+class Order(enum.IntEnum):
+    """What workers tell each other so often that it is not pickled."""
+
+    GRADIENTS = 1  # of a message's tensors, in a backward pass; with what is to be done about them
+    STEP = 2  # of an optimizer
+
+
+REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, ORDER, MISSED = (int(kind) for kind in Kind)
 
 
 class Frame:

@@ -14,7 +14,7 @@ import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,12 +32,13 @@ from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.agent.request import Request
 from phalanx.rpc.agent.retries import Retries
 from phalanx.rpc.agent.serving import Lead, Serving
+from phalanx.rpc.agent.threads import Threads
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
-from phalanx.rpc.serialization import Payload, deserialize, serialize, serialize_call
+from phalanx.rpc.serialization import deserialize, serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
 
@@ -65,13 +66,15 @@ class Agent:
     """A worker. `controls` are what workers ask of each other, by name: given who asks, and one argument.
 
     A control runs in the thread that reads: it must not wait. Its result is the answer; a Future is answered when it is
-    done.
+    done. `orders` are those that come in bytes, by their first one: given the connection and the frame, they answer
+    themselves.
     """
 
     def __init__(self, name: str, number: int, host: str, options: RpcBackendOptions) -> None:
         self.options = options
         self.default_timeout_s = options.rpc_timeout
         self.controls: dict[str, Control] = {}
+        self.orders: dict[int, Callable[[Any, Frame], None]] = {}
         self.on_lost: list[Callable[[Member], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.serving = Serving(options.num_worker_threads, self._handle, self.flush, self._tick)
@@ -79,6 +82,7 @@ class Agent:
         self.me = self.connections.me
         self.peers = self.connections.peers
         self.peer = self.connections.peer
+        self.threads = Threads("phalanx-rpc-work")
         self.references = References(self.me.uid)
         self.retries = Retries(lambda to: self.membership.find(to) is not None, self.run_later)
         self.membership: Membership
@@ -136,12 +140,23 @@ class Agent:
         call.on_answer = on_answer
         interrupts.defer()
         try:
-            self._send(to, call, kind, payload, extras, is_awaited)
+            buffers = payload.buffers
+            self._send(to, call, kind, payload.data, extras, buffers, payload.nbytes if buffers else 0, is_awaited)
         finally:
             interrupts.allow()
         return call.future
 
-    def _send(self, to: Member, call: Call, kind: int, payload: Payload, extras: bytes, is_awaited: bool) -> None:
+    def _send(
+        self,
+        to: Member,
+        call: Call,
+        kind: int,
+        data: Any,
+        extras: bytes,
+        buffers: Sequence[Any],
+        nbytes: int,
+        is_awaited: bool,
+    ) -> None:
         peer = self.peer(to)
         if peer.lost:
             self._fail(peer, call)
@@ -150,13 +165,13 @@ class Agent:
         if connection is None:
             return
         reading = call.future.reading = connection.reading
-        buffers = payload.buffers
-        peer.add(call, payload.nbytes if buffers else 0, waits=kind == wire.REQUEST or kind == wire.REMOTE)
+        waits = kind == wire.REQUEST or kind == wire.REMOTE
+        peer.add(call, nbytes, waits=waits)
         if call.deadline < self.serving.due:
             self.serving.wake_clock(call.deadline)
-        if kind != wire.CONTROL:
+        if kind != wire.CONTROL and kind != wire.ORDER:
             self.num_calls += 1
-        connection.send(kind, call.number, payload.data, extras, buffers)
+        connection.send(kind, call.number, data, extras, buffers)
         if reading is not None and not is_awaited:
             reading.sent()
         if (peer.is_lost() or self.closed) and peer.take(call.number) is not None:  # else who failed all others had it
@@ -183,14 +198,36 @@ class Agent:
             self._fail(peer, call)
         return connection
 
-    def tell_back(self, to: Member, name: str, argument: Any) -> None:
-        """As `tell`, to one who waits for an answer of ours: its thread that waits hears it."""
-        connection = self.peer(to).calls_us
-        if connection is None:
-            self.tell(to, name, argument)
-        else:
-            payload = serialize((name, argument), to)
-            connection.send(wire.PART, 0, payload.data, b"", payload.buffers)
+    def order(
+        self,
+        to: Member,
+        what: str,
+        data: bytes,
+        buffers: Sequence[Any] = (),
+        timeout_s: float = UNSET_RPC_TIMEOUT,
+        *,
+        read: Callable[[Frame], Any] | None = None,
+    ) -> Answer[Any]:
+        """As `control`, in bytes, by one who waits for the answer; `read` makes something of that."""
+        if self.closed:
+            raise ClosedError(f"{what} to {to}: this worker was shut down.")
+        call = Call("rpc", what, self.default_timeout_s if timeout_s < 0 else timeout_s)
+        call.read = read
+        interrupts.defer()
+        try:
+            self._send(to, call, wire.ORDER, data, b"", buffers, 0, True)
+        finally:
+            interrupts.allow()
+        return call.future
+
+    def tell_order(self, to: Member, data: bytes, buffers: Sequence[Any], *, back: bool) -> None:
+        """As `tell`, in bytes; `back`: to one who waits for an answer of ours, whose thread that waits hears it."""
+        peer = self.peer(to)
+        connection = (peer.calls_us if back else None) or peer.connection
+        if connection is None and not peer.lost and not self.closed:
+            connection = self._connect(peer, Call("rpc", "order", _CONNECT_S))
+        if connection is not None:
+            connection.send(wire.ORDER, 0, data, b"", buffers)
 
     def _fail(self, peer: Peer, call: Call) -> None:
         call.fail(self._why_failed(peer, call))
@@ -248,15 +285,17 @@ class Agent:
             call = self._take_answer(connection, frame)
             if call is not None:
                 call.future.rang()
-        elif kind == wire.CONTROL or kind == wire.PART:
+        elif kind == wire.ORDER:
+            self._take_order(connection, frame)
+        elif kind == wire.CONTROL:
             self._take_control(connection, frame)
         elif kind == wire.FETCH:
             self._take_fetch(connection, frame)
 
     def _take_back(self, connection: Any, frame: Frame, call: Call | None) -> None:
         """Of a thread that reads what it waits for, and hands out this answer of `call`."""
-        if frame.kind == wire.PART:
-            self._take_control(connection, frame)
+        if frame.kind == wire.ORDER:
+            self._take_order(connection, frame)
         else:
             self._complete(connection, frame, call)
             if call is not None:
@@ -277,7 +316,7 @@ class Agent:
                 data = frame.data
                 set_error(call.future, lambda: remote_error.unpack(data))
                 return call
-            result = self._read_reply(frame, connection.peer or self.me)
+            result = self._read_reply(frame, connection.peer or self.me) if call.read is None else call.read(frame)
             if call.on_answer is not None:
                 result = call.on_answer(result)
         except BaseException as error:
@@ -331,6 +370,15 @@ class Agent:
         else:
             self.answer(connection, frame.call, result)
 
+    def _take_order(self, connection: Any, frame: Frame) -> None:
+        try:
+            self.orders[frame.data[0]](connection, frame)
+        except BaseException as error:
+            if frame.call:
+                self.answer(connection, frame.call, error=error)
+            else:
+                _logger.error("rpc: what %s says cannot be carried out: %s", connection.peer or self.me, error)
+
     def _take_fetch(self, connection: Any, frame: Frame) -> None:
         rref_id = pickle.loads(frame.data)
         note = pickle.loads(frame.extras)[2] if frame.extras else None
@@ -381,6 +429,15 @@ class Agent:
             self._dirty.append(connection)
         else:
             connection.flush()
+
+    def answer_order(
+        self, connection: Any, number: int, data: bytes, buffers: Sequence[Any], error: BaseException | None
+    ) -> None:
+        """As `answer`, in bytes."""
+        if error is not None:
+            self.answer(connection, number, error=error)
+        else:
+            connection.send(wire.REPLY, number, data, b"", buffers)
 
     # -- the end of others ---------------------------------------------------------------------------------------------
 
@@ -474,6 +531,7 @@ class Agent:
             for call in peer.take_all():
                 self._fail(peer, call)
         self.retries.close()
+        self.threads.close()
         self._hand_out_last()
         for hear in self.on_close:
             hear()

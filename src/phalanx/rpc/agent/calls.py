@@ -21,7 +21,9 @@ _BIG_BYTES = 1 << 16  # of which it is counted how much is under way
 class Call:
     """A call that was sent, or is about to be. `kept` lives until it is answered."""
 
-    __slots__ = ("at", "deadline", "future", "kept", "name", "nbytes", "number", "on_answer", "timeout_s", "what")
+    __slots__ = (
+        "at", "deadline", "future", "kept", "name", "nbytes", "number", "on_answer", "read", "timeout_s", "what"
+    )  # fmt: skip
 
     def __init__(self, what: str, name: str, timeout_s: float, kept: Any = None) -> None:
         self.what = what  # "rpc_async"
@@ -33,6 +35,7 @@ class Call:
         self.nbytes = 0
         self.number = 0
         self.on_answer: Any = None  # makes the result of what has arrived, before the future has it
+        self.read: Callable[[Any], Any] | None = None  # as that, of the answer's frame: it is no pickle
 
     def fail(self, make: Callable[[], BaseException]) -> None:
         """There will be no answer, and why."""

@@ -29,8 +29,8 @@ from phalanx import _core
 
 SHORT_S = 300e-6  # a function that takes longer is run beside the leader
 LATE_S = 5e-3  # in user code: then another thread takes the lead
-_SPIN_NS = 50_000  # before a thread sleeps until something comes, which it expects to come soon
-_SOON_S = 100e-6
+_SPIN_NS = 120_000  # before a thread sleeps until something comes, which it expects to come soon
+_SOON_S = 150e-6
 _MOST_MISSES = 8
 _AWAKE_S = 0.1  # the clock goes on looking for so long after the last call
 

@@ -9,6 +9,7 @@ graph.py       where tensors leave and arrive, and what takes part
 hook.py        what is noted of each call
 contexts.py    what a worker keeps of a context
 passes.py      a backward pass on one worker: how it runs is drawn there
+orders.py      what is said of it, in bytes
 serve.py       what workers tell each other
 """
 
@@ -70,12 +71,12 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     me = worker()
     found = me.contexts.find(context_id)
     _check_roots(roots)
-    messages = reach([root.grad_fn for root in roots]).ancestors(context_id)
+    reached = reach([root.grad_fn for root in roots])
     if not _profiler_enabled():
-        me.backward(found, roots, messages, retain_graph)
+        me.backward(found, roots, reached, retain_graph)
         return
     with record_function("torch::distributed::autograd::backward"):  # as PyTorch calls it in its profiles
-        me.backward(found, roots, messages, retain_graph)
+        me.backward(found, roots, reached, retain_graph)
 
 
 def _check_roots(roots: Sequence[Tensor]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +18,7 @@ from phalanx.rpc.worker_info import Member
 
 _NUMBER_BITS = 48
 _MOST_RELEASED = 10_000
+_ONCE: Counter[int] = Counter()
 
 
 class Context:
@@ -33,17 +34,16 @@ class Context:
         self.passes: dict[tuple[int, int], Any] = {}
         self.gradients: dict[Tensor, Tensor] = {}
 
-    def accumulate(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def accumulate(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add gradients to what is there. What nobody else has is kept as it is, without a copy."""
-        found = list(found)
-        counts = Counter(_memory(gradient) for _, gradient in found)
+        counts = Counter(_memory(gradient) for _, gradient in found) if len(found) > 1 else _ONCE
         with self.lock:
             for variable, gradient in found:
                 before = self.gradients.get(variable)
                 if before is not None:
                     # Not in place: who has asked for the gradients holds them.
                     gradient = gradient + before if before.is_sparse else before + gradient
-                elif counts[_memory(gradient)] > 1 or not _is_plain(gradient, variable):
+                elif (counts and counts[_memory(gradient)] > 1) or not _is_plain(gradient, variable):
                     gradient = gradient.clone()
                 self.gradients[variable] = gradient
 

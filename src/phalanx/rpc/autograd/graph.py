@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.errors import PhalanxError
 
@@ -82,11 +82,7 @@ class RecvRpc(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Send them."""
         run = _current_pass()
-        if ctx.context_id != run.context_id:
-            raise PhalanxError(
-                f"backward of context {run.context_id} has come to a tensor that arrived in context "
-                f"{ctx.context_id}: a graph ends with its context. Call detach() on what one hands to the next."
-            )
+        check_context(ctx, run.context_id)
         run.send(ctx.message, gradients)
         return (None,) * (len(gradients) + 1)
 
@@ -112,6 +108,15 @@ class Gate(torch.autograd.Function):
         return (gradient,) * ctx.count
 
 
+def check_context(node: Any, context_id: int) -> None:
+    """A RecvRpc's is the one whose gradients are computed."""
+    if node.context_id != context_id:
+        raise PhalanxError(
+            f"backward of context {context_id} has come to a tensor that arrived in context {node.context_id}: a graph "
+            "ends with its context. Call detach() on what one hands to the next."
+        )
+
+
 def _current_pass() -> Gradients:
     if current.run is None:
         raise PhalanxError(
@@ -135,6 +140,10 @@ class Reached:
 
     leaves: list[Any]
     received: list[Any]
+
+    def has_hooks(self) -> bool:
+        """Whether hooks of leaves wait for gradients to be in `.grad`."""
+        return any(node.variable._post_accumulate_grad_hooks for node in self.leaves)
 
     def ancestors(self, context_id: int) -> set[MessageId]:
         """All messages of the context from which it was computed."""
@@ -199,6 +208,7 @@ def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, an
     node: Any = tensors[0].grad_fn
     node.context_id = context_id
     node.message = message
+    node.count = len(tensors)
     node.ancestors = frozenset((*ancestors, message))
     node._set_sequence_nr(_FIRST)
     return node
@@ -238,16 +248,47 @@ def run_engine(
         inputs.append(_anchor_edge)
     if not inputs:
         return []
-    found = _engine_run_backward(  # as torch.autograd.grad does, after checks of what a user may give
-        tuple(outputs),
-        tuple(gradients),
-        retain_graph,
-        False,
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
+    found = _run(tuple(outputs), tuple(gradients), retain_graph, tuple(inputs))
     return [(variable, one) for variable, one in zip(variables, found, strict=False) if one is not None]
+
+
+def run_engine_from(
+    send: Send, arrived: Sequence[Tensor | None], context_id: int, retain_graph: bool
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[MessageId, Sequence[Tensor | None]]]]:
+    """As `run_engine`, from one message alone: the leaves' gradients, and those that go on to others, by message.
+
+    They go out when the engine has run, and not while it does; but none of the graph's joints has to be run in Python.
+    """
+    leaves, received = send.reached.leaves, send.reached.received
+    node: Any = send.output.grad_fn
+    outputs, gradients = [], []
+    for (function, number), gradient in zip(node.next_functions, arrived, strict=True):
+        if gradient is not None and function is not None:
+            outputs.append(GradientEdge(function, number))
+            gradients.append(gradient)
+    inputs = [GradientEdge(one, 0) for one in leaves]
+    for one in received:
+        check_context(one, context_id)
+        inputs += [GradientEdge(one, number) for number in range(one.count)]
+    found: Sequence[Tensor | None] = (None,) * len(inputs)
+    if outputs and inputs:
+        found = _run(tuple(outputs), tuple(gradients), retain_graph, tuple(inputs))
+    mine = [(node.variable, one) for node, one in zip(leaves, found, strict=False) if one is not None]
+    at = len(leaves)
+    going = []
+    for one in received:
+        going.append((one.message, found[at : at + one.count]))
+        at += one.count
+    return mine, going
+
+
+def _run(outputs: Any, gradients: Any, retain_graph: bool, inputs: Any) -> Sequence[Tensor | None]:
+    """As torch.autograd.grad does, after checks of what a user may give."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    found: Sequence[Tensor | None] = engine.run_backward(
+        outputs, gradients, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
+    )
+    return found
 
 
 def _run_through_grad(

@@ -11,7 +11,8 @@
     goes on; over when the engine is and all others say that their parts are
 
 BEGIN says: "of your messages, these". It goes with the first gradients to a worker; but before worker 0 waits for the
-gradients of a message, to all that may take part in them: who has sent one that lies deeper.
+gradients of a message, to all that may take part in them: who has sent one that lies deeper. A part that is short, and
+of one message, sends what it has at its end, with the news of that.
 
 Each worker runs the engine once: every node of its graph sees all its gradients before it runs, and runs once. A
 worker's messages are waited for inside of the engine, deepest first, by gates that have the lowest priority. All
@@ -23,21 +24,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from phalanx.errors import PhalanxError
-from phalanx.rpc import remote_error
 from phalanx.rpc.agent.reading import Answer, Awaited, Reading
 from phalanx.rpc.autograd.contexts import Context
-from phalanx.rpc.autograd.graph import MessageId, Send, chain_gates, current, reach, run_engine
-from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.autograd.graph import MessageId, Reached, Send, chain_gates, current, run_engine, run_engine_from
+from phalanx.rpc.autograd.orders import PassId
 from phalanx.rpc.worker_info import Member
-
-PassId = tuple[int, int]  # the uid of the worker that called backward, and its number there
 
 
 class BackwardError(PhalanxError):
@@ -65,56 +63,76 @@ def nothing(message: MessageId) -> None:
     """There is nobody who has to begin."""
 
 
+Going = list[tuple[MessageId, Sequence[Tensor | None]]]  # gradients of messages of other workers
+
+
+class Worker(Protocol):
+    """What a pass needs of the worker that it is a part of."""
+
+    me: Member
+
+    def send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
+        """Send them to where the message came from."""
+
+    def end(self, run: Pass, asked: Any, error: BaseException | None, going: Going) -> None:
+        """Our part is over: say so to who began it and asked for it, and send what is left to send."""
+
+    def reading_of(self, uid: int) -> Reading | None:
+        """Who reads what that worker answers."""
+
+    def start(self, part: Callable[[bool], None], may_wait: bool) -> None:
+        """Run our part of a pass: `part(True)` here if it will be short, or `part(False)` in a thread of its own."""
+
+
 class Pass:
     """The part of one worker. Locks nothing while the engine runs."""
 
-    def __init__(
-        self,
-        context: Context,
-        pass_id: PassId,
-        me: Member,
-        send: Callable[[Pass, MessageId, Sequence[Tensor | None]], None],
-        start: Callable[[Callable[[], None], bool], None],
-        reading_of: Callable[[int], Reading | None],
-    ) -> None:
+    __slots__ = (
+        "_arrived", "_asked", "_changed", "_is_started", "_plan", "_reads", "_retain_graph", "_worker",
+        "begin_others", "context", "context_id", "error", "id", "num_others", "send_gradients",
+    )  # fmt: skip
+
+    def __init__(self, context: Context, pass_id: PassId, worker: Worker) -> None:
         self.context = context
         self.context_id = context.id
         self.id = pass_id
-        self._me = me
+        self._worker = worker
         self.error: BaseException | None = None
         self.num_others = 0  # whose parts are not over; of who called backward
         self.begin_others: Callable[[MessageId], None] = nothing  # those that a message's gradients may need
-        self._reading_of = reading_of
         self._reads: tuple[Reading, Awaited] | None = None
-        self.send_gradients = send
-        self._start = start
-        self._changed = threading.Condition()
+        self.send_gradients = worker.send_gradients
+        self._changed = threading.Condition(threading.Lock())
         self._arrived: dict[MessageId, Sequence[Tensor | None]] = {}
         self._plan: list[MessageId] | None = None
         self._retain_graph = False
-        self._done: Future[Any] | None = None
+        self._asked: list[Any] = []  # who has begun it, and waits for its end
         self._is_started = False
 
     # -- what comes from others; in the thread that reads --------------------------------------------------------------
 
     def begin(
-        self, plan: list[MessageId], retain_graph: bool, first: tuple[MessageId, Sequence[Tensor | None]] | None
-    ) -> Future[Any]:
-        """Take part, with these messages of ours, of which one's gradients are here; done when our part is over."""
-        done: Future[Any] = Future()
+        self,
+        asked: Any,
+        plan: list[MessageId],
+        retain_graph: bool,
+        message: MessageId,
+        gradients: Sequence[Tensor | None] | None,
+    ) -> None:
+        """Take part, with these messages of ours; `asked` is told of the end. `gradients` are those of `message`."""
         with self._changed:
-            if self._done is not None:  # it is told again: Ctrl-C has come before the caller knew that it was told
-                return self._done
-            if first is not None:
-                self._arrived[first[0]] = first[1]
+            self._asked.append(asked)
+            if len(self._asked) > 1:  # it is told again: Ctrl-C has come before the caller knew that it was told
+                return
+            if gradients is not None:
+                self._arrived[message] = gradients
                 self._changed.notify_all()
-            self._plan, self._retain_graph, self._done = plan, retain_graph, done
+            self._plan, self._retain_graph = plan, retain_graph
             failed = self.error is not None
         if failed:
             self._finish()
         else:
             self._start_if_ready()
-        return done
 
     def put(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         """The gradients of a message of ours have come."""
@@ -131,7 +149,7 @@ class Pass:
                 self.error = error
             self._changed.notify_all()
             self._ring()
-            over = self._done is not None and not self._is_started
+            over = bool(self._asked) and not self._is_started
             self._is_started = self._is_started or over
         if over:
             self._finish()
@@ -158,7 +176,7 @@ class Pass:
 
     def _read_until(self, uid: int, has_come: Callable[[], bool]) -> None:
         """Of who called backward: read the answers of a worker until that has come, or something went wrong."""
-        reading = self._reading_of(uid)
+        reading = self._worker.reading_of(uid)
         if reading is None or has_come():
             return
         awaited = _Change(self, has_come)
@@ -175,13 +193,13 @@ class Pass:
                 return
             self._is_started = True
             may_wait = len(self._plan) > 1
-        self._start(self._run_part, may_wait)
+        self._worker.start(self._run_part, may_wait)
 
     # -- what the joints of the graph ask; in the engine ---------------------------------------------------------------
 
     def wait(self, message: MessageId) -> None:
         """Wait until the gradients of a message of ours have come."""
-        if message not in self._arrived and self.id[0] == self._me.uid:
+        if message not in self._arrived and self.id[0] == self._worker.me.uid:
             self.begin_others(message)
             self._read_until(self.context.sends[message].to, lambda: message in self._arrived)
         with self._changed:
@@ -203,40 +221,49 @@ class Pass:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def run(self, roots: Sequence[Tensor], plan: list[MessageId], retain_graph: bool) -> None:
-        """The part of who calls backward."""
-        sends = self._find(plan)
+    def run(self, roots: Sequence[Tensor], reached: Reached, plan: list[MessageId], retain_graph: bool) -> None:
+        """The part of who calls backward; `reached` is from the roots."""
         outputs = list(roots)
         gradients = [torch.ones_like(root) for root in roots]
-        if sends:
+        all_reached = [reached]
+        if plan:
+            sends = self._find(plan)
             outputs.append(chain_gates(sends))
             gradients.append(torch.empty(0))
-        reached = [reach([root.grad_fn for root in roots]), *(send.reached for send in sends)]
-        self._run_engine(outputs, gradients, reached, retain_graph)
+            all_reached += [send.reached for send in sends]
+        self._run_engine(outputs, gradients, all_reached, retain_graph)
 
     def wait_others(self, begun: Iterable[tuple[int, Answer[Any]]]) -> None:
         """Until all others are done, or something went wrong."""
         for uid, done in begun:
-            self._read_until(uid, done.has_come)
+            if not done.has_come():
+                self._read_until(uid, done.has_come)
         with self._changed:
-            self._changed.wait_for(lambda: not self.num_others or self.error is not None)
+            while self.num_others and self.error is None:
+                self._changed.wait()
 
     def wait_all_others(self) -> None:
         """Until all others are done."""
         with self._changed:
             self._changed.wait_for(lambda: not self.num_others)
 
-    def _run_part(self) -> None:
+    def _run_part(self, is_short: bool) -> None:
         """The part of all others."""
+        going: Going = []
         try:
             assert self._plan is not None
             sends = self._find(self._plan)
-            output = sends[0].output if len(sends) == 1 else chain_gates(sends)
-            self._run_engine([output], [torch.empty(0)], [send.reached for send in sends], self._retain_graph)
+            if is_short and len(sends) == 1 and not sends[0].reached.has_hooks():
+                arrived = self._arrived.pop(sends[0].message)
+                mine, going = run_engine_from(sends[0], arrived, self.context_id, self._retain_graph)
+                self.context.accumulate(mine)
+            else:
+                output = sends[0].output if len(sends) == 1 else chain_gates(sends)
+                self._run_engine([output], [torch.empty(0)], [send.reached for send in sends], self._retain_graph)
         except BaseException as error:
             with self._changed:
                 self.error = self.error or error
-        self._finish()
+        self._finish(going)
 
     def _find(self, plan: Sequence[MessageId]) -> list[Send]:
         return [self.context.sends[message] for message in plan]
@@ -249,24 +276,25 @@ class Pass:
             current.run = before
         self.context.accumulate(found)
 
-    def _finish(self) -> None:
+    def _finish(self, going: Going | None = None) -> None:
         self.context.passes.pop(self.id, None)
         self._arrived = {}
-        done, self._done, error, self.error = self._done, None, self.error, None
-        assert done is not None
-        if error is None:
-            done.set_result(None)
-        else:
-            data = remote_error.pack(self.explain(error), str(self._me.info))
-            set_error(done, lambda: remote_error.unpack(data))
+        with self._changed:
+            asked, self._asked = self._asked, []
+        error, self.error = self.error, None
+        if error is not None:
+            error = self.explain(error)
+        for one in asked:
+            self._worker.end(self, one, error, going or [])
+            going = []
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise for it where backward was called."""
         if isinstance(error, PhalanxError) or not isinstance(error, Exception):
             return error
         made = BackwardError(
-            f"Error on Node {self._me.info.id}: {error}\nbackward of context {self.context_id}: this "
-            f"{type(error).__name__} was raised on {self._me}."
+            f"Error on Node {self._worker.me.info.id}: {error}\nbackward of context {self.context_id}: this "
+            f"{type(error).__name__} was raised on {self._worker.me}."
         )
         made.__cause__ = error
         return made

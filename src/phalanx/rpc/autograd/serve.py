@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,16 +14,17 @@ from phalanx.rpc import current
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.agent.reading import Answer, Reading
-from phalanx.rpc.agent.serving import SHORT_S
+from phalanx.rpc.agent.short_work import ShortWork
 from phalanx.rpc.agent.threads import Threads
+from phalanx.rpc.autograd import orders
 from phalanx.rpc.autograd.contexts import Context, Contexts
-from phalanx.rpc.autograd.graph import MessageId
+from phalanx.rpc.autograd.graph import MessageId, Reached
 from phalanx.rpc.autograd.hook import AutogradHook
-from phalanx.rpc.autograd.passes import Pass, PassId, nothing
+from phalanx.rpc.autograd.orders import PassId
+from phalanx.rpc.autograd.passes import Going, Pass, nothing
 from phalanx.rpc.call_hook import set_call_hook
+from phalanx.rpc.wire import Frame, Order
 from phalanx.rpc.worker_info import Member
-
-_WEIGHT = 0.2  # of a part that took longer than the others, in the time that the next one is expected to take
 
 
 class AutogradWorker:
@@ -32,12 +32,12 @@ class AutogradWorker:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
+        self.me = agent.me
         self.contexts = Contexts(agent.me.info.id, agent.me.uid)
         self._threads = Threads("phalanx-rpc-backward")
-        self._took_s = math.inf  # a part of a pass, of late
+        self.start = ShortWork(agent.serving, self._threads).run
         self._numbers = itertools.count()
-        agent.controls["autograd.begin"] = self._begin
-        agent.controls["autograd.gradients"] = self._hear_gradients
+        agent.orders[Order.GRADIENTS] = self._hear
         agent.controls["autograd.abort"] = self._abort
         agent.controls["autograd.release"] = self._hear_release
         agent.on_lost.append(self._lose)
@@ -63,21 +63,24 @@ class AutogradWorker:
 
     # -- one pass, of who begins it ------------------------------------------------------------------------------------
 
-    def backward(self, context: Context, roots: Sequence[Tensor], messages: set[MessageId], retain_graph: bool) -> None:
-        """Run it, with all messages that take part. What went wrong first is raised, after all have ended."""
-        run = self._pass(context, (self.agent.me.uid, next(self._numbers)))
+    def backward(self, context: Context, roots: Sequence[Tensor], reached: Reached, retain_graph: bool) -> None:
+        """Run it, with all that was `reached` from the roots. What went wrong first is raised, after all have ended."""
+        run = self._pass(context, (self.me.uid, next(self._numbers)))
         plans: dict[int, list[MessageId]] = {}
-        for message in sorted(messages, reverse=True):
+        for message in sorted(reached.ancestors(context.id), reverse=True):
             plans.setdefault(message[1], []).append(message)
-        mine = plans.pop(self.agent.me.uid, [])
+        mine = plans.pop(self.me.uid, [])
         others = {uid: self._member(uid, context) for uid in plans}
         begun: dict[int, Answer[Any]] = {}
 
-        def begin(uid: int, first: tuple[MessageId, Sequence[Tensor | None]] | None = None) -> None:
-            told = context.id, run.id, plans[uid], retain_graph, first
+        def begin(
+            uid: int, first: MessageId = orders.NO_MESSAGE, gradients: Sequence[Tensor | None] | None = None
+        ) -> None:
+            to = others[uid]
+            data, buffers = orders.write(to, context.id, run.id, first, gradients, plans[uid], retain_graph)
             interrupts.defer()  # else Ctrl-C could come when it is told, and we would not know of it
             try:
-                begun[uid] = self.agent.control(others[uid], "autograd.begin", told, 0.0)
+                begun[uid] = self.agent.order(to, "backward", data, buffers, 0.0, read=partial(_read_end, run))
                 begun[uid].hear(run.other_is_over)
             finally:
                 interrupts.allow()
@@ -89,15 +92,15 @@ class AutogradWorker:
 
         def send(run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
             if message[1] in others and message[1] not in begun:
-                begin(message[1], (message, gradients))
+                begin(message[1], message, gradients)
             else:
-                self._send_gradients(run, message, gradients)
+                self.send_gradients(run, message, gradients)
 
         run.num_others = len(others)
         run.begin_others, run.send_gradients = begin_others, send
         try:
             try:
-                run.run(roots, mine, retain_graph)
+                run.run(roots, reached, mine, retain_graph)
             except BaseException as error:
                 run.fail(run.explain(error))
             begin_others()
@@ -110,7 +113,7 @@ class AutogradWorker:
         finally:
             context.passes.pop(run.id, None)
             run.error = None
-            run.begin_others, run.send_gradients = nothing, self._send_gradients  # which hold it
+            run.begin_others, run.send_gradients = nothing, self.send_gradients  # which hold it
 
     def _member(self, uid: int, context: Context) -> Member:
         member = self.agent.membership.by_uid(uid)
@@ -129,47 +132,49 @@ class AutogradWorker:
     # -- one pass, of all others ---------------------------------------------------------------------------------------
 
     def _pass(self, context: Context, pass_id: PassId) -> Pass:
-        made = Pass(context, pass_id, self.agent.me, self._send_gradients, self._start, self._reading_of)
-        found: Pass = context.passes.setdefault(pass_id, made)
-        return found
+        found: Pass | None = context.passes.get(pass_id)
+        return context.passes.setdefault(pass_id, Pass(context, pass_id, self)) if found is None else found
 
-    def _start(self, part: Callable[[], None], may_wait: bool) -> None:
-        """Run our part of a pass: in a thread of its own, or here if it will be short and this thread leads."""
-
-        def run() -> None:
-            begin = time.perf_counter()
-            part()
-            took_s = min(time.perf_counter() - begin, 10 * SHORT_S)
-            self._took_s = took_s if self._took_s > took_s else self._took_s + _WEIGHT * (took_s - self._took_s)
-
-        if not may_wait and self._took_s < SHORT_S and self.agent.serving.is_leader:
-            self.agent.serving.run_here(run)
-        else:
-            self._threads.run(run)
-
-    def _reading_of(self, uid: int) -> Reading | None:
+    def reading_of(self, uid: int) -> Reading | None:
         """Who reads what that worker answers."""
         peer = self.agent.peers.get(uid)
         connection = None if peer is None else peer.connection
         return None if connection is None else connection.reading
 
-    def _begin(self, caller: Member, told: tuple[int, PassId, list[MessageId], bool, Any]) -> Any:
-        context_id, pass_id, plan, retain_graph, first = told
-        return self._pass(self.contexts.find(context_id), pass_id).begin(plan, retain_graph, first)
+    def _hear(self, connection: Any, frame: Frame) -> None:
+        said = orders.read(frame)
+        if said.plan is not None:
+            run = self._pass(self.contexts.find(said.context_id), said.pass_id)
+            run.begin((connection, frame.call), said.plan, said.retain_graph, said.message, said.gradients)
+        elif said.gradients is not None:
+            context = self.contexts.get(said.context_id)
+            if context is not None:
+                self._pass(context, said.pass_id).put(said.message, said.gradients)
 
-    def _send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
+    def send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
+        """Send them to where the message came from."""
         uid = message[1]
-        if uid == self.agent.me.uid:
+        if uid == self.me.uid:
             run.put(message, gradients)
         else:
             to = self._member(uid, run.context)
-            tell = self.agent.tell_back if uid == run.id[0] else self.agent.tell
-            tell(to, "autograd.gradients", (run.context_id, run.id, message, gradients))
+            data, buffers = orders.write(to, run.context_id, run.id, message, gradients)
+            self.agent.tell_order(to, data, buffers, back=uid == run.id[0])
 
-    def _hear_gradients(self, sender: Member, told: tuple[int, PassId, MessageId, Sequence[Tensor | None]]) -> None:
-        context = self.contexts.get(told[0])
-        if context is not None:
-            self._pass(context, told[1]).put(told[2], told[3])
+    def end(self, run: Pass, asked: Any, error: BaseException | None, going: Going) -> None:
+        """Our part is over: say so to who began it and asked for it, and send what is left to send."""
+        connection, number = asked
+        data: bytes = b""
+        buffers: Sequence[Any] = ()
+        try:
+            for message, gradients in going:
+                if message[1] == run.id[0] and not data:
+                    data, buffers = orders.write(connection.peer, run.context_id, run.id, message, gradients)
+                else:
+                    self.send_gradients(run, message, gradients)
+        except BaseException as failed:
+            error = error or failed
+        self.agent.answer_order(connection, number, data, buffers, error)
 
     def _abort(self, teller: Member, told: tuple[int, PassId, str]) -> None:
         context = self.contexts.get(told[0])
@@ -197,6 +202,14 @@ class AutogradWorker:
             self.contexts.release(context.id)
         self._threads.close()
         _workers.pop(self.agent.me.uid, None)
+
+
+def _read_end(run: Pass, frame: Frame) -> None:
+    """The part of another worker is over; the answer may have its last gradients."""
+    if frame.data:
+        said = orders.read(frame)
+        if said.gradients is not None:
+            run.put(said.message, said.gradients)
 
 
 _workers: dict[int, AutogradWorker] = {}

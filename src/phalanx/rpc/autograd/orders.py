@@ -1,0 +1,138 @@
+"""What workers say of a backward pass, in bytes: "take part, with these messages of yours", "here are gradients".
+
+    order (u8) · flags (u8) · tensors (u16) · messages of a plan (u32)
+    context · the pass (uid, number) · the message whose gradients these are (3) · the plan's messages (3 each), all u64
+    what the gradients are: formats and shapes, pickled once; or a pickle, where they are other than dense
+
+The gradients' memory goes beside that, from where it lies.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.rpc.autograd.graph import MessageId
+from phalanx.rpc.serialization import deserialize, serialize
+from phalanx.rpc.wire import Frame, Order
+from phalanx.rpc.worker_info import Member
+
+PassId = tuple[int, int]  # the uid of the worker that called backward, and its number there
+
+_HEAD = struct.Struct("<BBHI6Q")
+_MESSAGE = struct.Struct("<3Q")
+_GRADIENTS = int(Order.GRADIENTS)
+_BEGIN, _RETAIN_GRAPH, _HAS_GRADIENTS, _IS_PICKLED = 1, 2, 4, 8
+NO_MESSAGE = (0, 0, 0)
+_DTYPES = {"f": torch.float32, "d": torch.float64}  # by the format of a buffer
+_MOST_KNOWN = 4096
+
+Kinds = tuple[Any, ...]  # of each tensor its format and its shape, one behind the other; None, None where there is none
+_as_bytes: dict[Kinds, bytes] = {}
+_as_kinds: dict[bytes, Kinds] = {}
+
+
+class Said(NamedTuple):
+    """Of a pass. `plan`: take part, with these messages; `gradients` are those of `message`, if they are here."""
+
+    context_id: int
+    pass_id: PassId
+    message: MessageId
+    gradients: Sequence[Tensor | None] | None
+    plan: list[MessageId] | None
+    retain_graph: bool
+
+
+def write(
+    to: Member,
+    context_id: int,
+    pass_id: PassId,
+    message: MessageId = NO_MESSAGE,
+    gradients: Sequence[Tensor | None] | None = None,
+    plan: Sequence[MessageId] | None = None,
+    retain_graph: bool = False,
+) -> tuple[bytes, Sequence[Any]]:
+    """The bytes, and the memory that goes beside them."""
+    flags, kinds, count = 0, b"", 0
+    buffers: list[Any] = []
+    if gradients is not None:
+        flags, count = _HAS_GRADIENTS, len(gradients)
+        found = _describe(gradients, buffers)
+        if found is None:
+            payload = serialize(tuple(gradients), to)
+            kinds, buffers = payload.data, payload.buffers
+            flags |= _IS_PICKLED
+        else:
+            kinds = found
+    if plan is None:
+        return _HEAD.pack(_GRADIENTS, flags, count, 0, context_id, *pass_id, *message) + kinds, buffers
+    flags |= _BEGIN | _RETAIN_GRAPH if retain_graph else _BEGIN
+    head = _HEAD.pack(_GRADIENTS, flags, count, len(plan), context_id, *pass_id, *message)
+    return b"".join([head, *(_MESSAGE.pack(*one) for one in plan), kinds]), buffers
+
+
+def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes | None:
+    """Formats and shapes; None if one is something else than dense. Puts their memory into `buffers`."""
+    kinds: list[Any] = []
+    for one in gradients:
+        if one is None:
+            kinds += (None, None)
+            continue
+        if type(one) is not Tensor:
+            return None
+        try:
+            memory = memoryview(one.numpy())  # type: ignore[arg-type]
+        except (TypeError, RuntimeError):  # sparse, on a device, conjugate, of a dtype that numpy does not know
+            return None
+        if memory.format not in _DTYPES or not memory.c_contiguous or not memory.nbytes:
+            return None
+        kinds += (memory.format, memory.shape)
+        buffers.append(memory)
+    key = tuple(kinds)
+    found = _as_bytes.get(key)
+    if found is None:
+        if len(_as_bytes) >= _MOST_KNOWN:
+            _as_bytes.clear()
+        found = _as_bytes[key] = pickle.dumps(key, 5)
+    return found
+
+
+def read(frame: Frame) -> Said:
+    """What was said."""
+    data = frame.data
+    _, flags, _, num_messages, context_id, uid, number, depth, sender, sent = _HEAD.unpack_from(data)
+    at = _HEAD.size
+    plan: list[MessageId] | None = None
+    if flags & _BEGIN:
+        end = at + num_messages * _MESSAGE.size
+        plan = [(one[0], one[1], one[2]) for one in _MESSAGE.iter_unpack(data[at:end])]
+        at = end
+    gradients: Sequence[Tensor | None] | None = None
+    if flags & _HAS_GRADIENTS:
+        if flags & _IS_PICKLED:
+            gradients = deserialize(data[at:], frame.buffers)[0]
+        else:
+            gradients = _make(bytes(data[at:]), frame.buffers)
+    return Said(context_id, (uid, number), (depth, sender, sent), gradients, plan, bool(flags & _RETAIN_GRAPH))
+
+
+def _make(written: bytes, buffers: Sequence[Any]) -> list[Tensor | None]:
+    kinds = _as_kinds.get(written)
+    if kinds is None:
+        if len(_as_kinds) >= _MOST_KNOWN:
+            _as_kinds.clear()
+        kinds = _as_kinds[written] = pickle.loads(written)
+    made: list[Tensor | None] = []
+    at = 0
+    for number in range(0, len(kinds), 2):
+        if kinds[number] is None:
+            made.append(None)
+        else:
+            made.append(torch.frombuffer(buffers[at], dtype=_DTYPES[kinds[number]]).view(kinds[number + 1]))
+            at += 1
+    return made

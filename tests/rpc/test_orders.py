@@ -1,0 +1,51 @@
+"""What workers tell each other of a backward pass in bytes arrives as it was."""
+
+import pytest
+import torch
+
+from phalanx.rpc.autograd import orders
+from phalanx.rpc.wire import ORDER, Frame
+
+MESSAGE, PASS = (3, 1 << 47, 5), ((1 << 48) - 1, 7)
+DENSE = [
+    torch.rand(2, 3),
+    torch.rand(4, dtype=torch.float64),
+    torch.tensor(2.5),
+    torch.rand(1, 1, 0 + 1, 2).expand(1, 1, 1, 2),
+]
+OTHERS = [
+    torch.rand(3, 2).t(),
+    torch.empty(0, 3),
+    torch.rand(3).bfloat16(),
+    torch.rand(3, dtype=torch.complex64).conj(),
+    torch.rand(3, dtype=torch.complex64).conj().imag,
+    torch.eye(3).to_sparse(),
+    torch.rand(3).requires_grad_().detach().expand(2, 3),
+]
+
+
+def send(**fields) -> orders.Said:
+    data, buffers = orders.write(None, 1 << 50, PASS, **fields)
+    return orders.read(Frame(ORDER, 0, data, b"", [bytearray(memoryview(one).cast("B")) for one in buffers]))
+
+
+@pytest.mark.parametrize("gradients", [DENSE, [None, DENSE[0], None], [None], [*DENSE, *OTHERS], OTHERS[:1]])
+def test_gradients_arrive_as_they_were_dense_or_not(gradients):
+    for plan in (None, [], [MESSAGE, (2, 1, 1)]):
+        for retain_graph in (False, True):
+            said = send(message=MESSAGE, gradients=gradients, plan=plan, retain_graph=retain_graph)
+            assert said[:3] == (1 << 50, PASS, MESSAGE)
+            assert said.plan == plan
+            assert said.retain_graph == (retain_graph and plan is not None)
+            for one, other in zip(gradients, said.gradients, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    assert one.shape == other.shape
+                    assert one.layout == other.layout
+                    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_who_takes_part_without_gradients_hears_of_its_messages_alone():
+    said = send(plan=[MESSAGE])
+    assert said.gradients is None
+    assert said.plan == [MESSAGE]
