@@ -49,13 +49,14 @@ _MODULE_OF = {
 }
 
 # Packages that are used by their own name: `phalanx.elastic.run`, `phalanx.strategies.get`.
-_PACKAGES = ("elastic", "mapreduce", "strategies")
+_PACKAGES = ("elastic", "mapreduce", "report", "strategies")
 
 __all__ = ["__version__", *_MODULE_OF, *_PACKAGES]
 
 if TYPE_CHECKING:
     from phalanx import elastic as elastic
     from phalanx import mapreduce as mapreduce
+    from phalanx import report as report
     from phalanx import strategies as strategies
     from phalanx.backend import Options as Options
     from phalanx.backend import init as init

@@ -83,6 +83,11 @@ class ProgressPage:
         words = self._words
         _advance(words, _STATE, step, words[_STATE + 2] + samples)
 
+    @property
+    def generation(self) -> int:
+        """The one that was set last."""
+        return self._words[1]
+
     def set_generation(self, generation: int) -> None:
         """The ranks have formed their group anew, for the so-manieth time."""
         self._words[1] = generation
@@ -141,6 +146,11 @@ def open_page(agent: str) -> ProgressPage:
         _own = (_show(agent) if agent else None) or ProgressPage(bytearray(PAGE_BYTES))
         os.register_at_fork(after_in_child=_forget)
     return _own
+
+
+def own_generation() -> int:
+    """How often the ranks of this process's job have formed their group anew, as far as it has said so."""
+    return 0 if _own is None else _own.generation
 
 
 def _forget() -> None:

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from phalanx.diagnostics.operation_sampler import OperationSampler
+from phalanx.diagnostics.progress_page import own_generation
 from phalanx.diagnostics.step_file import BACKWARD, DATA, FORWARD, OTHER, PHASES, UPDATE, StepFile, StepRecord, merge
 from phalanx.diagnostics.whereabouts import ObservedGroup, listen_for_ends
 
@@ -86,6 +87,10 @@ class StepRecorder:
         now = self._clock()
         if self._has_update:
             self._end_step()
+        if self._batch_s:  # what ran since then was no forward of a step
+            while self._marks[-1][1] in (FORWARD, DATA):
+                at, _ = self._marks.pop()
+            self._marks.append((at, OTHER))
         self._parts[OTHER] += now - self._since + self._batch_s
         self._batch_s = self._batch_samples = 0.0
         self._turn_to(DATA, now)
@@ -190,8 +195,8 @@ class StepRecorder:
         except Exception:  # a tensor without a value, of a tracer
             return None
 
-    def note_loss(self, loss: float) -> None:
-        """What the step's loss is, in place of what the backward began from."""
+    def note_loss(self, loss: float | None) -> None:
+        """What the step's loss is, in place of what the backward began from; None if it is not known."""
         self._loss, self._is_own_loss = loss, True
 
     # -- facts ---------------------------------------------------------------------------------------------------------
@@ -209,10 +214,6 @@ class StepRecorder:
         """This process is about to leave a group."""
         if threading.get_ident() == self._thread:
             self._operations.read_group(group, list(self._marks), self._num_steps)
-
-    def set_generation(self, generation: int, rank: int) -> None:
-        """The ranks have formed their group anew."""
-        self._operations.generation, self.rank = generation, rank
 
     @property
     def num_steps(self) -> int:
@@ -280,6 +281,7 @@ class StepRecorder:
         end, parts = self._updated_at, self._parts
         if end >= self._looked + _LOOK_S:
             self._look(end)
+            self._operations.generation = own_generation()
         if self._operations.is_due(number, end):
             self._read_operations()
         resident, shared, cpu_s, preemptions, device = self._process

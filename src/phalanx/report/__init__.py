@@ -1,14 +1,72 @@
 """What a run leaves behind for people to look at: where its time went, what happened, and what to do about it.
 
-    step_file, step_recorder (diagnostics)    each rank writes down its steps
-    recording                                 when that begins and ends in a process
-    job_record                                what the launcher knows
-    gather, matching                          both together: measurements
-    findings                                  measurements in, sentences out
-    page, pictures, charts, tables, style     measurements in, HTML out
-    write                                     the files of a report
+    recording             when a process records its steps (diagnostics.step_recorder does), and for which folder
+    job_record            what the launcher knows
+    gather, matching      both together: measurements
+    findings              measurements in, sentences out
+    page, pictures, …     measurements in, HTML out; trace, tensorboard: the same for other readers
+    write, compare        the files of a report; several runs side by side
 
-A loop of one's own that has no optimizer or no backward marks its steps: `phalanx.report.phase`, `phalanx.report.step`.
+`phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` need nothing of this. A loop of one's own that they cannot
+see through says where it is:
+
+    phalanx.report.begin("runs/a")                # unless the launcher was given --report
+    for batch in my_loader:                       # with torch's DataLoader, backward and optimizers it is seen
+        with phalanx.report.phase("forward"):
+            ...
+        phalanx.report.step(samples=64, loss=loss)
 """
 
 from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Literal, SupportsFloat
+
+if TYPE_CHECKING:
+    from phalanx.diagnostics.step_recorder import StepRecorder
+
+__all__ = ["begin", "phase", "step"]
+
+
+def begin(folder: str | os.PathLike[str]) -> None:
+    """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
+
+    Under `phalanx run` the launcher writes the report at the end, also when ranks have died; under another launcher, or
+    none, rank 0 when it ends. Where `phalanx run --report` was given a folder, that is the one.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    from phalanx.report.recording import begin as begin_recording
+
+    begin_recording(folder)
+
+
+def phase(
+    name: Literal["data", "forward", "backward", "update", "other"],
+) -> contextlib.AbstractContextManager[None]:
+    """What runs inside is this part of the step. Does nothing where nothing is recorded.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    recorder = _current()
+    return contextlib.nullcontext() if recorder is None else recorder.phase(name)
+
+
+def step(*, samples: float | None = None, loss: SupportsFloat | None = None) -> None:
+    """A step ends here, of so many samples of this rank. Does nothing where nothing is recorded.
+
+    A loss on an accelerator is waited for.
+    """
+    recorder = _current()
+    if recorder is not None:
+        recorder.step(samples, None if loss is None else float(loss))
+
+
+def _current() -> StepRecorder | None:
+    import sys
+
+    recording = sys.modules.get("phalanx.report.recording")  # else nobody has begun
+    return None if recording is None else recording.current()

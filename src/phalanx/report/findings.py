@@ -50,7 +50,12 @@ def _how_it_ended(run: Measurements) -> Iterator[Finding]:
     elif run.end == "running":
         yield Finding("note", "The run had not ended when this was written.", 9)
     elif run.end == "stopped":
-        yield Finding("warn", f"{run.end_text or 'The run was stopped'}, {_how_far(run)}.", 9)
+        yield Finding(
+            "warn",
+            f"The run was {run.end_text or 'stopped'}, {_how_far(run)}. One that saves (phalanx.CheckpointManager) "
+            "goes on from its last checkpoint.",
+            9,
+        )
     failures = [event for event in run.events if event.kind == "failure"]
     for event in failures[:1] if run.end == "failed" else ():
         where = _where_it_was(run, event.rank)

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-from phalanx.diagnostics.step_file import RankFile, StepRecord, merge, read_folder
-from phalanx.report.job_record import RANKS, JobRecord
-from phalanx.report.matching import Matched, Sampled, Split, match
+from phalanx.diagnostics.step_file import RankFile, StepRecord, merge
+from phalanx.report.job_record import JobRecord
+from phalanx.report.matching import Sampled, Split, match
 from phalanx.report.measurements import PARTS, Curve, Measurements, RankRun
 
 MAX_POINTS = 240  # of a curve: more than a screen can show
+_CLOCKS_APART_S = 60.0  # what hosts' clocks may differ by; older files are of a run before
 _WARM_STEPS, _WARM_SHARE = 5, 0.1  # the first steps, in which memory is found and code compiled, are left out of means
 
 
-def gather(folder: str) -> Measurements:
-    """The run whose files are in `folder`."""
-    return combine(JobRecord.read(folder), read_folder(os.path.join(folder, RANKS)))
+def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
+    """What the launcher has said in `folder`; where it has said nothing, what follows from the ranks' files.
 
-
-def combine(job: JobRecord | None, files: Sequence[RankFile]) -> Measurements:
-    """The run of which `job` and the ranks' `files` tell; either may be missing."""
-    files = _of_ranks(files)
-    if job is None:  # nobody led it: the ranks were started by another launcher, or this is the only one
+    One that never said how the job ended, and is not there any more, was killed.
+    """
+    job = JobRecord.read(folder)
+    if job is None:  # the ranks were started by another launcher, and the first has died
         begun = min((file.begun for file in files), default=0.0)
         unix = min((file.begun + file.unix_offset for file in files), default=0.0)
         sizes = [int(file.facts.get("world_size", 1)) for file in files]
-        job = JobRecord("run", "", begun, unix, max(sizes, default=0))
+        return JobRecord("run", "", begun, unix, max(sizes, default=0))
+    if job.end == "running" and job.host == socket.gethostname() and not os.path.exists(f"/proc/{job.pid}"):
+        return replace(job, end="killed", end_text="the launcher was killed, and its ranks with it")
+    return job
+
+
+def of_ranks(job: JobRecord, files: Sequence[RankFile]) -> list[RankFile]:
+    """Those of this run, without the processes that a rank has started besides, which have trained nothing."""
+    files = [file for file in files if file.begun + file.unix_offset > job.begun_unix - _CLOCKS_APART_S]
+    trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
+    return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
+
+
+def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
+    """The run of which `job` and the ranks' `files` tell."""
     offsets = [job.clock_offsets.get(str(file.facts.get("host", "")), 0.0) for file in files]
     newest = max((_attempt(file) for file in files), default=0)
     latest = [i for i, file in enumerate(files) if _attempt(file) == newest and file.steps]
@@ -59,12 +74,6 @@ def combine(job: JobRecord | None, files: Sequence[RankFile]) -> Measurements:
     )
 
 
-def _of_ranks(files: Sequence[RankFile]) -> list[RankFile]:
-    """Without the processes that a rank has started besides, which have trained nothing."""
-    trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
-    return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
-
-
 def _attempt(file: RankFile) -> int:
     return int(file.facts.get("attempt", 0))
 
@@ -83,7 +92,13 @@ def _sampled(file: RankFile, offset: float) -> Sampled:
     groups = [(str(g["name"]), int(g["generation"]), int(g["again"])) for g in file.facts.get("groups", ())]
     num_steps = int(sum(record.num_steps for record in steady))
     return Sampled(
-        int(file.facts.get("rank", 0)), groups, file.operations, steady[0].begin * 1e9, num_steps, offset * 1e9
+        rank=int(file.facts.get("rank", 0)),
+        groups=groups,
+        operations=file.operations,
+        warm_ns=steady[0].begin * 1e9,
+        end_ns=steady[-1].end * 1e9,
+        num_steps=num_steps,
+        offset_ns=offset * 1e9,
     )
 
 
@@ -194,6 +209,3 @@ def _spread(amounts: list[float], amount: float, begin: float, end: float, width
     for i in range(min(first, last), last + 1):
         overlap = min(end, (i + 1) * width) - max(begin, i * width)
         amounts[i] += amount * max(0.0, overlap) / length
-
-
-__all__ = ["MAX_POINTS", "Matched", "combine", "gather"]

@@ -27,6 +27,7 @@ class JobRecord:
     world_size: int
     max_restarts: int = 0
     pid: int = 0
+    host: str = ""
     ended: float | None = None
     end: str = "running"
     end_text: str = ""

@@ -34,6 +34,7 @@ class Sampled:
     groups: Sequence[tuple[str, int, int]]  # name, generation, how often there was one of that name before
     operations: Sequence[OperationRecord]
     warm_ns: float
+    end_ns: float  # of the last step
     num_steps: int
     offset_ns: float = 0.0
 
@@ -72,7 +73,7 @@ def match(processes: Sequence[Sampled]) -> Matched:
     for number, process in enumerate(processes):
         for op in process.operations:
             index = int(op.group)
-            if not 0 <= index < len(process.groups) or op.enter_ns < process.warm_ns:
+            if not 0 <= index < len(process.groups) or not process.warm_ns <= op.enter_ns <= process.end_ns:
                 continue
             group = process.groups[index]
             members[group].add(number)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import shlex
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import phalanx
 from phalanx.backend.torch_patches import observe_steps
+from phalanx.diagnostics.report_request import ask_for_report
 from phalanx.diagnostics.step_recorder import StepRecorder
-from phalanx.report.job_record import RANKS
+from phalanx.report.copy_speed import measure_copy_speed
+from phalanx.report.job_record import RANKS, JobRecord
 
 _recorder: StepRecorder | None = None
 
@@ -45,6 +51,66 @@ def begin_in_rank(folder: str) -> StepRecorder:
         atexit.register(_end)
         observe_steps(_recorder)
     return _recorder
+
+
+def begin(folder: str | os.PathLike[str]) -> StepRecorder:
+    """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
+
+    Under `phalanx run` the launcher writes the report at the end, also when ranks have died. Under another launcher, or
+    none, rank 0 does when it ends. Under `phalanx run --report` that folder is the one.
+
+    Raises:
+        OSError: its file can't be made.
+    """
+    path = os.path.abspath(os.fspath(folder))
+    if _recorder is None:
+        recorder = begin_in_rank(path)
+        agent = os.environ.get("PHALANX_AGENT", "")
+        if not (agent and ask_for_report(agent, path)) and recorder.rank == 0:
+            _write_at_end(path, _number(os.environ, "WORLD_SIZE") or 1)
+    assert _recorder is not None
+    return _recorder
+
+
+def _write_at_end(folder: str, world_size: int) -> None:
+    """This process is the job's own launcher."""
+    from phalanx.report.write import write_report
+
+    begun = time.monotonic()
+    name = os.path.basename(sys.argv[0]) or "python"
+    job = JobRecord(
+        name,
+        shlex.join([name, *sys.argv[1:]]),
+        begun,
+        time.time(),
+        world_size,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+    )
+    job.write(folder)
+    failed: list[str] = []
+    hook = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        failed.append(f"rank 0: {kind.__name__}: {error}")
+        hook(kind, error, trace)
+
+    def write() -> None:
+        _end()
+        end = "stopped" if failed and "KeyboardInterrupt" in failed[0] else "failed" if failed else "well"
+        speed = {socket.gethostname(): measure_copy_speed()}
+        text = failed[0] if failed else ""
+        replace(job, ended=time.monotonic(), end=end, end_text=text, copy_bytes_per_s=speed).write(folder)
+        write_report(folder)
+
+    sys.excepthook = note
+    atexit.register(_in_this_process(write))
+
+
+def _in_this_process(call: Callable[[], None]) -> Callable[[], None]:
+    """A fork of this process inherits what is to be done at its end, and shall not do it."""
+    pid = os.getpid()
+    return lambda: call() if os.getpid() == pid else None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

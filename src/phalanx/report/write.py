@@ -1,17 +1,27 @@
-"""Everything that a report's folder holds, from what ranks and launcher have left in it."""
+"""Everything that a report's folder holds, from what ranks and launcher have left in it.
+
+report.html    the page                    trace.json     for ui.perfetto.dev
+report.json    the numbers behind it       tensorboard/   for TensorBoard
+job.json       what the launcher said      ranks/         what the ranks said: goes when the rest is written
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from pathlib import Path
 
+from phalanx.diagnostics.step_file import read_folder
 from phalanx.report.findings import find
-from phalanx.report.gather import gather
+from phalanx.report.gather import combine, find_job, of_ranks
 from phalanx.report.job_record import RANKS
 from phalanx.report.measurements import Measurements
 from phalanx.report.page import render
+from phalanx.report.tensorboard import encode, file_name, plan_scalars
+from phalanx.report.trace import plan_trace
 
-PAGE, DATA = "report.html", "report.json"
+PAGE, DATA, TRACE, TENSORBOARD = "report.html", "report.json", "trace.json", "tensorboard"
 
 
 def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
@@ -20,17 +30,26 @@ def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
     Raises:
         OSError: it cannot be written.
     """
-    run = gather(folder)
-    write_file(folder, DATA, run.to_json())
-    write_file(folder, PAGE, render(run, find(run)))
+    files = read_folder(os.path.join(folder, RANKS))
+    job = find_job(folder, files)
+    files = of_ranks(job, files)
+    run = combine(job, files)
+    _write(folder, DATA, run.to_json().encode())
+    _write(folder, PAGE, render(run, find(run)).encode())
+    _write(folder, TRACE, json.dumps(plan_trace(job, files), separators=(",", ":")).encode())
+    events = os.path.join(folder, TENSORBOARD)
+    os.makedirs(events, exist_ok=True)
+    for old in Path(events).glob("events.out.tfevents.*.phalanx"):
+        old.unlink()
+    _write(events, file_name(run.begun_unix), encode(plan_scalars(run), run.begun_unix))
     if not keep_records:
         shutil.rmtree(os.path.join(folder, RANKS), ignore_errors=True)
     return run
 
 
-def write_file(folder: str, name: str, text: str) -> None:
+def _write(folder: str, name: str, data: bytes) -> None:
     """Whole or not at all."""
     path = os.path.join(folder, name)
-    with open(f"{path}.part", "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(f"{path}.part", "wb") as file:
+        file.write(data)
     os.replace(f"{path}.part", path)

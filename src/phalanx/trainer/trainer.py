@@ -21,6 +21,8 @@ from phalanx import elastic
 from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.data import DistributedSampler
 from phalanx.log import get_logger
+from phalanx.report import begin as begin_report
+from phalanx.report import recording
 from phalanx.strategies import Strategy, get
 from phalanx.strategies.precision import Precision
 from phalanx.trainer.callbacks import Callback
@@ -63,6 +65,7 @@ class Trainer:
         save_every: updates between two checkpoints; default one at the end of each epoch.
         keep: how many checkpoints stay.
         callbacks: see `Callback`.
+        report: a folder for the run's report, as `phalanx run --report` writes it (docs/report.md).
         log_dir: for TensorBoard: loss and rate of each `log_every`-th update, and what validation measures.
         seed: of Python's, NumPy's and torch's random numbers, another one on each replica. None leaves them.
         min_ranks: with fewer an elastic job waits.
@@ -92,6 +95,7 @@ class Trainer:
         save_every: int | None = None,
         keep: int | None = 3,
         callbacks: Sequence[Callback] = (),
+        report: str | os.PathLike[str] | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         log_every: int = 10,
         seed: int | None = None,
@@ -146,6 +150,11 @@ class Trainer:
         if checkpoint is not None and not dry_run:
             self._manager = CheckpointManager(checkpoint, keep=keep, process_group=self.strategy.checkpoint_group)
         self._log_dir = None if dry_run else log_dir
+        if report is not None and not dry_run:
+            begin_report(report)
+        if (recorder := recording.current()) is not None:
+            world_size = dist.get_world_size() if dist.is_initialized() else 1
+            recorder.sample_share = self.strategy.num_replicas_in_sync / world_size
         self._state: elastic.State | None = None
 
     # -- what callbacks read -------------------------------------------------------------------------------------------
@@ -262,6 +271,8 @@ class Trainer:
 
     def _after_step(self, state: elastic.State, loss: Tensor, scalars: Scalars) -> None:
         """Behind the commit: nothing of this is done again when a rank is lost."""
+        if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
+            recorder.note_loss(recorder.read_loss(loss))  # the backward began from the scaled one
         if self._log_dir is not None and state.step % self._log_every == 0:
             mean = float(self.strategy.reduce("mean", loss))
             scalars.add({"train/loss": mean, "train/lr": self.optimizer.param_groups[0]["lr"]}, state.step)

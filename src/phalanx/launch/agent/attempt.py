@@ -15,6 +15,7 @@ from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.progress_page import KIND as PROGRESS_PAGE
+from phalanx.diagnostics.report_request import KIND as REPORT
 from phalanx.errors import LaunchError
 from phalanx.launch import limits
 from phalanx.launch.agent.agent_socket import Request
@@ -35,7 +36,7 @@ _READ_S = 0.05  # a flood of output makes way for signals and events this often
 _REPORT_END_AFTER_S = 1.0
 _LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
 _MAX_STILLBORN = 3
-_OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store")  # what only they may say, who have the token
+_OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)  # what only they may say, who have the token
 _MAX_KNOCKING = 256  # ranks whose connection comes before the zygote's word that they exist
 
 
@@ -57,6 +58,8 @@ class Attempt(HostRanks):
         self._report_end_at: float | None = None
         self._watch = Watch(plan.settings.evict_after_s, time.monotonic())
         self._started_ns = time.monotonic_ns()
+        self.report_hosts: dict[str, tuple[float, float]] = {}  # others: what their clock is behind, what a core copies
+        self.report_folder = os.path.abspath(plan.settings.report) if plan.settings.report is not None else ""
 
     def run(self) -> None:
         """Returns when every rank has ended, every process below the zygote is gone and every line was queued.
@@ -361,6 +364,9 @@ class Attempt(HostRanks):
         elif kind == PROGRESS_PAGE:
             self.pages.add(peer_of(request.sock).pid, request.fds)
             request.sock.close()
+        elif kind == REPORT:
+            self.report_folder = self.report_folder or str(request.message.get("folder", ""))
+            request.close()
         elif kind == "elastic":
             self._admit(request)
         elif kind == "stacks of other hosts":

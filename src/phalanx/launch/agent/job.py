@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import select
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -110,20 +111,28 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
     Raises:
         LaunchError: the report's folder cannot be written.
     """
-    if plan.settings.report is None:
-        return _run_attempts(plan, host, begin, None)
-    from phalanx.launch.agent.job_report import JobReport  # here, because most jobs leave none
-
-    report = JobReport(plan)
+    reports: list[JobReport] = []  # one, or none
+    begun = time.monotonic()
+    if plan.settings.report is not None:
+        reports.append(_begin_report(plan, plan.settings.report, begun))
     code = 1
     try:
-        code = _run_attempts(plan, host, begin, report)
+        code = _run_attempts(plan, host, begin, reports, begun)
     finally:
-        host.display.say(report.write(code))
+        for report in reports:
+            host.display.say(report.write(code))
     return code
 
 
-def _run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt], report: JobReport | None) -> int:
+def _begin_report(plan: JobPlan, folder: str, begun: float, *, is_new: bool = True) -> JobReport:
+    from phalanx.launch.agent.job_report import JobReport  # here, because most jobs leave none
+
+    return JobReport(plan, folder, begun, is_new=is_new)
+
+
+def _run_attempts(
+    plan: JobPlan, host: Host, begin: Callable[[int], Attempt], reports: list[JobReport], begun: float
+) -> int:
     left = plan.settings.max_restarts or 0  # starts of all, and replacements that an elastic job may make
     left_early, times = _MAX_EARLY_RESTARTS, ""
     losses: list[Lost] = []
@@ -140,8 +149,10 @@ def _run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt], re
             flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
         finally:
             attempt.close()
-        if report is not None:
-            report.add_attempt(state, attempt.elastic.losses, attempt.place.world_size)
+        if attempt.report_folder and not reports:  # the program has asked for it
+            reports.append(_begin_report(plan, attempt.report_folder, begun, is_new=False))
+        for report in reports:
+            report.add_attempt(state, attempt.elastic.losses, attempt.place.world_size, attempt.report_hosts)
         losses += attempt.elastic.losses
         left = max(0, left - attempt.elastic.num_replaced)
         failed = state.interrupted is None and bool(state.failures) and not state.overdue
@@ -158,7 +169,7 @@ def _run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt], re
         else:
             left -= 1
             times = "once more" if left == 0 else f"up to {left + 1} times more"
-        if report is not None:
+        for report in reports:
             report.add_restart(times)
         _report_failures(host, attempt, flight)
     if losses:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from phalanx.errors import LaunchError
@@ -32,42 +32,46 @@ class JobReport:
         LaunchError: its folder cannot be written.
     """
 
-    def __init__(self, plan: JobPlan) -> None:
-        assert plan.settings.report is not None
-        self._folder = os.path.abspath(plan.settings.report)
-        self._begun = time.monotonic()
+    def __init__(self, plan: JobPlan, folder: str, begun: float, *, is_new: bool = True) -> None:
+        """`begun` is on the monotonic clock. Of a folder that `is_new` what the run before has left is removed."""
+        self._folder = os.path.abspath(folder)
+        self._begun = begun
         self._events: list[Event] = []
         self._state: Supervision | None = None  # of the newest attempt
         self.record = JobRecord(
             name=os.path.basename(plan.settings.target.name),
             command=shlex.join(["phalanx", "run", *_words(plan), *_target_words(plan)]),
             begun=self._begun,
-            begun_unix=time.time(),
+            begun_unix=time.time() - (time.monotonic() - begun),
             world_size=plan.num_ranks,
             max_restarts=plan.settings.max_restarts or 0,
             pid=os.getpid(),
+            host=socket.gethostname(),
         )
         try:
             ranks = os.path.join(self._folder, RANKS)
-            shutil.rmtree(ranks, ignore_errors=True)  # of the run before
-            os.makedirs(ranks)
+            if is_new:
+                shutil.rmtree(ranks, ignore_errors=True)
+            os.makedirs(ranks, exist_ok=True)
             self.record.write(self._folder)
         except OSError as error:
             raise LaunchError(
-                f"phalanx run: --report {plan.settings.report}: cannot write {error.filename}: {error.strerror}. "
+                f"phalanx run: --report {folder}: cannot write {error.filename}: {error.strerror}. "
                 "Choose a directory that is yours.",
                 exit_code=USAGE_EXIT_CODE,
             ) from error
 
-    @property
-    def ranks_folder(self) -> str:
-        """Where the ranks' files are."""
-        return os.path.join(self._folder, RANKS)
-
-    def add_attempt(self, state: Supervision, losses: Sequence[Lost], world_size: int) -> None:
-        """An attempt has ended: who failed, who was lost."""
+    def add_attempt(
+        self, state: Supervision, losses: Sequence[Lost], world_size: int, hosts: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """An attempt has ended: who failed, who was lost; of other hosts their clock and what a core copies."""
         self._state = state
-        self.record = replace(self.record, world_size=world_size)
+        self.record = replace(
+            self.record,
+            world_size=world_size,
+            clock_offsets={host: offset_s for host, (offset_s, _) in hosts.items()},
+            copy_bytes_per_s={host: speed for host, (_, speed) in hosts.items()},
+        )
         for lost in losses:
             how = "; replaced" if lost.replaced else "; not replaced"
             self._add(lost.at, "loss", f"{lost.why}{how}", lost.rank)

@@ -6,6 +6,7 @@ When nothing is heard of the first host any more, it stops its ranks by itself, 
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -268,10 +269,22 @@ class FollowerAttempt(Attempt):
         if self.zygote_lost and not self.zygote_given_up:
             return
         ended_ns = {str(pid): at for pid, at in self.ended_ns.items()}
+        if self.report_folder:
+            self._send_report()
         groups = logs_to_json(self.collect_logs())
         if groups:
             self._channel.put(FIRST, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
         self._channel.put(FIRST, "swept", attempt=self._number)
+
+    def _send_report(self) -> None:
+        """What the first host's report says of this one."""
+        from phalanx.report.copy_speed import measure_copy_speed  # here, because most jobs leave none
+        from phalanx.report.transfer import pack_files
+
+        for name, text in pack_files(self.report_folder):
+            self._channel.put(FIRST, "rank file", attempt=self._number, name=name, text=text)
+        host, speed = socket.gethostname(), measure_copy_speed()
+        self._channel.put(FIRST, "report host", attempt=self._number, host=host, copy_bytes_per_s=speed)
 
     def _read(self, message: ControlMessage | Change) -> None:
         state = self.supervision

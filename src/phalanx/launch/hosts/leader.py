@@ -361,6 +361,14 @@ class LeaderAttempt(Attempt):
             logs, ended_ns = logs_from_json(body["groups"], body["ended_ns"], offset_ns)
             self._remote_logs += logs
             self._remote_ended_ns.update(ended_ns)
+        elif message.kind == "rank file" and self.report_folder:
+            from phalanx.report.transfer import unpack_file  # here, because most jobs leave no report
+
+            with contextlib.suppress(OSError):  # its own end says so, too
+                unpack_file(self.report_folder, str(body["name"]), str(body["text"]))
+        elif message.kind == "report host":
+            offset_s = self._peers.channel.to_own_clock(message.member, 0.0)
+            self.report_hosts[str(body["host"])] = (offset_s, float(body["copy_bytes_per_s"]))
         elif message.kind == "swept":
             self._swept_hosts.add(message.member)
         elif message.kind == "stacks":

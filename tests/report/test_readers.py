@@ -1,0 +1,138 @@
+"""The trace and the TensorBoard events of a report, read by their own readers' rules and code."""
+
+import json
+import math
+import random
+
+import pytest
+
+from phalanx.core_numbers import ALL_REDUCE
+from phalanx.diagnostics.step_file import OperationRecord, RankFile, StepRecord
+from phalanx.report.gather import combine
+from phalanx.report.job_record import JobRecord
+from phalanx.report.measurements import Event, Measurements
+from phalanx.report.tensorboard import encode, file_name, plan_scalars
+from phalanx.report.trace import MAX_EVENTS, plan_trace
+
+
+def rank_file(rank, *, num_steps=40, world_size=2, loss=lambda step: 1 / step, attempt=0, operations=True):
+    """Steps of 10 ms, a collective of 1 ms at the end of each backward, to which rank 1 comes last."""
+    steps, ops = [], []
+    for number in range(1, num_steps + 1):
+        begin = 100.0 + number / 100
+        steps.append(
+            StepRecord(number, 1, begin, begin + 0.01, 0.001, 0.002, 0.002, 0.004, 0.001, 8, loss(number), 1, 0.01,
+                       1e8 + number, 1e7, number / 100, number, 0, rank, 0)
+        )  # fmt: skip
+        enter, leave = begin + 0.007 + 0.0005 * (rank == world_size - 1), begin + 0.008
+        ops.append(OperationRecord(0, ALL_REDUCE, number, 4096, enter * 1e9, leave * 1e9, 3, number, 0))
+    facts = {"rank": rank, "pid": 1000 + rank, "attempt": attempt, "world_size": world_size, "host": "one",
+             "groups": [{"name": "0", "generation": 0, "again": 0}], "cores": 8, "cpus": [rank]}  # fmt: skip
+    return RankFile(facts, num_steps, "other", 101.0, True, 0, 123456789, 100.0, 1e9, num_steps, 0.0, tuple(steps), 1,
+                    tuple(ops) if operations else ())  # fmt: skip
+
+
+JOB = JobRecord("train.py", "phalanx run train.py", 100.0, 1e9 + 100, 2, ended=102.0, end="well", exit_code=0)
+
+
+def check_trace(trace):
+    """The trace event format, as far as it says what an event must have; bars of one thread lie inside or apart."""
+    assert json.loads(json.dumps(trace, allow_nan=False)) == trace
+    threads = {}
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in (
+                "process_name", "process_sort_index", "thread_name", "thread_sort_index",
+            )  # fmt: skip
+            assert set(event["args"]) & {"name", "sort_index"}
+        elif event["ph"] == "i":
+            assert event["s"] in "gpt"
+            assert event["ts"] >= 0
+        else:
+            assert event["ph"] == "X"
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            assert isinstance(event["args"], dict)
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for bars in threads.values():
+        ends = []
+        for begin, end in sorted(bars, key=lambda bar: (bar[0], -bar[1])):
+            while ends and ends[-1] <= begin + 1e-3:
+                ends.pop()
+            assert not ends or end <= ends[-1] + 1e-3, "two bars of a thread overlap"
+            ends.append(end)
+    return threads
+
+
+def test_the_trace_names_steps_phases_and_collectives():
+    trace = plan_trace(JOB, [rank_file(0), rank_file(1)])
+    threads = check_trace(trace)
+    assert set(threads) == {(pid, tid) for pid in (1, 2) for tid in (1, 2, 3)}
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {"step 1", "step 40", "data", "forward", "backward", "update", "all_reduce #7"} <= names
+
+
+def test_a_trace_of_many_ranks_stays_as_small_as_a_browser_wants_it():
+    trace = plan_trace(JOB, [rank_file(rank, num_steps=1000) for rank in range(40)])
+    assert MAX_EVENTS * 0.9 < len(trace["traceEvents"]) < MAX_EVENTS * 1.05
+    check_trace(trace)
+
+
+def test_infinities_and_half_a_file_are_no_obstacle():
+    files = [rank_file(0, loss=lambda step: math.inf if step > 3 else 1.0), rank_file(1, num_steps=3)]
+    check_trace(plan_trace(JOB, files))
+    run = combine(JOB, files)
+    assert Measurements.from_json(run.to_json()).loss[-1][1] == math.inf
+
+
+def test_tensorboards_own_reader_finds_each_scalar(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = combine(JOB, [rank_file(0), rank_file(1)])
+    (tmp_path / file_name(run.begun_unix)).write_bytes(encode(plan_scalars(run), run.begun_unix))
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"train/loss", "throughput/samples_per_s", "step_ms/rank_0", "memory_mib/rank_1"} <= set(tags)
+    losses = events.Scalars("train/loss")
+    assert [event.step for event in losses] == list(range(1, 41))
+    assert [event.value for event in losses] == pytest.approx([1 / step for step in range(1, 41)], rel=1e-6)
+    assert losses[0].wall_time >= run.begun_unix
+
+
+def test_times_of_a_step_and_who_comes_last_are_what_was_written_down():
+    run = combine(JOB, [rank_file(0), rank_file(1)])
+    first, second = run.ranks
+    assert first.step_s == pytest.approx(0.01)
+    assert first.parts["waiting"] == pytest.approx(0.0005, rel=0.01)
+    assert first.parts["communication"] == pytest.approx(0.0005, rel=0.01)
+    assert second.parts["waiting"] == pytest.approx(0.0, abs=1e-6)
+    assert first.parts["backward"] == pytest.approx(0.003, rel=0.01)
+    assert sum(first.parts.values()) == pytest.approx(first.step_s)
+    ((late, times, lead),) = [(late.rank, late.times, late.lead_s) for late in run.lateness]
+    assert (late, times) == (1, run.num_matched)
+    assert lead == pytest.approx(0.0005, rel=0.01)
+    (row,) = run.collectives
+    assert row.num_bytes == 4096
+    assert row.bandwidth == pytest.approx(4096 / 0.0005, rel=0.01)
+    assert run.samples_per_s == pytest.approx(1600)
+
+
+def test_every_run_is_read_back_as_it_was_written():
+    draw = random.Random(3)
+    for _ in range(20):
+        files = [
+            rank_file(rank, num_steps=draw.randint(0, 30), world_size=3, attempt=draw.randint(0, 1))
+            for rank in range(draw.randint(0, 3))
+        ]
+        events = tuple(
+            Event(draw.random(), draw.choice(["loss", "failure"]), "gone", draw.randint(0, 2)) for _ in range(2)
+        )
+        job = JobRecord("a", "b", 100.0, 1e9 + 100, 3, end=draw.choice(["well", "running"]), events=events)
+        run = combine(job, files)
+        assert Measurements.from_json(run.to_json()) == Measurements.from_json(
+            Measurements.from_json(run.to_json()).to_json()
+        )
+        check_trace(plan_trace(job, files))
