@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo  # every optimizer loads it, and it leaves a variable behind
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ClosedError, PhalanxError
 from phalanx.parameter_server.hosting import Hosted, TrainerLostError
 from phalanx.parameter_server.shard import Gradients, Spec
 
@@ -215,6 +215,29 @@ def test_a_replica_hears_of_a_step_that_failed_and_one_made_later_is_no_better_t
     assert replica._shard.state()["dense"]["d"].tolist() == [-1, -1]
     assert primary.request(partial(primary.write, ("leave", "0"))).value() is None
     assert replica._shard is primary._shard is None
+
+
+def test_who_has_left_is_not_waited_for_after_a_state_is_loaded():
+    """A load made all trainers be there again: the next step waited for good for one that had closed its
+    ParameterServer. And where the first one had, whose state counts, the others' load waited until its time was up."""
+    spec = Spec("p", ("s",), ("0", "1", "2"), True, None, *[partial(torch.optim.SGD, lr=1.0)] * 2, "sum", False, "")
+    hosted = Hosted(Agent(), "p", 0)
+    state = {"step": 0, "dense": {"d": torch.zeros(2)}, "tables": {}, "optimizer": {}}
+    hosted.request(partial(hosted.create, spec, state))
+    assert hosted.request(partial(hosted.write, ("leave", "2"))).value() is None
+    for trainer in ("1", "0"):
+        hosted.ask_load(trainer, 1)
+        loaded = hosted.request(partial(hosted.load, trainer, 1, state if trainer == "0" else None))
+    assert loaded.value() == 0
+    for trainer in ("0", "1"):
+        hosted.request(partial(hosted.push, trainer, 0, Gradients({"d": torch.ones(2)}, {})))
+    assert hosted.request(partial(hosted.pull, "0", 1, ["d"], {})).value()[0]["d"].tolist() == [-2, -2]
+    copy = type(hosted._shard).from_snapshot(hosted._shard.snapshot())
+    assert copy.active() == ["0", "1"]
+    assert hosted.request(partial(hosted.write, ("leave", "0"))).value() is None
+    hosted.ask_load("1", 2)
+    with pytest.raises(ClosedError, match="trainer '0', whose state was to be loaded, has closed it"):
+        hosted.request(partial(hosted.load, "1", 2, None)).value()
 
 
 def test_a_state_is_loaded_when_all_trainers_have_asked_for_it():

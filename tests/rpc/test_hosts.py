@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from tests.rpc.workers import Counter, fail, nothing, pid, same, set_event, unti
 from phalanx import rpc
 from phalanx.coordination.key import Key
 from phalanx.errors import PeerLostError
-from phalanx.rpc import current, network
+from phalanx.rpc import current
 from phalanx.testing import RankFailed, hosts, run_ranks
-from phalanx.testing.namespaces import why_no_hosts
+from phalanx.testing.namespaces import Host, why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts work")
+_machines: list[Host] = []
 _KEYS = [str(Key.generate()) for _ in range(2)]
 
 
@@ -29,7 +31,7 @@ def _on_hosts(
 
     def main(rank: int, world_size: int, machines: Any) -> Any:
         machines[owner[rank]].enter()
-        network.LOST_S = 30.0  # on a busy machine nobody may be heard for a second; who is killed hangs up
+        _machines[:] = machines
         os.environ.pop("PHALANX_KEY_FILE", None)
         os.environ.update(PHALANX_KEY=(keys or [_KEYS[0]] * len(sizes))[owner[rank]], HOME="/nonexistent")
         options = rpc.RpcBackendOptions(init_method=f"tcp://{machines[0].address}:29513")
@@ -98,6 +100,47 @@ def test_workers_of_two_hosts_call_each_other():
 
 def test_the_loss_of_a_worker_of_another_host_fails_its_calls_by_name():
     _on_hosts([2, 1], _lose, lost=[2])
+
+
+def _stop(rank: int) -> str:
+    if rank == 1:
+        return wait_event("go on")
+    stopped = rpc.rpc_sync("w1", pid)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        big = rpc.rpc_async("w1", same, (torch.arange(1 << 23),))  # more than the kernels keep for a process
+        assert not threading.Event().wait(2.0)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert torch.equal(big.wait(), torch.arange(1 << 23))
+    rpc.rpc_sync("w1", set_event, ("go on",))
+    return ""
+
+
+def test_a_worker_of_another_host_that_is_stopped_for_a_while_is_not_lost():
+    """Silence of 0.8 s was a loss; a busy machine may be silent for longer. What tells is the kernel of its host."""
+    _on_hosts([1, 1], _stop)
+
+
+def _cut(rank: int, options: rpc.RpcBackendOptions) -> None:
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    other = f"w{1 - rank}"
+    assert rpc.rpc_sync(other, same, (1,)) == 1
+    waiting = rpc.rpc_async(other, wait_event, ("never",), timeout=0)
+    if rank == 0:
+        rpc.rpc_sync(other, wait_event, ("calls",))
+        _machines[1].cut_off()
+    else:
+        set_event("calls")
+    with pytest.raises(PeerLostError, match=f"to worker '{other}' .*its host does not answer any more"):
+        waiting.wait()
+    set_event("never")  # for the function that runs here
+    with pytest.raises(PeerLostError):
+        rpc.shutdown()
+
+
+def test_a_host_that_is_cut_off_is_lost_for_those_on_both_sides():
+    _on_hosts([1, 1], _cut, joining=True)
 
 
 def test_a_worker_with_another_key_is_refused():

@@ -149,6 +149,11 @@ class Hosted:
                     f"{lost[first]}",
                     ranks=(self._rank(first),),
                 )
+            if first in shard.left:
+                raise ClosedError(
+                    f"ParameterServer {shard.spec.name!r}: trainer {first!r}, whose state was to be loaded, has closed "
+                    "it. Let the first trainer load before it closes, or make another ParameterServer without it."
+                )
             return _WAIT
         loaded: Future[int] = Future()
         told = self.write(("load", number, state))

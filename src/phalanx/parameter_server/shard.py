@@ -53,6 +53,7 @@ class Shard:
         self._tables = {name: torch.nn.Parameter(value.clone()) for name, value in state["tables"].items()}
         self._optimizer = spec.optimizer(list(self._dense.values())) if self._dense else None
         self._row_optimizer = spec.row_optimizer(list(self._tables.values())) if self._tables else None
+        self.left: set[str] = set()
         self.load(load_number, state)
 
     # -- what is replicated --------------------------------------------------------------------------------------------
@@ -85,11 +86,10 @@ class Shard:
             self.load(number, state)
 
     def load(self, number: int, state: State) -> None:
-        """Take these values; all trainers are at the state's step, and whoever had left is there again."""
+        """Take these values; all trainers are at the state's step. Who had left is not waited for again."""
         self.load_number = number
         self.step: int = state["step"]
         self.clocks: dict[str, int] = {one: self.step for one in self.spec.trainers}
-        self.left: set[str] = set()
         self._pending: dict[int, dict[str, Gradients]] = {}
         with torch.no_grad():
             for optimizer, parameters, values in self._groups(state):

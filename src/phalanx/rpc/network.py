@@ -4,10 +4,17 @@
     DEALER  -- hello, requests -->               ROUTER       each connects to the other's port; so each hears at once
             <-- answers --                                    when the other one is gone
     ROUTER                             <--       DEALER
+    DEALER  -- pulse -->                         ROUTER       the same, for ZeroMQ's heartbeats alone
 
 One thread owns all sockets; who sends hands it the frames, and tensors go out from where they lie. Only who knows the
-key gets in, on either side. ZeroMQ's own thread sends heartbeats, so no function of a user can hold them up: a worker
-of which nothing is heard for `LOST_S` is lost, and it does not come again under the same uid.
+key gets in, on either side. Who is lost does not come again under the same uid. When is a worker lost?
+
+    its process has ended       its kernel closes the connection: at once
+    its host does not answer    its kernel has acknowledged no heartbeat for `LOST_S`
+    its process is silent       but its kernel does acknowledge: it is stopped, or its machine is busy. For `SILENT_S`.
+
+The pulse has a connection of its own: what the kernel waits for there (TCP_USER_TIMEOUT) it also waits for when a busy
+process does not take in a large tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +37,10 @@ from phalanx.rpc import wire
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 from phalanx.rpc.worker_info import Member
 
-LOST_S = 0.8
+LOST_S = 0.7
+SILENT_S = 30.0
 _BEAT_S = 0.2
+_GRACE_S = 0.1  # after the pulse has ended: if the process has, the other connection ends as well, behind its answers
 _CONNECT_S = 20.0
 _LINGER_S = 1.0
 _COPY_BYTES = 1 << 14  # below, a copy is cheaper than keeping count of who uses the memory
@@ -43,6 +52,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 )
+_BROKE = "its connection broke: its process has ended, or its host does not answer any more."
 _logger = get_logger(__name__)
 
 Arrive = Callable[[Any, Frame | None], None]
@@ -111,8 +121,7 @@ class Network:
         made.sndhwm = made.rcvhwm = 0  # calls under way are bounded, and so is what is sent
         made.ipv6 = True
         made.handshake_ivl = int(_CONNECT_S * 1000)
-        made.heartbeat_ivl = int(_BEAT_S * 1000)
-        made.heartbeat_timeout = made.heartbeat_ttl = int(LOST_S * 1000)
+        made.heartbeat_ivl = made.heartbeat_timeout = int(SILENT_S * 500)
         return made
 
     def connect(self, to: Member) -> NetworkConnection:
@@ -136,10 +145,11 @@ class Network:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._monitor.socket, zmq.POLLIN)
+        dying: dict[_Dealer, float] = {}  # whose pulse has ended, and until when they are given
         while not self._closed:
             self._send_posted(poller)
             self._sleeps = True
-            ready: dict[Any, int] = {} if self._posted else dict(poller.poll(1000))
+            ready: dict[Any, int] = {} if self._posted else dict(poller.poll(int(_GRACE_S * 1000) if dying else 1000))
             self._sleeps = False
             if self._bell in ready:
                 with contextlib.suppress(OSError):
@@ -151,8 +161,13 @@ class Network:
             for dealer in list(self._dealers.values()):  # answers first: who says goodbye has answered before
                 if dealer.socket in ready:
                     self._read_dealer(dealer)
+                if dealer.pulse.monitor in ready and dealer.pulse.has_ended():
+                    dying.setdefault(dealer, time.monotonic() + _GRACE_S)
                 if dealer.monitor in ready:
                     self._read_monitor(dealer, poller)
+            for dealer in [one for one, until in dying.items() if until < time.monotonic()]:
+                del dying[dealer]
+                self._lose(dealer, poller, _BROKE)
             self._read_router()
         self._send_posted(poller)
         for dealer in list(self._dealers.values()):
@@ -182,10 +197,12 @@ class Network:
     def _open(self, connection: NetworkConnection, poller: zmq.Poller) -> None:
         if connection.peer.uid in self._dealers:
             return
-        dealer = _Dealer(connection, self._socket(zmq.DEALER), self._key)
+        pulse = _Pulse(self._socket(zmq.DEALER), self._key, connection.peer.network)
+        dealer = _Dealer(connection, self._socket(zmq.DEALER), self._key, pulse)
         self._dealers[connection.peer.uid] = dealer
         poller.register(dealer.socket, zmq.POLLIN)
         poller.register(dealer.monitor, zmq.POLLIN)
+        poller.register(pulse.monitor, zmq.POLLIN)
         dealer.socket.connect(f"tcp://{connection.peer.network}")
         dealer.socket.send_multipart([_HELLO, self.me.to_json().encode()])
 
@@ -225,16 +242,21 @@ class Network:
                 dealer.was_in = True
                 continue
             if dealer.was_in:
-                why = f"its connection broke: its process or host has ended, or nothing was heard for {LOST_S} s."
+                why = _BROKE
             elif event == zmq.EVENT_CLOSED:
                 why = f"nobody answers at {dealer.connection.peer.network}."
             else:
                 why = f"it refuses us, or is refused: one of the two does not know the job's key ({self._key!r} here)."
-            self._read_dealer(dealer)  # what it answered before
-            self._drop(dealer, poller)
-            dealer.connection.why = why
-            self._arrive(dealer.connection, None)
+            self._lose(dealer, poller, why)
             return
+
+    def _lose(self, dealer: _Dealer, poller: zmq.Poller, why: str) -> None:
+        if self._dealers.get(dealer.connection.peer.uid) is not dealer:
+            return
+        self._read_dealer(dealer)  # what it answered before
+        self._drop(dealer, poller)
+        dealer.connection.why = why
+        self._arrive(dealer.connection, None)
 
     def _drop(self, dealer: _Dealer, poller: zmq.Poller) -> None:
         uid = dealer.connection.peer.uid
@@ -243,9 +265,11 @@ class Network:
             del self._callers[identity]
         poller.unregister(dealer.socket)
         poller.unregister(dealer.monitor)
+        poller.unregister(dealer.pulse.monitor)
         dealer.socket.disable_monitor()
         dealer.monitor.close(0)
         dealer.socket.close()
+        dealer.pulse.close()
 
     def close(self) -> None:
         """Send what is posted, and end."""
@@ -259,16 +283,54 @@ class Network:
 class _Dealer:
     """A socket to one worker, and what watches it."""
 
-    def __init__(self, connection: NetworkConnection, made: zmq.Socket[bytes], key: Key) -> None:
+    def __init__(self, connection: NetworkConnection, made: zmq.Socket[bytes], key: Key, pulse: _Pulse) -> None:
         self.connection = connection
         self.socket = made
+        self.pulse = pulse
         self.was_in = False
-        pair = key.member_pair()
-        made.curve_publickey, made.curve_secretkey = pair.public, pair.secret
-        made.curve_serverkey = key.coordinator_pair().public
-        made.reconnect_ivl = -1  # who was lost stays lost
-        made.connect_timeout = int(_CONNECT_S * 1000)
+        _introduce(made, key)
         self.monitor = made.get_monitor_socket(_EVENTS)
+
+
+class _Pulse:
+    """A connection to one worker for heartbeats alone; it breaks when its host acknowledges none for `LOST_S`."""
+
+    def __init__(self, made: zmq.Socket[bytes], key: Key, address: str) -> None:
+        self.socket = made
+        self._was_in = self._has_ended = False
+        _introduce(made, key)
+        made.heartbeat_ivl = int(_BEAT_S * 1000)
+        made.heartbeat_timeout = int(SILENT_S * 1000)
+        made.tcp_maxrt = int(LOST_S * 1000)
+        self.monitor = made.get_monitor_socket(_EVENTS)
+        made.connect(f"tcp://{address}")
+
+    def has_ended(self) -> bool:
+        """Whether it broke; one that never was says nothing."""
+        while True:
+            try:
+                frame = self.monitor.recv_multipart(zmq.NOBLOCK)[0]
+            except zmq.Again:
+                return self._has_ended
+            if int.from_bytes(frame[:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._was_in = True
+            else:
+                self._has_ended = self._was_in
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+
+def _introduce(made: zmq.Socket[bytes], key: Key) -> None:
+    """Let a socket that connects know the key."""
+    pair = key.member_pair()
+    made.curve_publickey, made.curve_secretkey = pair.public, pair.secret
+    made.curve_serverkey = key.coordinator_pair().public
+    made.reconnect_ivl = -1  # who was lost stays lost
+    made.connect_timeout = int(_CONNECT_S * 1000)
 
 
 def _parse(parts: Sequence[bytes]) -> Frame:
