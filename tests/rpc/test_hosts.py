@@ -23,7 +23,7 @@ _machines: list[Host] = []
 _KEYS = [str(Key.generate()) for _ in range(2)]
 
 
-def _on_hosts(
+def on_hosts(
     sizes: list[int], fn: Callable[..., Any], *args: Any, keys: Any = None, lost: Any = (), joining: bool = False
 ) -> list[Any]:
     """`fn(rank, *args)` as a worker of the host it is on; if `joining`, `fn(rank, options)`, which makes the worker."""
@@ -94,12 +94,12 @@ def _lose(rank: int) -> None:
 
 
 def test_workers_of_two_hosts_call_each_other():
-    found = _on_hosts([1, 2], _calls)
+    found = on_hosts([1, 2], _calls)
     assert found[0] == found[2]
 
 
 def test_the_loss_of_a_worker_of_another_host_fails_its_calls_by_name():
-    _on_hosts([2, 1], _lose, lost=[2])
+    on_hosts([2, 1], _lose, lost=[2])
 
 
 def _stop(rank: int) -> str:
@@ -119,7 +119,7 @@ def _stop(rank: int) -> str:
 
 def test_a_worker_of_another_host_that_is_stopped_for_a_while_is_not_lost():
     """Silence of 0.8 s was a loss; a busy machine may be silent for longer. What tells is the kernel of its host."""
-    _on_hosts([1, 1], _stop)
+    on_hosts([1, 1], _stop)
 
 
 def _cut(rank: int, options: rpc.RpcBackendOptions) -> None:
@@ -140,17 +140,17 @@ def _cut(rank: int, options: rpc.RpcBackendOptions) -> None:
 
 
 def test_a_host_that_is_cut_off_is_lost_for_those_on_both_sides():
-    _on_hosts([1, 1], _cut, joining=True)
+    on_hosts([1, 1], _cut, joining=True)
 
 
 def test_a_worker_with_another_key_is_refused():
     with pytest.raises(RankFailed, match=r"one of the two does not know the job's key"):
-        _on_hosts([1, 1], lambda rank: rpc.rpc_sync(f"w{1 - rank}", nothing), keys=_KEYS)
+        on_hosts([1, 1], lambda rank: rpc.rpc_sync(f"w{1 - rank}", nothing), keys=_KEYS)
 
 
 def test_without_a_key_workers_of_two_hosts_do_not_meet():
     with pytest.raises(RankFailed, match=r"AuthenticationError: .*there is no key for them to know each other by"):
-        _on_hosts([1, 1], nothing, keys=["", ""])
+        on_hosts([1, 1], nothing, keys=["", ""])
 
 
 def _join(rank: int, options: rpc.RpcBackendOptions, folder: str) -> None:
@@ -192,4 +192,4 @@ def _join(rank: int, options: rpc.RpcBackendOptions, folder: str) -> None:
 
 
 def test_workers_of_two_hosts_join_and_leave_and_come_again(tmp_path: Path) -> None:
-    _on_hosts([1, 2], _join, str(tmp_path), lost=[1], joining=True)
+    on_hosts([1, 2], _join, str(tmp_path), lost=[1], joining=True)
