@@ -109,7 +109,7 @@ def train_unsplit(seed: int, micro_batches: int, steps: int):
         random_seed = torch.randint(2**62, ()).item()
         state = torch.get_rng_state()
         losses.append(torch.zeros(()))
-        norms = _MiniBatchStatistics(model)
+        norms = MiniBatchStatistics(model)
         for i, (x, y) in enumerate(
             zip(inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches), strict=True)
         ):
@@ -127,7 +127,7 @@ def train_unsplit(seed: int, micro_batches: int, steps: int):
         return losses, model(inputs), gradients, model.state_dict()
 
 
-class _MiniBatchStatistics:
+class MiniBatchStatistics:
     """Lets BatchNorm layers track the statistics of all values that they saw in a mini-batch, by keeping the values."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -149,7 +149,8 @@ class _MiniBatchStatistics:
         for layer in self._layers:
             values = torch.cat(self._seen[layer]).transpose(0, 1).flatten(1)
             mean, var, count = self._buffers[layer]
+            share = 1 / (count.item() + 1) if layer.momentum is None else layer.momentum
             with torch.no_grad():
-                layer.running_mean.copy_(mean.lerp(values.mean(1), layer.momentum))
-                layer.running_var.copy_(var.lerp(values.var(1), layer.momentum))
+                layer.running_mean.copy_(mean.lerp(values.mean(1), share))
+                layer.running_var.copy_(var.lerp(values.var(1), share))
                 layer.num_batches_tracked.copy_(count + 1)
