@@ -22,11 +22,14 @@ import phalanx
 from phalanx import elastic
 from phalanx.elastic import points
 from phalanx.pipeline.schedule import plan_schedule
+from phalanx.testing import run_ranks
 
 _STEPS = 8
 
 
-def train_pipeline(job: Job, schedule: Any = "1f1b", balance: Any = "auto", mesh: str = "") -> dict[str, Any]:
+def train_pipeline(
+    job: Job, schedule: Any = "1f1b", balance: Any = "auto", mesh: str = "", resumes: bool = False
+) -> dict[str, Any]:
     """A model with dropout and BatchNorm, trained in stages; ranks draw random numbers of their own, too."""
     with phalanx.init(timeout=60.0):
         rank = dist.get_rank()
@@ -77,6 +80,11 @@ def train_pipeline(job: Job, schedule: Any = "1f1b", balance: Any = "auto", mesh
 
         pipe._tied.add = add_or_die  # type: ignore[method-assign]
         stages = pipe.stages_of(pipe.pipeline_rank(rank))
+        if resumes:  # as a script does that goes on from a checkpoint, in a replacement, too
+            path = Path(job.folder) / "begin.pt"
+            if not elastic_generation():
+                phalanx.save_checkpoint(path, state.state_dict())
+            state.load_state_dict(phalanx.load_checkpoint(path))
 
         @elastic.run(state)
         def train(state: Any) -> None:
@@ -167,6 +175,15 @@ def test_a_stage_that_is_lost_anywhere_in_a_step_costs_no_bit(
     check((Strike(rank, place, 5),), 2, tmp_path, undisturbed)
 
 
+@pytest.mark.parametrize("mesh", ["", "sharded"])
+def test_a_replacement_that_loads_a_checkpoint_first_takes_the_stage_that_was_lost(
+    mesh: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """Alone, before it has met the others."""
+    strikes = (Strike(1, "backward", 2), Strike(0, "update", 5))
+    check(strikes, 4 if mesh else 2, tmp_path, undisturbed, "1f1b", "auto", mesh, True)
+
+
 @pytest.mark.parametrize("point", ["meet", "agree", "rebind", "hand over", "restore"])
 def test_another_stage_is_lost_while_the_first_is_handed_over(point: str, tmp_path: Path, undisturbed: Any) -> None:
     check((Strike(2, "backward", 2), Strike(1, point, -1)), 3, tmp_path, undisturbed)
@@ -236,6 +253,63 @@ def test_a_replacement_that_measures_another_cut_is_told_to_give_numbers(tmp_pat
     assert "stage 1 (rank 1) was lost, and its replacement has cut the model into [[9, 10]] layers" in text
     assert "the others into [[10, 9]]" in text
     assert "Give balance=" in text
+
+
+def _small_model() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def _steps(state: Any, step: Any, first: int, last: int) -> None:
+    for number in range(first, last):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        state.optimizer.zero_grad()
+        step(x)
+        state.optimizer.step()
+        state.scheduler.step()
+        state.commit()
+
+
+def _state_of(model: Any, optimizer: Any) -> elastic.State:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return elastic.State(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def test_the_state_of_a_job_with_stages_loads_into_another_split_and_where_there_is_none() -> None:
+    """That of the optimizer was this rank's stage's: another split, or another rank, took other parameters' moments."""
+
+    def train(rank: int, world_size: int, saved: Any, first: int, last: int) -> Any:
+        mesh = phalanx.mesh(pipeline=2, data=2) if world_size == 4 else None
+        balance = [1, 4] if mesh is None else [3, 2]
+        pipe = phalanx.Pipeline(_small_model(), micro_batches=2, balance=balance, mesh=mesh, loss_fn=F.mse_loss)
+        optimizer: Any = (
+            torch.optim.AdamW(pipe.parameters(), lr=0.05)
+            if mesh is None
+            else phalanx.ZeroRedundancyOptimizer(
+                pipe.parameters(), torch.optim.AdamW, process_group=mesh.get_group("data"), lr=0.05
+            )
+        )
+        state = _state_of(pipe, optimizer)
+        if saved is not None:
+            state.load_state_dict(saved)
+        _steps(state, lambda x: pipe.step(x, target=x), first, last)
+        return state.state_dict()
+
+    model = _small_model()
+    plain = _state_of(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    _steps(plain, lambda x: F.mse_loss(model(x), x).backward(), 0, 6)
+    by_rank = run_ranks(train, 2, None, 0, 2)
+    states = run_ranks(train, 4, by_rank[1], 2, 4)
+    for first, last in (by_rank, (states[0], states[3])):
+        for read in (lambda state: dict(state["model"]), lambda state: state["optimizer"]["state"]):
+            torch.testing.assert_close(read(first["objects"]), read(last["objects"]))
+    model = _small_model()
+    again = _state_of(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    again.load_state_dict(states[3])
+    assert again.step == 4
+    _steps(again, lambda x: F.mse_loss(model(x), x).backward(), 4, 6)
+    torch.testing.assert_close(again.model.state_dict(), plain.model.state_dict())
+    assert again.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
 
 
 def test_a_pipeline_inside_of_another_module_is_refused_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from phalanx.elastic.undo import Followers, Undo
 from phalanx.log import get_logger
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
+from phalanx.partition.owners import owner_of
 from phalanx.pipeline import Pipeline
 
 _logger = get_logger(__name__)
@@ -336,8 +337,9 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: the state of each object under its name, the plain values, and the data's position.
 
-        Of the latest commit, if it is called right after one. Not collective. Keys of models are those of the module
-        inside a wrapper; the state of an optimizer in shards is whole.
+        Of the latest commit, if it is called right after one. Not collective, unless there is a Pipeline. Keys of
+        models are those of the module inside a wrapper; the state of an optimizer in shards is whole, and so is that
+        of a Pipeline's stages: it loads into another split, and where there is no Pipeline.
         """
         objects: dict[str, Any] = {}
         for name, thing in self._things.items():
@@ -345,6 +347,8 @@ class State:
                 continue
             if isinstance(thing, nn.Module):
                 objects[name] = _bare(thing).state_dict()
+            elif (pipe := _pipeline_of(thing)) is not None:
+                objects[name] = pipe.optimizer_state_dict(thing)
             elif isinstance(thing, ZeroRedundancyOptimizer):
                 objects[name] = _whole_state(thing)
             else:
@@ -370,14 +374,17 @@ class State:
         """Go on from a checkpoint, on every rank, before `phalanx.elastic.run`; with any number of ranks.
 
         Raises:
-            ValueError: it is the state of other objects.
+            ValueError: it is the state of other objects, or of an optimizer of other parameters.
         """
         mine = {name for name, thing in self._things.items() if not isinstance(thing, DistributedSampler)}
         if differing := mine ^ state_dict["objects"].keys():
             raise ValueError(f"State.load_state_dict: {min(differing)!r} is in one of checkpoint and state only")
         for name, saved in state_dict["objects"].items():
             thing = self._things[name]
-            (_bare(thing) if isinstance(thing, nn.Module) else thing).load_state_dict(saved)
+            if (pipe := _pipeline_of(thing)) is not None:
+                pipe.load_optimizer_state_dict(thing, saved)
+            else:
+                (_bare(thing) if isinstance(thing, nn.Module) else thing).load_state_dict(saved)
         for name, value in state_dict["values"].items():
             setattr(self, name, value)
         self.load_data_position(state_dict["position"])
@@ -590,6 +597,12 @@ def _bare(module: nn.Module) -> nn.Module:
     """The module inside a wrapper that averages gradients."""
     wrapped = isinstance(module, (DistributedDataParallel, TorchDistributedDataParallel))
     return cast(nn.Module, module.module) if wrapped else module
+
+
+def _pipeline_of(thing: Any) -> Pipeline | None:
+    """That whose parameters an optimizer updates."""
+    owner = owner_of(thing) if isinstance(thing, Optimizer) else None
+    return owner if isinstance(owner, Pipeline) else None
 
 
 def _hides_pipeline(module: nn.Module) -> bool:
