@@ -33,6 +33,7 @@ _DTYPES = tuple(
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _AS_IT_IS = frozenset(_CODES[one] for one in (torch.float32, torch.float64, torch.int64, torch.int32))
+_PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))  # pickled as everybody does
 _MOST_GAPS = 4  # so many times the memory of the elements
 _CPU = torch.device("cpu")
 _MOST_NAMES, _MOST_NAME_BYTES = 4096, 4096
@@ -156,7 +157,7 @@ def serialize(obj: Any, to: Any = None, *, is_answer: bool = False) -> Payload:
     payload = Payload(to, is_answer)
     if obj is None:  # the answer of many
         return payload
-    payload.data = _dump(obj, payload)
+    payload.data = pickle.dumps(obj, 5) if type(obj) in _PLAIN else _dump(obj, payload)
     return payload
 
 
@@ -197,6 +198,8 @@ def serialize_call(work: Call, to: Any) -> Payload:
     name = names.of(function) if type(function) is FunctionType else None
     if name is None:  # a method, say: its object may be among the arguments
         payload.data = _NO_NAME + _dump(work, payload)
+    elif not kwargs and all(type(one) in _PLAIN for one in args):
+        payload.data = name + pickle.dumps((args, kwargs), 5) if args else name
     elif args or kwargs:
         payload.data = name + _dump((args, kwargs), payload)
     else:
