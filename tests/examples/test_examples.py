@@ -44,6 +44,15 @@ def test_digits_reach_their_accuracy_on_two_ranks(tmp_path):
     assert len(epochs(output)) == 12
 
 
+def test_the_report_names_the_straggler(tmp_path):
+    launcher = [*PHALANX_RUN, "--report", "out"]
+    run(tmp_path, launcher, "report.py", "--epochs", 1, "--samples", 896, "--delay", 0.008)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert re.search(r"Rank 1 waits \d+ % of each step for data: load in the background", page)
+    assert "is the straggler: it comes last to" in page
+    assert "Rank 1 on" in page
+
+
 def test_digits_go_on_where_they_stopped_with_another_number_of_ranks(tmp_path):
     output = run(tmp_path, ALONE, "digits.py", "--epochs", 1, "--checkpoint", "mine.pt")
     assert epochs(output) == [("1", "1,497")]

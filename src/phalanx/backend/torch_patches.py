@@ -428,7 +428,7 @@ def _observe_steps() -> None:
             recorder.end_backward(recorder.read_loss(tensors) if is_loss else None)
 
     vars(torch.autograd)["backward"] = observed_backward
-    register_optimizer_step_pre_hook(lambda *_: _recorders[0].begin_update())
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _recorders[0].begin_update(id(optimizer)))
     register_optimizer_step_post_hook(lambda *_: _recorders[0].end_update())
 
 

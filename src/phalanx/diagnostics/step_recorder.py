@@ -22,17 +22,28 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.diagnostics.operation_sampler import OperationSampler
 from phalanx.diagnostics.progress_page import own_generation
 from phalanx.diagnostics.step_file import BACKWARD, DATA, FORWARD, OTHER, PHASES, UPDATE, StepFile, StepRecord, merge
-from phalanx.diagnostics.whereabouts import ObservedGroup, listen_for_ends
+from phalanx.diagnostics.whereabouts import ObservedGroup, listen_for_ends, stop_listening
 
 _NUM_MARKS = 1024  # of phases: as far back as operations are assigned to one
 _LOOK_S = 0.5  # between two looks at the process's memory
 _LOSS_S = 1.0  # between two losses that have to be waited for
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class _Split:
+    """A step as it was at its latest update, which may have been its last."""
+
+    parts: list[float]
+    samples: float
+    loss: float | None
+    updated_at: float
 
 
 class StepRecorder:
@@ -65,6 +76,8 @@ class StepRecorder:
         self._batch_s = 0.0  # a batch of which nobody knows yet whether it is for training
         self._batch_samples = 0.0
         self._has_batch = self._has_update = self._has_loader = self._has_begun = False
+        self._stepped: set[int] = set()  # optimizers, in this step
+        self._split: _Split | None = None
         self._samples = 0.0
         self._loss: float | None = None
         self._is_own_loss = False
@@ -88,7 +101,8 @@ class StepRecorder:
         if self._has_update:
             self._end_step()
         if self._batch_s:  # what ran since then was no forward of a step
-            while self._marks[-1][1] in (FORWARD, DATA):
+            at = int(now * 1e9)
+            while self._marks and self._marks[-1][1] in (FORWARD, DATA):
                 at, _ = self._marks.pop()
             self._marks.append((at, OTHER))
         self._parts[OTHER] += now - self._since + self._batch_s
@@ -115,9 +129,9 @@ class StepRecorder:
         if self._has_update and not (self._has_batch or self._batch_s):
             self._has_loader = False
             self._end_step()
-        if self._batch_s:
-            self._has_batch = self._has_loader = True
-            self._take_batch()
+        elif self._has_update:  # of another optimizer, or of the next step, with the same batch
+            self._split = _Split(list(self._parts), self._samples, self._loss, self._updated_at)
+        self._take_batch()
         self._parts[FORWARD] += now - self._since
         self._turn_to(BACKWARD, now)
 
@@ -131,10 +145,14 @@ class StepRecorder:
         if loss is not None and not self._is_own_loss:
             self._loss = loss + (self._loss or 0.0)
 
-    def begin_update(self) -> None:
-        """The optimizer steps."""
+    def begin_update(self, optimizer: int = 0) -> None:
+        """The optimizer with this number steps. If it has stepped before, that was another step."""
         if self._enters(UPDATE):
             now = self._clock()
+            self._take_batch()
+            if optimizer in self._stepped and self._split is not None:
+                self._end_step_before(self._split)
+            self._stepped.add(optimizer)
             self._parts[UPDATE] += now - self._since
             self._turn_to(UPDATE, now)
 
@@ -174,6 +192,8 @@ class StepRecorder:
 
     def step(self, samples: float | None = None, loss: float | None = None) -> None:
         """A step ends here, whatever was seen of it."""
+        if threading.get_ident() != self._thread:
+            return
         if samples is not None:
             self._samples, self._batch_samples = samples, 0.0
         if loss is not None:
@@ -203,11 +223,15 @@ class StepRecorder:
 
     def tell(self, **facts: Any) -> None:
         """What is known of this rank, or of the run, besides."""
+        if self._thread == -1:
+            return
         self._facts.update(facts)
         self._file.set_facts(self._facts)
 
     def set_num_workers(self, number: int) -> None:
         """How many workers the DataLoader has that has just given a batch."""
+        if threading.get_ident() != self._thread:
+            return
         self._file.set_num_workers(number)
 
     def end_group(self, group: ObservedGroup) -> None:
@@ -237,6 +261,9 @@ class StepRecorder:
         self._read_operations()
         if ended:
             self._file.set_ended()
+        self._thread = -1
+        stop_listening(self.end_group)
+        self._file.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -256,6 +283,8 @@ class StepRecorder:
 
     def _add(self, phase: int) -> None:
         """The time since the last event was this phase's."""
+        if threading.get_ident() != self._thread:
+            return
         now = self._clock()
         self._parts[phase] += now - self._since
         self._turn_to(OTHER, now)
@@ -268,7 +297,10 @@ class StepRecorder:
         self._file.set_phase(phase, now)
 
     def _take_batch(self) -> None:
-        """The batch was one for training."""
+        """The batch, if there is one, was for training."""
+        if not self._batch_s:
+            return
+        self._has_batch = self._has_loader = True
         self._parts[DATA] += self._batch_s
         self._samples += self._batch_samples
         self._batch_s = self._batch_samples = 0.0
@@ -300,6 +332,18 @@ class StepRecorder:
         self._begin, self._samples = end, 0.0
         self._loss, self._is_own_loss = None, False
         self._has_update = self._has_batch = False
+        self._stepped.clear()
+        self._split = None
+
+    def _end_step_before(self, split: _Split) -> None:
+        """It has ended with an earlier update; what came since is of the next one."""
+        parts = [now - then for now, then in zip(self._parts, split.parts, strict=True)]
+        loss = None if self._loss is None else self._loss - (split.loss or 0.0)
+        self._parts, self._samples, self._loss = split.parts, split.samples, split.loss
+        self._updated_at = split.updated_at
+        self._end_step()
+        self._parts, self._loss = parts, loss
+        self._has_loader = False
 
     def _look(self, now: float) -> None:
         """At the process: its memory, its time on processors, how often it was thrown off one."""

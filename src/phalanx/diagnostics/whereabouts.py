@@ -44,9 +44,15 @@ def listen_for_ends(listener: Callable[[ObservedGroup], None]) -> None:
     _listeners.append(listener)
 
 
+def stop_listening(listener: Callable[[ObservedGroup], None]) -> None:
+    """Call it no more."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+
+
 def tell_end(group: ObservedGroup) -> None:
     """This process is about to leave the group."""
-    for listener in _listeners:
+    for listener in list(_listeners):
         listener(group)
 
 

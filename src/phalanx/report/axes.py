@@ -62,7 +62,8 @@ def plain(marks: Sequence[float]) -> Callable[[float], str]:
     digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
     most = max((abs(mark) for mark in marks), default=0.0)
     if most >= 1e6 or digits > 5:
-        return lambda value: f"{value:.3g}"
+        significant = max(3, math.ceil(math.log10(most / step) + 1e-9) + 1)
+        return lambda value: f"{value:.{significant}g}"
     if most >= 1e4 and digits == 0 and all(mark % 1000 == 0 for mark in marks):
         return lambda value: f"{value / 1000:,.0f}k" if value else "0"
     return lambda value: f"{value:,.{digits}f}"

@@ -188,12 +188,12 @@ def _memory(run: Measurements) -> Iterator[Finding]:
 
 
 def _slow_start(run: Measurements) -> Iterator[Finding]:
-    first = [rank.first_step for rank in run.last_attempt if rank.first_step is not None and not rank.attempt]
-    if first and run.duration_s > 20 and max(first) > 0.3 * run.duration_s:
+    waits = [r.first_step - r.begin for r in run.last_attempt if r.first_step is not None and not r.attempt]
+    if waits and run.duration_s > 20 and max(waits) > 0.3 * run.duration_s:
         yield Finding(
             "note",
-            f"The first step began after {seconds(max(first))}, {percent(max(first) / run.duration_s)} of the run: "
-            "data that is read before it can be read once and kept (a memory-mapped file).",
+            f"The script took {seconds(max(waits))} to its first step, {percent(max(waits) / run.duration_s)} of the "
+            "run: data that is prepared before it can be prepared once and kept (a memory-mapped file).",
         )
 
 

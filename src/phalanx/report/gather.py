@@ -50,6 +50,7 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
     matched = match([_sampled(files[i], offsets[i]) for i in latest])
     splits: dict[int, Split] = dict(zip(latest, matched.splits, strict=True))
     ranks = tuple(_measure(file, splits.get(i, Split()), offsets[i] - job.begun) for i, file in enumerate(files))
+    ranks = _tell_hosts_apart(ranks)
     ended = job.ended if job.ended is not None else max((rank.end + job.begun for rank in ranks), default=job.begun)
     trained = [files[i] for i in latest]
     return Measurements(
@@ -72,6 +73,14 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
         copy_bytes_per_s=job.copy_bytes_per_s,
         events=tuple(sorted(job.events, key=lambda event: event.at)),
     )
+
+
+def _tell_hosts_apart(ranks: tuple[RankRun, ...]) -> tuple[RankRun, ...]:
+    """Hosts of one name get their number behind it, as the launcher calls them."""
+    nodes: dict[str, set[int]] = defaultdict(set)
+    for rank in ranks:
+        nodes[rank.host].add(rank.node)
+    return tuple(replace(r, host=f"{r.host}#{r.node}") if len(nodes[r.host]) > 1 else r for r in ranks)
 
 
 def _attempt(file: RankFile) -> int:

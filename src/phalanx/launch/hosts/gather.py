@@ -100,7 +100,7 @@ class Gathering:
             self._plan,
             master_addr=address,
             master_port=find_free_port(),
-            rank_variables={**explicit, **known},
+            rank_variables={**self._plan.rank_variables, **explicit, **known},
         )
         self._host.display.say(
             f"phalanx run: {len(nodes)} hosts: "

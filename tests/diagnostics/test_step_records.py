@@ -1,0 +1,219 @@
+"""What a rank writes down of its steps: right to the event, bounded for any run, whole at any moment."""
+
+import random
+from array import array
+
+import pytest
+
+from phalanx.diagnostics.step_file import (
+    DATA,
+    FILE_BYTES,
+    WINDOW,
+    StepFile,
+    StepRecord,
+    read_folder,
+    read_rank_file,
+)
+from phalanx.diagnostics.step_recorder import StepRecorder
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def recorder(tmp_path, clock):
+    recorder = StepRecorder(str(tmp_path / "0.steps"), {"rank": 3}, clock)
+    yield recorder
+    recorder.close(ended=False)
+
+
+def written(tmp_path):
+    (found,) = read_folder(tmp_path)
+    return found
+
+
+def after(clock, seconds, event, *arguments):
+    clock.now += seconds
+    event(*arguments)
+
+
+def one_step(recorder, clock, *, data=0.1, forward=0.2, backward=0.3, update=0.4, loss=1.0):
+    recorder.begin_data()
+    after(clock, data, recorder.end_data, 8.0)
+    after(clock, forward, recorder.begin_backward)
+    after(clock, backward, recorder.end_backward, loss)
+    after(clock, update / 2, recorder.begin_update)
+    after(clock, update / 2, recorder.end_update)
+
+
+def test_each_phase_gets_its_time_and_the_start_of_the_program_none(tmp_path, recorder, clock):
+    clock.now += 50  # imports
+    for number in range(3):
+        one_step(recorder, clock, loss=number)
+        clock.now += 0.05  # a line is printed
+    recorder.close(ended=True)
+    file = written(tmp_path)
+    assert (file.facts["rank"], file.steps_done, file.ended, file.begun) == (3, 3, True, 100.0)
+    assert [record.loss for record in file.steps] == [0, 1, 2]
+    assert [record.first for record in file.steps] == [1, 2, 3]
+    assert file.steps[0].begin == pytest.approx(150)
+    for record in file.steps[1:]:
+        assert record[4:9] == pytest.approx((0.05, 0.1, 0.2, 0.3, 0.4))
+        assert record.end - record.begin == pytest.approx(1.05)
+        assert record.samples == 8
+
+
+def test_an_evaluation_is_no_forward(tmp_path, recorder, clock):
+    one_step(recorder, clock)
+    for _ in range(4):
+        recorder.begin_data()
+        after(clock, 1.0, recorder.end_data, 8.0)
+        clock.now += 2.0
+    recorder.begin_data()
+    after(clock, 0.5, recorder.end_data, None)
+    one_step(recorder, clock)
+    recorder.close(ended=True)
+    second = written(tmp_path).steps[1]
+    assert second.other == pytest.approx(12.0)
+    assert second.data == pytest.approx(0.6)
+    assert second.forward == pytest.approx(0.2)
+    assert second.samples == 8
+
+
+def test_accumulation_is_one_step_and_a_loop_without_a_loader_has_steps_too(tmp_path, recorder, clock):
+    for _ in range(2):  # two batches to an update
+        recorder.begin_data()
+        after(clock, 0.1, recorder.end_data, 8.0)
+        after(clock, 0.2, recorder.begin_backward)
+        after(clock, 0.3, recorder.end_backward, 0.5)
+    after(clock, 0.1, recorder.begin_update)
+    after(clock, 0.1, recorder.end_update)
+    for _ in range(3):  # and now by hand
+        after(clock, 0.2, recorder.begin_backward)
+        after(clock, 0.3, recorder.end_backward, 0.5)
+        after(clock, 0.1, recorder.begin_update)
+        after(clock, 0.1, recorder.end_update)
+    recorder.close(ended=True)
+    steps = written(tmp_path).steps
+    assert [step.num_steps for step in steps] == [1] * 4
+    assert [step.samples for step in steps] == [16, 0, 0, 0]
+    assert [step.loss for step in steps] == [1.0, 0.5, 0.5, 0.5]
+    assert steps[-1].forward == pytest.approx(0.2)
+    assert steps[-1].update == pytest.approx(0.2)
+    assert sum(sum(step[4:9]) for step in steps) == pytest.approx(steps[-1].end - steps[0].begin)
+
+
+def test_two_optimizers_share_a_step(tmp_path, recorder, clock):
+    for _ in range(3):
+        recorder.begin_data()
+        after(clock, 0.1, recorder.end_data, 8.0)
+        for optimizer in (1, 2):  # discriminator and generator
+            after(clock, 0.2, recorder.begin_backward)
+            after(clock, 0.3, recorder.end_backward, 0.5)
+            after(clock, 0.1, recorder.begin_update, optimizer)
+            after(clock, 0.1, recorder.end_update)
+    recorder.close(ended=True)
+    steps = written(tmp_path).steps
+    assert [step.num_steps for step in steps] == [1] * 3
+    assert all(step.forward == pytest.approx(0.4) for step in steps)
+
+
+def test_what_runs_inside_of_an_optimizer_or_after_its_failure_is_counted_once(tmp_path, recorder, clock):
+    for _ in range(2):
+        recorder.begin_data()
+        after(clock, 0.1, recorder.end_data, 8.0)
+        recorder.begin_update()  # LBFGS calls the closure
+        after(clock, 0.1, recorder.begin_backward)
+        after(clock, 0.3, recorder.end_backward, 0.5)
+        after(clock, 0.1, recorder.end_update)
+    recorder.begin_data()
+    after(clock, 0.1, recorder.end_data, 8.0)
+    recorder.begin_update()  # and raises: a rank was lost
+    one_step(recorder, clock)
+    recorder.close(ended=True)
+    steps = written(tmp_path).steps
+    assert len(steps) == 3
+    assert steps[0].update == pytest.approx(0.5)
+    assert steps[-1].backward == pytest.approx(0.3)
+
+
+def test_an_endless_run_fits_into_the_file(tmp_path, recorder, clock):
+    for number in range(5000):
+        one_step(recorder, clock, data=0.001, forward=0.002, backward=0.003, update=0.004, loss=float(number))
+    recorder.close(ended=False)
+    file = written(tmp_path)
+    assert 512 <= len(file.steps) <= 1024
+    assert sum(record.num_steps for record in file.steps) == file.steps_done == 5000
+    assert sum(record.samples for record in file.steps) == 40000
+    assert sum(record.loss for record in file.steps) == pytest.approx(sum(range(5000)))
+    assert sum(record.forward for record in file.steps) == pytest.approx(10, rel=1e-6)
+    for before, record in zip(file.steps, file.steps[1:], strict=False):
+        assert record.first == before.first + before.num_steps
+        assert record.begin == pytest.approx(before.end)
+    assert (tmp_path / "0.steps").stat().st_size == FILE_BYTES
+
+
+def test_all_ranks_keep_the_same_operations_however_many_there_were(tmp_path):
+    kept = []
+    for number, count in enumerate((20_000, 21_000)):
+        file = StepFile(tmp_path / f"{number}.steps", 0.0, 0.0)
+        for seq in range(1, count + 1):
+            file.add_operation(array("d", (0, 3, seq, 4, seq, seq + 1, 3, seq, 0)), seq)
+        file.close()
+        kept.append({int(op.seq) for op in read_folder(tmp_path)[number].operations})
+    common = kept[0] & kept[1]
+    assert len(common) > 1000
+    assert all((seq // WINDOW) % 8 == 0 for seq in common)
+    assert len(kept[0]) <= 4096
+
+
+def test_a_rank_that_is_killed_at_any_moment_leaves_what_it_has_done(tmp_path, recorder, clock):
+    draw = random.Random(1)
+    for number in range(1, 1500):
+        one_step(recorder, clock)
+        if draw.random() < 0.02:
+            data = (tmp_path / "0.steps").read_bytes()  # as whoever looks after a kill finds it
+            file = read_rank_file(data)
+            assert number - 1 - 2 <= sum(record.num_steps for record in file.steps) + 2
+            assert file.steps_done == number - 1  # the last one ends with the next batch
+            assert not file.ended
+    recorder.begin_data()
+    assert written(tmp_path).phase == "data"
+
+
+def test_what_is_no_such_file_is_not_read(tmp_path):
+    assert read_rank_file(b"") is None
+    assert read_rank_file(bytes(FILE_BYTES)) is None
+    StepFile(tmp_path / "a.steps", 0.0, 0.0).close()
+    data = bytearray((tmp_path / "a.steps").read_bytes())
+    draw = random.Random(4)
+    for _ in range(300):  # what a wild store, or a disk, may do to it
+        broken = bytearray(data)
+        for _ in range(20):
+            broken[draw.randrange(8, 2000)] = draw.randrange(256)
+        try:
+            read_rank_file(bytes(broken))
+        except (ValueError, OverflowError) as error:
+            pytest.fail(f"{error!r}")
+
+
+def test_facts_that_do_not_fit_are_left_out(tmp_path):
+    file = StepFile(tmp_path / "a.steps", 0.0, 0.0)
+    file.set_facts({"rank": 1, "long": "x" * 20000})
+    file.add_step(array("d", StepRecord(*[1.0] * 20)))
+    file.set_phase(DATA, 1.0)
+    file.close()
+    (read,) = read_folder(tmp_path)
+    assert read.facts == {"rank": 1}
+    assert read.phase == "data"

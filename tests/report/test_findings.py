@@ -1,0 +1,152 @@
+"""Each finding from measurements that were made up for it, and none from those of a run without fault."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from phalanx.report.findings import find
+from phalanx.report.measurements import PARTS, Collectives, Event, Lateness, Measurements, RankRun
+
+GIB = 2**30
+STEP = {"data": 0.002, "forward": 0.03, "backward": 0.055, "update": 0.008, "waiting": 0.002, "communication": 0.002,
+        "other": 0.001}  # fmt: skip
+
+
+def rank(number, host="one", **changes):
+    parts = {**STEP, **changes.pop("parts", {})}
+    facts = {"cores": 8, "threads": 1, "cpus": [number], "backend": "phalanx", "memory_bytes": 64 * GIB}
+    fields = {
+        "rank": number, "attempt": 0, "pid": 100 + number, "host": host, "node": 0, "facts": facts, "begin": 1.0,
+        "end": 61.0, "first_step": 2.0, "steps": 500, "first_number": 1, "step_s": sum(parts.values()),
+        "longest_s": 0.12, "parts": parts, "samples_per_step": 32.0, "num_workers": 2, "last_phase": "other",
+        "ended": True, "cpu_share": 0.98, "preemptions_per_s": 0.5, "resident_bytes": GIB, "shared_bytes": 0.0,
+        "peak_bytes": GIB, "device_bytes": 0.0, "memory_curve": tuple((i, float(GIB)) for i in range(40)),
+    }  # fmt: skip
+    return RankRun(**{**fields, **changes})
+
+
+def measured(*ranks, **changes):
+    fields = {
+        "name": "train.py", "command": "", "begun_unix": 0.0, "duration_s": 60.0, "end": "well", "end_text": "",
+        "exit_code": 0, "world_size": len(ranks), "max_restarts": 0, "ranks": ranks, "has_samples": True,
+        "loss": tuple((i, 1 / (1 + i)) for i in range(100)), "throughput": tuple((i, 640.0) for i in range(60)),
+        "lateness": tuple(Lateness(r.rank, 500 // len(ranks), 0.0002) for r in ranks), "num_matched": 500,
+    }  # fmt: skip
+    return Measurements(**{**fields, **changes})
+
+
+def texts(run):
+    return [finding.text for finding in find(run)]
+
+
+def test_a_run_without_fault_is_told_so():
+    (finding,) = find(measured(rank(0), rank(1)))
+    assert finding.severity == "good"
+    assert "93 %" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("workers", "advice"),
+    [(0, "DataLoader(num_workers=2)"), (4, "more DataLoader workers (now 4)"), (None, "ahead of the step")],
+)
+def test_one_rank_waits_for_data(workers, advice):
+    (text,) = texts(measured(rank(0), rank(1, parts={"data": 0.044}, num_workers=workers)))
+    assert text.startswith("Rank 1 waits 31 % of each step for data: ")
+    assert advice in text
+
+
+def test_the_straggler_is_named_with_what_it_does_longer():
+    ranks = [rank(0, parts={"waiting": 0.03}), rank(1, parts={"backward": 0.083}), rank(2, parts={"waiting": 0.03})]
+    late = (Lateness(0, 10, 0.0), Lateness(1, 480, 0.028), Lateness(2, 10, 0.0))
+    found = [text for text in texts(measured(*ranks, lateness=late)) if "straggler" in text]
+    assert found[0].startswith("Rank 1 on one is the straggler: it comes last to 96 % of the collectives")
+    assert "its backward takes longer (83.0 ms a step against 55.0 ms)" in found[0]
+    busy = dataclasses.replace(ranks[1], preemptions_per_s=300.0)
+    assert "thrown off its core 300 times a second" in texts(measured(ranks[0], busy, ranks[2], lateness=late))[0]
+    far = dataclasses.replace(ranks[1], host="two")
+    assert "two may be a slower machine" in texts(measured(ranks[0], far, ranks[2], lateness=late))[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "hosts", "advice"),
+    [
+        ((), ("one", "one"), "accumulate gradients"),
+        ((), ("one", "two"), "phalanx.DiLoCo"),
+        ((Collectives("all_reduce", 64, 2, 10000, 1e-5, 1e-5, 1e6),), ("one", "one"), "put them together"),
+    ],
+)
+def test_moving_data_takes_long(rows, hosts, advice):
+    ranks = [rank(i, host=host, parts={"communication": 0.04}) for i, host in enumerate(hosts)]
+    (text,) = texts(measured(*ranks, collectives=rows))
+    assert text.startswith("29 % of each step goes into moving data between ranks")
+    assert advice in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"loss": ((1.0, 1.0), (2.0, math.nan))}, "not a number from step 2 on"),
+        ({"loss": tuple((i, 1.0 + i) for i in range(40))}, "The loss rises"),
+        ({"throughput": tuple((i, 640.0 - 8 * i) for i in range(60))}, "The run became slower"),
+        ({"end": "killed"}, "was killed"),
+        ({"end": "stopped", "end_text": "stopped by SIGINT"}, "stopped by SIGINT, after step 500"),
+        ({"num_matched": 0, "lateness": ()}, "What ranks waited and sent is not known"),
+        ({"end": "failed", "events": (Event(3.0, "failure", "ValueError: no", 1),)}, "Rank 1 failed first: ValueError"),
+        ({"events": (Event(3.0, "loss", "SIGKILL; replaced", 1),)}, "Rank 1 was lost and the others went on"),
+    ],
+)
+def test_what_happened_to_the_run(changes, said):
+    assert any(said in text for text in texts(measured(rank(0), rank(1), **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parts": {"update": 0.06}}, "in the optimizer: take the fused optimizer"),
+        ({"parts": {"other": 0.05}}, "outside of the steps"),
+        ({"facts": {"cores": 8, "threads": 8, "cpus": []}}, "16 threads compute on 8 cores: set OMP_NUM_THREADS=4"),
+        ({"cpu_share": 0.3, "preemptions_per_s": 90.0}, "other programs take the cores: ranks 0, 1"),
+        ({"memory_curve": tuple((i, GIB * (1 + i / 40)) for i in range(40))}, "grows all the time"),
+        ({"peak_bytes": 31 * GIB}, "have taken 97 % of its memory"),
+        ({"longest_s": 4.0}, "The longest step took 4.00 s"),
+        ({"first_step": 40.0}, "The script took 39.0 s to its first step"),
+        ({"attempt": 2}, "started again twice"),
+    ],
+)
+def test_what_is_wrong_with_every_rank(changes, said):
+    assert any(said in text for text in texts(measured(rank(0, **changes), rank(1, **changes))))
+
+
+def test_where_a_rank_was_when_it_died():
+    run = measured(
+        rank(0), rank(1, ended=False, last_phase="backward", steps=316), end="failed",
+        events=(Event(3.0, "failure", "SIGKILL", 1),),
+    )  # fmt: skip
+    assert "it was in backward of step 317" in texts(run)[0]
+
+
+def test_no_run_however_odd_is_without_words_or_an_end():
+    draw = random.Random(7)
+    for _ in range(300):
+        ranks = []
+        for number in range(draw.randint(0, 5)):
+            parts = {part: draw.choice([0.0, draw.random()]) for part in PARTS}
+            steps = draw.choice([0, 1, 9, 500])
+            ranks.append(
+                rank(number, parts=parts, steps=steps, step_s=sum(parts.values()) if steps else 0.0,
+                     num_workers=draw.choice([None, 0, 3]), cpu_share=draw.choice([None, draw.random()]),
+                     preemptions_per_s=draw.choice([None, 100.0]), host=draw.choice(["one", "two"]),
+                     facts=draw.choice([{}, {"cores": 2, "threads": 2}]), first_step=draw.choice([None, 30.0]))
+            )  # fmt: skip
+        run = measured(
+            *ranks, end=draw.choice(["well", "failed", "stopped", "killed", "running"]),
+            loss=tuple((i, draw.choice([1.0, math.nan, -1.0, 0.0])) for i in range(draw.choice([0, 1, 50]))),
+            lateness=tuple(Lateness(draw.randint(0, 5), 499, draw.random()) for _ in range(2)),
+            throughput=tuple((i, draw.random()) for i in range(draw.choice([0, 1, 2, 30]))),
+        )  # fmt: skip
+        for finding in find(run):
+            assert finding.text[0] == finding.text[0].upper()
+            assert finding.text.endswith((".", "?"))
+            assert "nan" not in finding.text
