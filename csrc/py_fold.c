@@ -119,27 +119,29 @@ static int say(PyObject *progress, Py_ssize_t records, Py_ssize_t count, PyObjec
   return status;
 }
 
-/* fold_pairs(values, mapped, combine, adds, progress): put what `mapped` gives, the pairs of one record after another,
- * into the dict `values`: by combine(old, value); by old + value where `adds`; or, if it is None, into lists. A record
- * whose pairs cannot all be had leaves no trace; the exception is raised, and another call goes on with the next.
+/* fold_pairs(values, mapped, combine, adds, limit, progress): put what `mapped` gives, the pairs of one record after
+ * another, into the dict `values`: by combine(old, value); by old + value where `adds`; or, if it is None, into lists;
+ * up to the record with which it is `limit` pairs. A record whose pairs cannot all be had leaves no trace; the exception
+ * is raised, and another call goes on with the next.
  *
  * progress is a list: how many records were put there, how many pairs, and None, or the pairs of a record that cannot
  * be put: no pairs, no keys, or `combine` has failed. */
 static PyObject *core_fold_pairs(PyObject *module, PyObject *args) {
   PyObject *values, *mapped, *combine, *progress, *one;
   Pairs pairs = {NULL, 0, 0};
-  Py_ssize_t records = 0, count = 0;
+  Py_ssize_t records = 0, count = 0, limit;
   int adds, status = 0;
   (void)module;
-  if (!PyArg_ParseTuple(args, "O!OOpO!", &PyDict_Type, &values, &mapped, &combine, &adds, &PyList_Type, &progress))
+  if (!PyArg_ParseTuple(args, "O!OOpnO!", &PyDict_Type, &values, &mapped, &combine, &adds, &limit, &PyList_Type,
+                        &progress))
     return NULL;
   if (!PyIter_Check(mapped) || PyList_Size(progress) != 3) {
-    PyErr_SetString(PyExc_TypeError, "fold_pairs(values: dict, mapped: iterator, combine, adds, progress: list of 3)");
+    PyErr_SetString(PyExc_TypeError, "fold_pairs(values: dict, mapped: iterator, combine, adds, limit, progress: list of 3)");
     return NULL;
   }
   int how = combine == Py_None ? LIST : adds ? ADD : COMBINE;
   PyObject *mistaken = Py_NewRef(Py_None);
-  while (status == 0 && (one = PyIter_Next(mapped)) != NULL) {
+  while (status == 0 && count < limit && (one = PyIter_Next(mapped)) != NULL) {
     status = collect(&pairs, one);
     Py_DECREF(one);
     if (status == 0 && put_all(values, &pairs, how, combine) != 0) {

@@ -36,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--stage-kills", type=int, default=3, help="ranks of pipelines killed at random cells of schedules"
     )
+    parser.addoption(
+        "--mapreduce-kills", type=int, default=4, help="ranks of map_reduce killed, at random from the fifth on"
+    )
     parser.addoption("--elastic-kills", type=int, default=6, help="ranks of elastic jobs killed at random places")
 
 

@@ -280,6 +280,7 @@ def fold_pairs(
     mapped: Iterator[Iterable[Any]],
     combine: Callable[[Any, Any], Any] | None,
     adds: bool,
+    limit: int,
     progress: list[Any],
     /,
 ) -> None: ...

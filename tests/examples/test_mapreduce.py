@@ -1,36 +1,20 @@
 """The examples of map_reduce give what a few lines of Python give."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import sysconfig
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from tests.examples.test_examples import ALONE, PHALANX_RUN, run
+
 ROOT = Path(__file__).parents[2]
-ALONE = [sys.executable]
-PHALANX_RUN = [str(Path(sysconfig.get_path("scripts")) / "phalanx"), "run", "--nproc-per-node", "2"]
-
-
-def run(launcher, script, *arguments):
-    done = subprocess.run(
-        [*launcher, str(ROOT / "examples" / script), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_words_of_the_standard_library_are_counted_as_a_counter_does(tmp_path):
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*sorted(library.glob("json/*.py")), *sorted(library.glob("asyncio/*.py")), *library.glob("LICENSE.txt")]
-    output = run(PHALANX_RUN, "word_count.py", "--output", tmp_path, "--files", *files)
+    output = run(ROOT, PHALANX_RUN, "word_count.py", "--output", tmp_path, "--files", *files)
     want = Counter(" ".join(path.read_text(encoding="utf-8") for path in files).split())
     parts = sorted(tmp_path.glob("part-*"))
     assert len(parts) == 32
@@ -40,7 +24,7 @@ def test_words_of_the_standard_library_are_counted_as_a_counter_does(tmp_path):
 
 def test_an_index_of_our_documentation_names_the_files_that_have_a_word():
     files = sorted(ROOT.glob("docs/*.md"))
-    output = run(PHALANX_RUN, "inverted_index.py", *files, "--words", "gradient")
+    output = run(ROOT, PHALANX_RUN, "inverted_index.py", *files, "--words", "gradient")
     index = defaultdict(list)
     for path in files:
         for word, times in Counter(re.findall(r"[a-z]{3,}", path.read_text().lower())).items():
@@ -51,7 +35,7 @@ def test_an_index_of_our_documentation_names_the_files_that_have_a_word():
 
 
 def test_the_sampler_draws_by_what_was_counted_and_two_ranks_count_as_one():
-    alone, two = (run(launcher, "class_balance.py") for launcher in (ALONE, PHALANX_RUN))
+    alone, two = (run(ROOT, launcher, "class_balance.py") for launcher in (ALONE, PHALANX_RUN))
     pattern = r"pixels: .*|samples of each digit: .*"
     assert re.findall(pattern, alone) == re.findall(pattern, two)
     (sizes,) = re.findall(r"samples of each digit: (.*)", alone)

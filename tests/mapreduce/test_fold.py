@@ -57,17 +57,17 @@ def subtract(a, b):
 
 def outcome(fold, seed, combine):
     rng = random.Random(seed)
-    values, told = {}, []
+    values, told, limit = {}, [], rng.choice([1, 3, 1000])
     mapped = map(lambda record: mapper(rng, *record), list(records_of(rng)))
     while True:
         progress = [None, None, "nothing"]
         try:
-            fold(values, mapped, combine, combine is operator.add, progress)
+            fold(values, mapped, combine, combine is operator.add, limit, progress)
             error = None
         except Exception as caught:
             error = type(caught)
         told.append((error, *progress[:2], repr(progress[2])))
-        if error is None or progress[2] is not None:
+        if progress[2] is not None or (error is None and progress[1] < limit):
             return repr(values), told
 
 
@@ -89,7 +89,9 @@ def test_nothing_is_kept_of_what_was_folded():
         for seed in range(rounds):
             for combine in (None, operator.add, subtract):
                 outcome(_core.fold_pairs, seed % 40, combine)
-            _core.fold_pairs({}, iter([[(key, value)] * 9, ((key, value), [key, value])]), None, False, [0, 0, None])
+            _core.fold_pairs(
+                {}, iter([[(key, value)] * 9, ((key, value), [key, value])]), None, False, 99, [0, 0, None]
+            )
 
     work(40)
     tracemalloc.start()
@@ -103,9 +105,9 @@ def test_nothing_is_kept_of_what_was_folded():
 
 def test_wrong_arguments_are_refused():
     for wrong in (
-        ([], iter([]), None, False, [0, 0, 0]),
-        ({}, [], None, False, [0, 0, 0]),
-        ({}, iter([]), None, 0, []),
+        ([], iter([]), None, False, 9, [0, 0, 0]),
+        ({}, [], None, False, 9, [0, 0, 0]),
+        ({}, iter([]), None, False, 9, []),
     ):
         with pytest.raises(TypeError):
             _core.fold_pairs(*wrong)

@@ -15,8 +15,6 @@ from phalanx.errors import PeerLostError
 from phalanx.mapreduce import map_reduce, membership
 from phalanx.testing import run_ranks
 
-STRIKES = 4
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -54,12 +52,13 @@ def struck(rank, world_size, path, victims, gather):
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_the_others_do_what_a_killed_rank_has_done_and_would_have(text, backend):
+def test_the_others_do_what_a_killed_rank_has_done_and_would_have(text, backend, pytestconfig):
     """The first call of all, in the middle of map, at the end of map, in reduce; then at random."""
     want = Counter(text.read_text().split())
     rng = random.Random(backend)
-    at = [1, 400, 1000, 1100] + [rng.randrange(1, 1500) for _ in range(STRIKES - 4)]
-    for number in range(STRIKES):
+    strikes = pytestconfig.getoption("mapreduce_kills")
+    at = [1, 400, 1000, 1100] + [rng.randrange(1, 1500) for _ in range(strikes - 4)]
+    for number in range(strikes):
         world_size = 2 + number % 3
         victim = rng.randrange(world_size)
         ranks = run_ranks(struck, world_size, text, {victim: at[number]}, True, backend=backend, lost=(victim,))

@@ -145,6 +145,12 @@ def test_mistakes_of_the_map_function_are_no_bad_records(mapped, told):
         map_reduce([0], lambda record: mapped, add_up, combine=operator.add, partitions=1)
 
 
+def test_what_cannot_be_sent_is_named():
+    for mapped, reduced in ((lambda: 0, sum), (1, lambda key, values: (v for v in values))):
+        with pytest.raises(TypeError, match=r"map_reduce: <.* of type \w+ cannot be sent to another rank or to disk"):
+            map_reduce([0], lambda n, value=mapped: [(n, value)], reduced)
+
+
 def test_an_error_of_reduce_names_the_key():
     def divide(key, values):
         return 1 / (key - 3)
@@ -176,6 +182,22 @@ def test_a_task_that_fails_is_tried_again_and_the_failures_are_told(text, caplog
 
     assert dict(map_reduce(Flaky(), lambda n: [(n, 1)], add_up, split_records=3)) == {0: 1, 1: 1, 2: 1}
     assert calls == [0, 1, 0, 1, 2]
+
+
+def test_a_line_of_many_megabytes_is_bad_without_being_shown_whole(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("x" * 10**7 + "\nword\n")
+    result = map_reduce(path, lambda line: [(line, 1 // (len(line) < 9))], add_up)
+    assert list(result) == [("word", 1)]
+    assert len(result.bad_records[0].record) < 300
+
+
+def test_what_a_killed_rank_left_of_a_part_is_removed(text, tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / ".part-00001-of-00003.jsonl.4711").write_text("[")
+    map_reduce(text, count, add_up, output=folder, partitions=3)
+    assert len(os.listdir(folder)) == 3
 
 
 def test_the_result_goes_to_files_that_are_whole(text, tmp_path):

@@ -2,6 +2,7 @@
 
 import operator
 import random
+import resource
 import time
 from collections import Counter
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from phalanx.mapreduce import map_reduce
+from phalanx.mapreduce import TaskError, attempt, map_reduce
 from phalanx.mapreduce.attempt import plan_owners
-from phalanx.mapreduce.board import Standing, choose_idle_task
+from phalanx.mapreduce.board import Board, Standing, choose_idle_task
 from phalanx.testing import run_ranks
 
 
@@ -225,6 +226,66 @@ def test_a_rank_holds_about_as_much_as_it_may(combine):
         ranks = run_ranks(hoarding, world_size, combine, init=world_size > 1)
         assert sum(length for _, length in ranks) > 58_000_000
         assert max(held for held, _ in ranks) < 24, ranks
+
+
+def disk_is_full(rank, world_size):
+    """Rank 1 can write files of a MiB: the others do its tasks, but what they send it can be kept nowhere."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+    try:
+        map_reduce(range(400), lambda n: [(n, "x" * 20_000)], lambda key, values: 1, memory_bytes=1 << 20)
+    except TaskError as error:
+        told = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    return told, dict(map_reduce(range(9), lambda n: [(n % 2, 1)], add_up, gather=True))
+
+
+def test_a_disk_that_is_full_in_the_shuffle_is_heard_of_on_every_rank():
+    """The rank that could not keep what it received raised alone, and the others waited for it until time was out."""
+    for told, result in run_ranks(disk_is_full, 3):
+        assert "map_reduce: what the ranks send each other could not be kept" in told
+        assert "  rank 1: [Errno 27] File too large" in told
+        assert "Is the disk full?" in told
+        assert result == {0: 5, 1: 4}
+
+
+def problem_after_the_last_task(rank, world_size, folder):
+    """Rank 1 says that the job cannot go on when rank 0 has already seen that all tasks are done."""
+    begun, seen = Path(folder, "rank 1 has begun"), Path(folder, "rank 0 has seen all done")
+    finish, do_map = Board.finish, attempt._map
+
+    def finish_and_complain(board, task, seconds):
+        first = finish(board, task, seconds)
+        wait_for(seen)
+        board.give_up("TaskError", "said late")
+        return first
+
+    def map_and_tell(*args):
+        do_map(*args)
+        seen.touch()
+
+    def mapped(number):
+        if rank == 1:
+            begun.touch()
+        else:
+            wait_for(begun)
+        return [(number, 1)]
+
+    if rank == 1:
+        Board.finish = finish_and_complain
+    else:
+        attempt._map = map_and_tell
+    try:
+        map_reduce(range(2), mapped, add_up, split_records=1)
+    except TaskError as error:
+        return str(error)
+
+
+def test_a_problem_that_is_found_when_all_tasks_are_done_is_heard_on_every_rank(tmp_path):
+    """The others had gone on to tell each other what they have, and waited there for the one that had raised."""
+    assert run_ranks(problem_after_the_last_task, 2, tmp_path) == ["said late\n(It was found on rank 1.)"] * 2
 
 
 def test_plans_of_who_reduces_and_what_an_idle_rank_does():

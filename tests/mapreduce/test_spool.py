@@ -1,5 +1,6 @@
 """What was written is read back, from memory or from disk; sorting and grouping by it give what a dict gives."""
 
+import errno
 import os
 import random
 
@@ -7,7 +8,7 @@ import pytest
 
 from phalanx.mapreduce.exchange import plan_rounds
 from phalanx.mapreduce.grouper import Grouper
-from phalanx.mapreduce.sizes import size_of, size_of_table
+from phalanx.mapreduce.sizes import plan_next_look, size_of, size_of_lists, size_of_table
 from phalanx.mapreduce.spool import Extent, Spool, Stream
 
 
@@ -29,6 +30,26 @@ def test_a_spool_gives_back_any_part_of_what_was_written(tmp_path, memory_bytes)
     assert spool.read(extents[20].offset - 5, 8) == whole[extents[20].offset - 5 : extents[20].offset] + b"new"
     assert os.listdir(tmp_path) == []  # nothing to leave behind
     assert (spool.spilled_bytes > 0) == (memory_bytes < 100)
+    spool.close()
+
+
+def test_what_was_kept_is_still_there_when_the_disk_is_full(tmp_path, monkeypatch):
+    """The task that found the disk full was done elsewhere, and what others had left in memory was read as zeros."""
+    spool = Spool(10, str(tmp_path))
+    first = spool.append(b"kept")
+
+    def refuse(fd, data, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            spool.append(b"more than fits in memory")
+        spool.truncate(first.length)
+    assert spool.read(*first) == b"kept"
+    monkeypatch.undo()
+    more = spool.append(b"more than fits in memory")
+    assert (spool.read(*first), spool.read(*more)) == (b"kept", b"more than fits in memory")
     spool.close()
 
 
@@ -102,4 +123,18 @@ def test_sizes_follow_what_is_held():
     by_hand = sum(map(size_of, words)) + sum(map(size_of, words.values())) + words.__sizeof__()
     assert 0.8 < size_of_table(words) / by_hand < 1.2
     assert size_of({"a": ["x" * 1000] * 50}) > 50_000
+    # One key of many has nearly all values, or a few have large ones: a sample of keys would not see them.
+    skewed = {n: ["x"] for n in range(1000)} | {-1: ["x" * 1000] * 9000}
+    assert 0.8 < size_of_lists(skewed) / 9_600_000 < 1.2
+    assert size_of_lists({}) == 0
+    assert size_of_lists({"a": 3}) < 1000
     assert size_of_table({}) == 0
+
+
+def test_the_first_look_comes_early_and_the_next_when_what_is_held_may_have_doubled():
+    """Of values of a MB each 256 were taken before anybody looked, whatever `memory_bytes` was."""
+    assert plan_next_look(1, 10**6) == 2
+    assert plan_next_look(100, 10**6) == 200
+    assert plan_next_look(100, 20) == 110
+    assert plan_next_look(100, 0.1) == 101
+    assert plan_next_look(6400, 0.1) == 6500

@@ -160,7 +160,10 @@ def _attempt(team: Team, job: Job, held: Held) -> Outcome:
     for number in range(len(splits) + 1):
         board = Board(team, f"{prefix}/{number}", [task for task in range(len(splits)) if task not in there])
         _map(board, job, held, splits)
-        told = team.gather({task: _report(output) for task, output in held.outputs.items()})
+        # One may find a problem when others have seen the last task done: it is heard here, by all of them.
+        heard = team.gather((board.problem(), {task: _report(output) for task, output in held.outputs.items()}))
+        _raise_problem(team, next((problem for problem, _ in heard if problem is not None), None), board.cause)
+        told = [reports for _, reports in heard]
         there = set().union(*told)
         if len(there) == len(splits):
             break
@@ -182,15 +185,15 @@ def _attempt(team: Team, job: Job, held: Held) -> Outcome:
     except (PeerLostError, DeadlineError, MismatchError):
         raise
     except (TypeError, TaskError) as error:
-        board.give_up(type(error).__name__, str(error))
-        _raise_problem(board, error)
+        board.give_up(type(error).__name__, str(error), error)
+        _raise_problem(team, board.problem(), error)
     except Exception as error:
-        board.give_up("TaskError", f"map_reduce: a partition could not be reduced.\n{_tell(error)}")
-        _raise_problem(board, error)
+        board.give_up("TaskError", f"map_reduce: a partition could not be reduced.\n{_tell(error)}", error)
+        _raise_problem(team, board.problem(), error)
     team.store.set(f"{prefix}/reduced/{team.rank}", "1")
     reduced = [f"{prefix}/reduced/{rank}" for rank in range(team.size)]
     team.wait_until(lambda: team.store.check(reduced) or board.problem() is not None)
-    _raise_problem(board)
+    _raise_problem(team, board.problem())
     return Outcome(counters, {**finished, **owners}, len(splits))
 
 
@@ -200,7 +203,6 @@ def _map(board: Board, job: Job, held: Held, splits: Sequence[Split]) -> None:
     while board.problem() is None and (task := board.find_idle()) is not None:
         _do_map_task(board, job, held, splits[task], task)
     held.num_backups += board.num_backups
-    _raise_problem(board)
 
 
 def _do_map_task(board: Board, job: Job, held: Held, split: Split, task: int) -> None:
@@ -209,11 +211,11 @@ def _do_map_task(board: Board, job: Job, held: Held, split: Split, task: int) ->
     except PeerLostError:
         raise
     except NotPairsError as error:
-        board.give_up("TypeError", f"map_reduce: {error}")
-        _raise_problem(board, error.__cause__)
+        board.give_up("TypeError", f"map_reduce: {error}", error.__cause__)
+        return
     except (TypeError, ValueError) as error:  # of a key; the map function's own make a record bad
-        board.give_up(type(error).__name__, str(error))
-        _raise_problem(board, error)
+        board.give_up(type(error).__name__, str(error), error)
+        return
     except Exception as error:
         _logger.warning(
             "map_reduce: task %d failed on rank %d: %s: %s", task, board.team.rank, type(error).__name__, error
@@ -221,10 +223,8 @@ def _do_map_task(board: Board, job: Job, held: Held, split: Split, task: int) ->
         held.num_retries += 1
         if board.fail(task, _tell(error)) >= job.max_attempts:
             failures = "\n".join(f"On rank {rank}: {text}" for rank, text in board.failures(task))
-            board.give_up(
-                "TaskError", f"map_reduce: task {task} ({split}) failed {job.max_attempts} times.\n{failures}"
-            )
-            _raise_problem(board, error)
+            text = f"map_reduce: task {task} ({split}) failed {job.max_attempts} times.\n{failures}"
+            board.give_up("TaskError", text, error)
         return
     if output is None or task in held.outputs:
         return
@@ -259,14 +259,13 @@ def _tell(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))[-4000:]
 
 
-def _raise_problem(board: Board, cause: BaseException | None = None) -> None:
+def _raise_problem(team: Team, problem: tuple[int, str, str] | None, cause: BaseException | None = None) -> None:
     """What one rank has said is what all raise."""
-    problem = board.problem()
     if problem is None:
         return
     rank, kind, text = problem
-    where = f"{text}\n(It was found on rank {rank}.)" if board.team.size > 1 else text
-    raise _RAISED.get(kind, TaskError)(where) from (cause if rank == board.team.rank else None)
+    where = f"{text}\n(It was found on rank {rank}.)" if team.size > 1 else text
+    raise _RAISED.get(kind, TaskError)(where) from (cause if rank == team.rank else None)
 
 
 def _report(output: MapOutput) -> TaskReport:
@@ -336,7 +335,7 @@ def _reduce(job: Job, held: Held, buckets: Iterator[bytes], board: Board) -> Run
         for data in buckets:
             board.team.check_peers()
             grouper.add(*unpack(data))
-        return write_blocks(held.done, _reduced(job, grouper, board))
+        return write_blocks(held.done, _reduced(job, grouper, board), job.memory_bytes // 128)
     except BaseException:
         held.done.truncate(begin)
         raise

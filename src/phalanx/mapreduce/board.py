@@ -61,6 +61,7 @@ class Board:
     _idle_since: float = 0.0
     _took_s: list[float] = field(default_factory=list)
     num_backups: int = 0
+    cause: BaseException | None = None  # of this rank's problem
 
     def _key(self, *words: object) -> str:
         return "/".join([self.prefix, *map(str, words)])
@@ -119,10 +120,12 @@ class Board:
             count += 1
         return count
 
-    def give_up(self, kind: str, text: str) -> None:
+    def give_up(self, kind: str, text: str, cause: BaseException | None = None) -> None:
         """All ranks are to hear that the job has failed; the first to say so is heard."""
+        self.cause = cause
         if self.team.store.add(self._key("given-up"), 1) == 1:
             self.team.store.set(self._key("problem"), json.dumps([self.team.rank, kind, text]))
+        self.team.wait_until(lambda: self.problem() is not None)  # the first may be about to say it
 
     def problem(self) -> tuple[int, str, str] | None:
         """Why the job has failed: the rank that said so, the kind, and the text."""

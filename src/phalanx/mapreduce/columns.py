@@ -57,7 +57,19 @@ def _pack_column(items: Sequence[Any]) -> tuple[bytes, bytes]:
                     return kind, data
         except OverflowError:  # an integer of more than 64 bits
             pass
-    return b"p", pickle.dumps(list(items), protocol=5)
+    try:
+        return b"p", pickle.dumps(list(items), protocol=5)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise TypeError(f"map_reduce: {_find_bad(items)} cannot be sent to another rank or to disk: {error}") from error
+
+
+def _find_bad(items: Sequence[Any]) -> str:
+    for item in items:
+        try:
+            pickle.dumps(item, protocol=5)
+        except Exception:
+            return f"{item!r:.100} of type {type(item).__name__}"
+    return "a key or value"
 
 
 def _pack_text(items: Sequence[str]) -> tuple[bytes, bytes | None]:

@@ -22,7 +22,7 @@ class BadRecord:
     @classmethod
     def of(cls, where: str, record: Any, error: BaseException) -> BadRecord:
         """`error` was raised for `record`."""
-        shown = repr(record)
+        shown = repr(record[: _TEXT + 1] if isinstance(record, str | bytes) else record)  # a line may be very long
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if "/phalanx/mapreduce/" not in frame.filename.replace("\\", "/")]
         return cls(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.mapreduce.errors import TaskError
 from phalanx.mapreduce.spool import Extent, Spool, Stream
 from phalanx.mapreduce.team import Team
 
@@ -29,16 +30,39 @@ def exchange(
 
     `incoming`: the length of what each rank sends. `longest` of all streams of all ranks. What a rank has for itself
     is not moved: its stream is given back as it is.
+
+    Raises:
+        TaskError: a rank could not write to its disk, or read from it; on every rank.
     """
     rounds, chunk = plan_rounds(longest, team.size, memory_bytes)
     arrived: list[list[Extent]] = [[] for _ in incoming]
+    problem: str | None = None
     for number in range(rounds):
         start = number * chunk
-        parts = [b"" if peer == team.rank else stream.read(start, chunk) for peer, stream in enumerate(outgoing)]
         expected = [
             0 if peer == team.rank else max(0, min(chunk, length - start)) for peer, length in enumerate(incoming)
         ]
-        for extents, data in zip(arrived, team.all_to_all(parts, expected), strict=True):
-            if data:
-                extents.append(inbox.append(data))
+        sizes = [0 if peer == team.rank else stream.length_of(start, chunk) for peer, stream in enumerate(outgoing)]
+        try:
+            parts: list[bytes] = [stream.read(start, size) for stream, size in zip(outgoing, sizes, strict=True)]
+        except OSError as error:  # the others wait for it: something is sent, which nobody will use
+            problem, parts = problem or str(error), [bytes(size) for size in sizes]
+        received = team.all_to_all(parts, expected)
+        try:
+            for extents, data in zip(arrived, received, strict=True):
+                if len(data) and problem is None:
+                    extents.append(inbox.append(data))
+        except OSError as error:
+            problem = str(error)
+    if rounds:
+        _raise_problem(team.gather(problem))
     return [outgoing[peer] if peer == team.rank else Stream(inbox, extents) for peer, extents in enumerate(arrived)]
+
+
+def _raise_problem(told: Sequence[str | None]) -> None:
+    named = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
+    if named:
+        raise TaskError(
+            f"map_reduce: what the ranks send each other could not be kept, or read from where it was kept:\n{named}\n"
+            "Is the disk full? Give a spill_folder with more room, or more memory_bytes."
+        )

@@ -15,6 +15,7 @@ def fold_in_python(
     mapped: Iterator[Iterable[Any]],
     combine: Callable[[Any, Any], Any] | None,
     adds: bool,
+    limit: int,
     progress: list[Any],
 ) -> None:
     """What `fold_pairs` of csrc/py_fold.c does, to the letter."""
@@ -35,6 +36,8 @@ def fold_in_python(
                 raise
             records += 1
             count += len(pairs)
+            if count >= limit:
+                break
     finally:
         progress[:2] = records, count
 

@@ -16,28 +16,33 @@ from operator import itemgetter
 from typing import Any
 
 from phalanx.mapreduce.columns import pack, unpack
-from phalanx.mapreduce.sizes import size_of, size_of_table
+from phalanx.mapreduce.sizes import plan_next_look, size_of, size_of_lists
 from phalanx.mapreduce.spool import Extent, Spool
 
 _FAN_IN = 16
-_BLOCK_BYTES = 64 << 10
-_VALUES = 1024  # of a key, in one entry of a run
+_BLOCK_BYTES = 512 << 10
+_VALUES = 1024  # of a key, in one entry of a run, at most
 _first = itemgetter(0)
 
 Run = list[Extent]
 
 
-def write_blocks(spool: Spool, pairs: Iterable[tuple[Any, Any]], *, listed: bool = False) -> Run:
-    """Write pairs in blocks of some tens of KiB, so that who reads them holds one at a time."""
+def write_blocks(
+    spool: Spool, pairs: Iterable[tuple[Any, Any]], block_bytes: int = _BLOCK_BYTES, *, listed: bool = False
+) -> Run:
+    """Write pairs in blocks that hold about `block_bytes` as objects, so that who reads them holds one at a time."""
     run: Run = []
-    size, rest = 16, iter(pairs)
+    block_bytes = min(block_bytes, _BLOCK_BYTES)
+    size, rest = 1, iter(pairs)
     while block := list(islice(rest, size)):
         keys, values = zip(*block, strict=True)
         run.append(spool.append(pack(keys, values, listed=listed)))
-        if run[-1].length < _BLOCK_BYTES // 2:
+        sample = [size_of(pair) for pair in block[:: max(1, len(block) // 8)]]
+        held = sum(sample) * len(block) // len(sample)
+        if held < block_bytes // 2:
             size *= 2
-        elif run[-1].length > _BLOCK_BYTES * 2:
-            size = max(1, size // 2)
+        elif held > block_bytes * 2:
+            size = max(1, size * block_bytes // held)
     return run
 
 
@@ -60,7 +65,8 @@ class Grouper:
         self._adds = adds and not listed
         self._values: dict[Any, Any] = {}  # lists, and sums that are no list
         self._added = 0
-        self._next_look = 1024
+        self._next_look = 1
+        self._block_bytes = max(4096, min(limit_bytes // (2 * _FAN_IN), _BLOCK_BYTES))
         self._runs: list[tuple[int, Run]] = []  # with how often they were merged
 
     def add(self, keys: list[Any], values: list[Any]) -> None:
@@ -76,12 +82,11 @@ class Grouper:
         else:
             self._append(keys, values)
         if self._added >= self._next_look:
-            held = self._size()
+            held = size_of_lists(self._values)
             if held >= self._limit_bytes:
                 self._spill()
             else:
-                room = (self._limit_bytes - held) / (held / self._added)
-                self._next_look = self._added + max(64, min(self._added, int(room / 2)))
+                self._next_look = plan_next_look(self._added, (self._limit_bytes - held) / (held / self._added))
 
     def _extend(self, keys: list[Any], values: list[Any]) -> None:
         groups = self._values
@@ -121,11 +126,6 @@ class Grouper:
                 groups[key] = old + value
         self._added += len(groups) - before
 
-    def _size(self) -> int:
-        step = max(1, len(self._values) // 64)
-        sample = [size_of(_last(value)) + 9 for value in list(self._values.values())[::step]]
-        return size_of_table(self._values, 0) + self._added * sum(sample) // max(1, len(sample))
-
     def groups(self) -> Iterator[tuple[Any, Iterator[Any]]]:
         """Every key with its values, in the order of the keys. Once.
 
@@ -145,26 +145,26 @@ class Grouper:
 
     def _spill(self) -> None:
         values, self._values = self._values, {}
-        self._added, self._next_look = 0, 1024
+        self._added, self._next_look = 0, 1
         if values:
-            self._runs.append((0, write_blocks(self._spool, _entries(values), listed=True)))
+            self._runs.append((0, self._write(_entries(values, self._block_bytes))))
         while len(self._runs) >= _FAN_IN and self._runs[-1][0] == self._runs[-_FAN_IN][0]:
             level = self._runs[-1][0]
             streams = [read_blocks(self._spool, run) for _, run in self._runs[-_FAN_IN:]]
             del self._runs[-_FAN_IN:]
-            self._runs.append((level + 1, write_blocks(self._spool, heapq.merge(*streams, key=_first), listed=True)))
+            self._runs.append((level + 1, self._write(heapq.merge(*streams, key=_first))))
+
+    def _write(self, entries: Iterable[tuple[Any, list[Any]]]) -> Run:
+        return write_blocks(self._spool, entries, self._block_bytes, listed=True)
 
 
-def _last(value: Any) -> Any:
-    return value[-1] if type(value) is list else value
-
-
-def _entries(values: dict[Any, Any]) -> Iterator[tuple[Any, list[Any]]]:
+def _entries(values: dict[Any, Any], block_bytes: int) -> Iterator[tuple[Any, list[Any]]]:
     for key in _sorted(values):
         value = values.pop(key)
         listed = value if type(value) is list else [value]
-        for start in range(0, len(listed), _VALUES):
-            yield key, listed[start : start + _VALUES]
+        most = max(1, min(block_bytes // (2 * size_of(listed[0])), _VALUES)) if len(listed) > 1 else 1
+        for start in range(0, len(listed), most):
+            yield key, listed[start : start + most]
 
 
 def _sorted(values: dict[Any, Any]) -> list[Any]:

@@ -36,9 +36,9 @@ def stable_hash(key: Any) -> int:
         return crc32(key.encode("utf-8", "surrogatepass"))
     if isinstance(key, bytes):
         return crc32(key)
+    if isinstance(key, numbers.Number) and key != key:
+        raise ValueError("map_reduce: NaN cannot be a key: it is not equal to itself")
     if isinstance(key, numbers.Real):
-        if key != key:
-            raise ValueError("map_reduce: NaN cannot be a key: it is not equal to itself")
         return _mix(hash(key))  # of numbers it is not randomised, and equal across their types
     if key is None:
         return 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from phalanx.mapreduce.table import Table
 
 _SLICE_S = 0.05
 _GC_THRESHOLD = 50_000
+_BUCKETS = 32  # a bucket holds at most such a part of the memory
 
 
 @dataclass
@@ -40,7 +42,7 @@ def run_map_task(split: Split, job: Job, spool: Spool, is_wanted: Callable[[], b
     """
     output = MapOutput()
     began, begin = time.monotonic(), spool.size
-    table = Table(job, output.counters, job.memory_bytes // 3)
+    table = Table(job, output.counters, job.memory_bytes // 4, lambda full: _write_run(full, job, spool, output))
     size = 1
     try:
         for block in read_blocks(split, job.sequence, job.encoding, job.block_bytes):
@@ -60,8 +62,6 @@ def run_map_task(split: Split, job: Job, spool: Spool, is_wanted: Callable[[], b
                 if not is_wanted():
                     spool.truncate(begin)
                     return None
-            if table.is_full():
-                _write_run(table, job, spool, output)
         _write_run(table, job, spool, output)
     except BaseException:
         spool.truncate(begin)
@@ -71,7 +71,7 @@ def run_map_task(split: Split, job: Job, spool: Spool, is_wanted: Callable[[], b
 
 
 def _write_run(table: Table, job: Job, spool: Spool, output: MapOutput) -> None:
-    values = table.drain()
+    values, held = table.drain()
     if not values:
         return
     types = set(map(type, values))
@@ -81,15 +81,46 @@ def _write_run(table: Table, job: Job, spool: Spool, output: MapOutput) -> None:
     keys = np.fromiter(values, object, len(values))[order]
     listed = np.fromiter(values.values(), object, len(values))[order]
     values.clear()
-    run, start = [], 0
-    for end in np.cumsum(np.bincount(partitions, minlength=job.partitions)).tolist():
-        data = b""
-        if end > start:
-            data = pack(keys[start:end].tolist(), listed[start:end].tolist(), listed=job.combine is None)
-        run.append(spool.append(data))
-        output.counters.bucket_bytes += len(data)
+    counts = np.fromiter(map(len, listed), np.int64, len(listed)) if job.combine is None else np.ones(len(listed))
+    most = max(1, int(job.memory_bytes // _BUCKETS * counts.sum() / held))  # pairs of a bucket
+    runs: list[list[Extent]] = [[]]
+    start = 0
+    for partition, end in enumerate(np.cumsum(np.bincount(partitions, minlength=job.partitions)).tolist()):
+        parts: Iterable[tuple[list[Any], list[Any]]] = ((keys[start:end].tolist(), listed[start:end].tolist()),)
+        if counts[start:end].sum() > most:
+            parts = _cut(*next(iter(parts)), most, listed=job.combine is None)
+        for number, (some, theirs) in enumerate(parts if end > start else ()):
+            if number == len(runs):
+                runs.append([])
+            runs[number] += [Extent(0, 0)] * (partition - len(runs[number]))
+            data = pack(some, theirs, listed=job.combine is None)
+            runs[number].append(spool.append(data))
+            output.counters.bucket_bytes += len(data)
         start = end
-    output.runs.append(run)
+    output.runs += [run + [Extent(0, 0)] * (job.partitions - len(run)) for run in runs]
+
+
+def _cut(keys: list[Any], values: list[Any], most: int, *, listed: bool) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Parts of at most so many pairs each; of a key with many values, too."""
+    if not listed:
+        for start in range(0, len(keys), most):
+            yield keys[start : start + most], values[start : start + most]
+        return
+    some: list[Any] = []
+    theirs: list[Any] = []
+    room = most
+    for key, own in zip(keys, values, strict=True):
+        start = 0
+        while start < len(own):
+            some.append(key)
+            theirs.append(own[start : start + room])
+            start += len(theirs[-1])
+            room -= len(theirs[-1])
+            if not room:
+                yield some, theirs
+                some, theirs, room = [], [], most
+    if some:
+        yield some, theirs
 
 
 @contextlib.contextmanager

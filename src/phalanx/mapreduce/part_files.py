@@ -49,6 +49,8 @@ def write_part(folder: str, number: int, partitions: int, pairs: Iterable[tuple[
         os.replace(passing, path)
     finally:
         passing.unlink(missing_ok=True)
+    for left in path.parent.glob(f".{path.name}.*"):  # of a rank that was killed while it wrote this part
+        left.unlink(missing_ok=True)
 
 
 def read_parts(folder: str | os.PathLike[str]) -> Iterable[tuple[Any, Any]]:

@@ -7,13 +7,15 @@ grouped, and so the rounding of their sums.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
 
-_SAMPLE = 256
+_SAMPLE = 128
+_LIST, _SLOT = 64, 10  # bytes of a list, and of an item's place in it
 _ITEMS = 16  # of a container, which stand for all
 _DEPTH = 4
 
@@ -39,10 +41,34 @@ def _scaled(sizes: Any, count: int) -> int:
     return sum(sample) * count // len(sample) if sample else 0
 
 
-def size_of_table(table: dict[Any, Any], value_depth: int = _DEPTH) -> int:
-    """The bytes that a dict and all in it hold; of keys and values those of some hundreds are looked at."""
+def size_of_table(table: dict[Any, Any]) -> int:
+    """The bytes that a dict and all in it hold; of keys and values those of a hundred are looked at."""
     if not table:
         return 0
     step = max(1, len(table) // _SAMPLE)
-    sizes = [size_of(key) + size_of(value, value_depth) for key, value in islice(table.items(), 0, None, step)]
+    sizes = [size_of(key) + size_of(value) for key, value in islice(table.items(), 0, None, step)]
     return sys.getsizeof(table) + sum(sizes) * len(table) // len(sizes)
+
+
+def size_of_lists(table: dict[Any, Any]) -> int:
+    """The same for a dict of lists of values, and of values that are no list, of which a few keys may have most."""
+    if not table:
+        return 0
+    lists = list(table.values())
+    ends = list(accumulate(len(one) if type(one) is list else 1 for one in lists))
+    values = []
+    for position in range(0, ends[-1], max(1, ends[-1] // _SAMPLE)):
+        index = bisect_right(ends, position)
+        one = lists[index]
+        values.append(size_of(one[position - ends[index]] if type(one) is list else one))
+    keys = [size_of(key) for key in islice(table, 0, None, max(1, len(table) // _SAMPLE))]
+    held = sys.getsizeof(table) + (sum(keys) // len(keys) + _LIST) * len(table)
+    return held + (sum(values) // len(values) + _SLOT) * ends[-1]
+
+
+def plan_next_look(count: int, room: float) -> int:
+    """At how many pairs the size is to be looked at again, with `count` there and room for about as many as `room`.
+
+    Half of what would fill it, because those that come may be larger; and no later than when it has doubled.
+    """
+    return count + max(1, count // 64, min(count, int(room / 2)))

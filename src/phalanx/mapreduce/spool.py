@@ -41,7 +41,7 @@ class Spool:
         if self._fd < 0 and self.size + len(data) > self._memory_bytes:
             self._move_to_disk()
         if self._fd >= 0:
-            self._write(data, self.size)
+            self._write(self._fd, data, self.size)
         elif data:
             self._starts.append(self.size)
             self._parts.append((self.size, bytes(data)))
@@ -84,18 +84,18 @@ class Spool:
     def _move_to_disk(self) -> None:
         file = tempfile.TemporaryFile(prefix="phalanx-mapreduce-", dir=self._folder)  # noqa: SIM115 - its descriptor lives on
         with file:
+            for offset, data in self._parts:  # if the disk is full, they are still where they were
+                self._write(file.fileno(), data, offset)
             self._fd = os.dup(file.fileno())
         os.set_inheritable(self._fd, False)
         self._close_file = weakref.finalize(self, os.close, self._fd)
-        for offset, data in self._parts:
-            self._write(data, offset)
         self._parts, self._starts = [], []
 
-    def _write(self, data: bytes | memoryview, offset: int) -> None:
+    def _write(self, fd: int, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
         self.spilled_bytes += len(view)
         while view:
-            written = os.pwrite(self._fd, view, offset)
+            written = os.pwrite(fd, view, offset)
             view, offset = view[written:], offset + written
 
     def _read(self, offset: int, length: int) -> bytes:
@@ -123,6 +123,10 @@ class Stream:
         """Bytes from `start` on; fewer where it ends."""
         parts = list(self._parts(start, min(start + length, len(self))))
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def length_of(self, start: int, length: int) -> int:
+        """How many bytes `read` gives."""
+        return max(0, min(length, len(self) - start))
 
     def part(self, start: int, length: int) -> Stream:
         """The bytes from `start` on as a stream of their own."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.fold import fold_pairs
 from phalanx.mapreduce.job import Job
 from phalanx.mapreduce.records import Block
-from phalanx.mapreduce.sizes import size_of, size_of_table
+from phalanx.mapreduce.sizes import plan_next_look, size_of_lists, size_of_table
 
 
 class NotPairsError(Exception):
@@ -18,16 +17,19 @@ class NotPairsError(Exception):
 
 
 class Table:
-    """Keys and values in memory, up to a limit that its owner asks for with `is_full`."""
+    """Keys and values in memory, up to a limit; `spill` is called when it is reached, and empties it with `drain`.
 
-    def __init__(self, job: Job, counters: Counters, limit_bytes: int) -> None:
+    Where that is follows from the data: it is asked between two records, after so many pairs.
+    """
+
+    def __init__(self, job: Job, counters: Counters, limit_bytes: int, spill: Callable[[Table], None]) -> None:
         self._job = job
         self._counters = counters
         self._limit_bytes = limit_bytes
+        self._spill = spill
         self.values: dict[Any, Any] = {}
         self._pairs = 0  # since it was empty
-        self._next_look = 256
-        self._value_bytes = 0.0  # of a listed value, on average
+        self._next_look = 1
 
     def take(self, block: Block, start: int, stop: int) -> None:
         """Map the records `start` to `stop` of a block. Each has its whole effect, or, if it is bad, none.
@@ -41,11 +43,11 @@ class Table:
         mapped = map(self._job.map, records)  # after an exception it goes on with the next
         self._counters.records += stop - start
         progress: list[Any] = [0, 0, None]
-        while True:
-            problem: Exception
+        while start < stop:
+            limit = self._next_look - self._pairs
+            problem: Exception | None = None
             try:
-                fold_pairs(self.values, mapped, self._job.combine, self._job.adds, progress)
-                problem = RuntimeError("map raised StopIteration")  # which ends a loop without a word
+                fold_pairs(self.values, mapped, self._job.combine, self._job.adds, limit, progress)
             except MemoryError:
                 raise
             except Exception as error:
@@ -54,38 +56,34 @@ class Table:
                 problem = error
             start += progress[0]
             self._pairs += progress[1]
-            if start == stop:
-                break
-            self._counters.count_bad(block.locate(start), block.items[start], problem)
-            start += 1
+            if progress[1] >= limit:
+                self._look()
+            elif start < stop:
+                # What ends a loop without a word is an exception as well.
+                problem = problem or RuntimeError("map raised StopIteration")
+                self._counters.count_bad(block.locate(start), block.items[start], problem)
+                start += 1
 
-    def is_full(self) -> bool:
-        """Whether it holds about as much as it may. Ask where blocks end: then the answer is always the same."""
-        if self._pairs < self._next_look:
-            return False
+    def _look(self) -> None:
         held = self._size()
         room = self._limit_bytes - held
         if room <= 0:
-            return True
-        # Half of what would fill it, at the size of those that are there; and no later than when it has doubled.
-        self._next_look = self._pairs + max(64, min(self._pairs, int(room / (held / self._pairs) / 2)))
-        return False
+            self._spill(self)
+        else:
+            count = self._pairs if self._job.combine is None else len(self.values)
+            self._next_look = self._pairs + plan_next_look(count, room / (held / count)) - count
 
     def _size(self) -> int:
-        if self._job.combine is not None:
-            return size_of_table(self.values)
-        # Lists are counted by the values in them: a few keys may have most.
-        step = max(1, len(self.values) // 64)
-        sample = [size_of(value[-1]) + 9 for value in list(self.values.values())[::step]]
-        return size_of_table(self.values, 0) + self._pairs * sum(sample) // max(1, len(sample))
+        return size_of_lists(self.values) if self._job.combine is None else size_of_table(self.values)
 
-    def drain(self) -> dict[Any, Any]:
-        """What is there; empty afterwards."""
+    def drain(self) -> tuple[dict[Any, Any], int]:
+        """What is there, and how many bytes it holds; empty afterwards."""
+        held = self._size()
         values, self.values = self.values, {}
         self._counters.pairs += self._pairs
         self._counters.combined_pairs += len(values)
-        self._pairs, self._next_look = 0, 256
-        return values
+        self._pairs, self._next_look = 0, 1
+        return values, held
 
 
 def _describe(pairs: list[Any], error: Exception) -> str:
@@ -97,9 +95,3 @@ def _describe(pairs: list[Any], error: Exception) -> str:
         except TypeError:
             return f"map yielded the key {pair[0]!r:.100}, a {type(pair[0]).__name__}, which cannot be hashed"
     return f"combine raised {type(error).__name__}: {error}"
-
-
-def values_in_order(table: dict[Any, Any], keys: Iterable[Any], *, listed: bool) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """Each key with its values."""
-    for key in keys:
-        yield key, iter(table[key]) if listed else chain((table[key],))

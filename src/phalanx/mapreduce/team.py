@@ -137,12 +137,12 @@ class Team:
         lengths = [int(length) for length in self._exchange_lengths([len(data)] * self.size)]
         return [pickle.loads(found) for found in self.all_to_all([data] * self.size, lengths)]
 
-    def all_to_all(self, parts: Sequence[bytes], lengths: Sequence[int]) -> list[bytes]:
+    def all_to_all(self, parts: Sequence[bytes], lengths: Sequence[int]) -> list[memoryview]:
         """Give each rank its part; what came from each, whose length is known. Collective."""
         if self.group is None:
-            return [parts[0]]
+            return [memoryview(parts[0])]
         device = self._device()
-        joined = bytearray(b"".join(parts))
+        joined = bytearray().join(parts)
         send = (
             torch.frombuffer(joined, dtype=torch.uint8).to(device)
             if joined
@@ -157,7 +157,7 @@ class Team:
         view = memoryview(cast(Any, receive.cpu().numpy()))
         found, start = [], 0
         for length in lengths:
-            found.append(bytes(view[start : start + length]))
+            found.append(view[start : start + length])
             start += length
         return found
 
