@@ -71,7 +71,7 @@ READS_ENVIRONMENT = {
     "backend/start.py": "asks whether a launcher put this process in a job",
     "backend/job.py": "finds the job that a launcher put this process in",
     "rpc/rendezvous.py": "finds the job that a launcher put this process in",
-    "ddp/malloc.py": "leaves malloc alone where its variables have set it up",
+    "backend/malloc.py": "leaves malloc alone where its variables have set it up",
     "strategies/start.py": "finds out whether a launcher has started this process",
     "strategies/choose.py": "the same",
     "strategies/single_device.py": "the same",

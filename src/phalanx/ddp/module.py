@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
 from phalanx.backend.dynamo import skipped, untraced
+from phalanx.backend.malloc import keep_freed_memory
 from phalanx.backend.uneven import take_part, training_step
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
@@ -23,7 +24,6 @@ from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
 from phalanx.ddp.first_steps import FirstSteps, warn_of
 from phalanx.ddp.graph import tensors_in
 from phalanx.ddp.join import JoinInterface
-from phalanx.ddp.malloc import keep_freed_memory
 from phalanx.ddp.membership import Membership, explain_newcomers
 from phalanx.ddp.plan import BucketPlan
 from phalanx.ddp.reducer import Reducer

@@ -240,7 +240,9 @@ class Executor:
         if held.recompute:
             with work.statistics.unnoticed():
                 stage.recompute(micro_batch)
-        stage.prepare_backward(micro_batch, later_weights=later_weights)
+        assert self.schedule is not None
+        is_last = self.schedule.last_backward.get(stage.index) == micro_batch
+        stage.prepare_backward(micro_batch, later_weights=later_weights, is_last=is_last)
         recomputed = time.perf_counter() - began
         grads: dict[int, list[Tensor | None]] = {}
         for target, tensors in held.outputs.items():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.backend.malloc import keep_freed_memory
 from phalanx.backend.shared import rehearses
 from phalanx.errors import ClosedError
 from phalanx.partition.layers import list_layers
@@ -154,6 +155,8 @@ class Pipeline(StageModule):
         number = max(number for _, number in left)  # of another pipeline on none of the ranks
         _made.number = number + 1
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
+        if self._device.type == "cpu":
+            keep_freed_memory()
 
         self._random = RandomState(self._device)
         self._wire = Wire(self._group, [*rank_of, *range(self._size)], self._device, number)

@@ -78,6 +78,11 @@ class Schedule:
                     begun[stage] += 1
         return found
 
+    @functools.cached_property
+    def last_backward(self) -> dict[int, int]:
+        """By stage: the micro-batch whose backward is its last one, if that is in one piece."""
+        return {stage: micro_batch for order in self.orders for kind, stage, micro_batch in order if kind == "B"}
+
     def _most_in_flight(self, stage: int) -> int:
         held = most = 0
         for action in self.orders[self.rank_of(stage)]:

@@ -148,10 +148,12 @@ class Stage:
             tensors = [t for t in tree_flatten([results[node] for node in nodes])[0] if isinstance(t, Tensor)]
             held.outputs[target] = [t for t, needed in zip(tensors, held.needs[target], strict=True) if needed]
 
-    def prepare_backward(self, micro_batch: int, *, later_weights: bool = False) -> None:
+    def prepare_backward(self, micro_batch: int, *, later_weights: bool = False, is_last: bool = True) -> None:
         """Find what of the backward may come after its gradients are sent. To be called before they are there.
 
         With `later_weights` there will be a call of `backward_weights`, some time, for all that can be left for it.
+        `is_last`: no other micro-batch comes after this one. A convolution's gradients cost more in two calls than in
+        one: the stages before, which have work until then, gain nothing by the others' being early.
         """
         held = self.in_flight[micro_batch]
         if self._weights is None:
@@ -161,7 +163,7 @@ class Stage:
             room = 0.0  # nobody waits
         else:
             room = float("inf") if later_weights else self._room(roots, recomputed=held.recomputed)
-        held.weights = self._weights.find(roots, room)
+        held.weights = self._weights.find(roots, room, convolutions=later_weights or is_last)
 
     def _room(self, roots: Sequence[Tensor], *, recomputed: bool) -> float:
         """How many bytes may be kept of a micro-batch until its gradients are sent, in memory that is taken anyway.

@@ -126,13 +126,14 @@ class Weights:
         """A step begins, whose graphs may be others."""
         self._fruitless.clear()
 
-    def find(self, roots: Sequence[Tensor], room: float) -> WeightGradients | None:
+    def find(self, roots: Sequence[Tensor], room: float, *, convolutions: bool = True) -> WeightGradients | None:
         """What of the gradients behind `roots` can be made apart; None if nothing can, or autograd must see all.
 
         As many as find `room`, in bytes, for what they are made of are left for later: those that the backward comes to
         last, when it has let go of what others have kept. Of the rest, a convolution's can't be added in the making.
+        Without `convolutions` those are left to autograd.
         """
-        convolutions = room > 0
+        convolutions = convolutions and room > 0
         if convolutions in self._fruitless or True in self._fruitless:
             return None
         found = self._find(roots, room, convolutions)
