@@ -570,7 +570,7 @@ static void kernels(uint64_t seed) {
 }
 
 /* Every alignment of both sides, around the lengths at which the way changes; what lies beside stays as it was. */
-static void copies(void) {
+static void copies(void (*copy)(void *to, const void *from, size_t n)) {
   enum { ROOM = 40000 + 256 };
   static const size_t sizes[] = {0, 1, 63, 64, 65, 4097, 12287, 12288, 12289, 12288 + 63, 12288 + 64, 40000};
   unsigned char *from = malloc(ROOM), *to = malloc(ROOM), *expected = malloc(ROOM);
@@ -581,7 +581,7 @@ static void copies(void) {
         memset(to, 0xee, ROOM);
         memset(expected, 0xee, ROOM);
         memcpy(expected + to_at, from + from_at, sizes[s]);
-        plx_copy(to + to_at, from + from_at, sizes[s]);
+        copy(to + to_at, from + from_at, sizes[s]);
         if (memcmp(to, expected, ROOM) != 0) {
           fprintf(stderr, "stress: a copy of %zu bytes from offset %zu to offset %zu is wrong\n", sizes[s], from_at, to_at);
           exit(1);
@@ -596,7 +596,8 @@ int main(int argc, char **argv) {
   uint32_t operations = argc > 1 ? (uint32_t)strtoul(argv[1], NULL, 10) : 120;
   uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
   kernels(seed);
-  copies();
+  copies(plx_copy);
+  copies(plx_copy_by_stores); /* on this processor, too */
   for (uint32_t world = 2; world <= MAX_WORLD; world++)
     for (int oversubscribed = 0; oversubscribed <= 1; oversubscribed++) {
       stress(world, oversubscribed, FINISH, operations, seed + world);

@@ -84,6 +84,16 @@ def test_the_orders_are_those_of_torch(name, cls, per_rank):
             assert mine == expected
 
 
+def test_the_last_backward_of_a_stage_is_known_where_backwards_are_in_one_piece():
+    for name, per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        schedule = plan_schedule(name, 2, 5 if per_rank == 1 else 6, 2 * per_rank)
+        for stage in range(2 * per_rank):
+            order = [a.micro_batch for a in schedule.orders[stage % 2] if a.stage == stage and a.kind == "B"]
+            assert schedule.last_backward[stage] == order[-1]
+    assert plan_schedule("zero_bubble", 2, 4).last_backward == {}
+    assert plan_schedule("1f1b", 2, 4, training=False).last_backward == {}
+
+
 def test_numbers_that_make_no_schedule_are_refused():
     with pytest.raises(ValueError, match=r"one of 'gpipe', '1f1b', 'interleaved', 'zero_bubble', got 'gpip'"):
         plan_schedule("gpip", 2, 4)
