@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -184,7 +184,7 @@ class Executor:
             work.results[micro_batch] = made.detach() if isinstance(made, Tensor) else made
         for target, nodes in stage.part.sends.items():
             self._forms.check(stage.part, micro_batch, step.rows, nodes, sends[target][0])
-        step = replace(step, has_state=False, micro_batch=micro_batch)
+        step = step._replace(has_state=False, micro_batch=micro_batch)
         for target in dict.fromkeys([stage.index + 1, *sends]):
             if target == self._num_stages:
                 continue
@@ -192,7 +192,7 @@ class Executor:
             if target == stage.index + 1 and work.training:
                 now = self._random.get()
                 if state is not None or not torch.equal(before, now):
-                    drawn = replace(step, has_state=True)
+                    drawn = step._replace(has_state=True)
                     self._send(Edge(stage.index, target), [now, *values], [False, *needs], drawn)
                     continue
             self._send(Edge(stage.index, target), values, needs, step)

@@ -50,8 +50,7 @@ class Edge(NamedTuple):
     backward: bool = False
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What all stages must know of a step: its micro-batches, the rows of this one and of all.
 
     `seed`: that of this micro-batch. `has_state`: some stage has drawn numbers; then the first of the values is the
