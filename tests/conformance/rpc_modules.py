@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed.rpc as torchs
 import torch.distributed.rpc.internal as internal
+from torch.autograd import profiler_legacy
 
 import phalanx.optim
 import phalanx.rpc
@@ -30,6 +31,7 @@ with warnings.catch_warnings():
 _NAME = "torch.distributed.rpc"
 NAMES = [_NAME, *(f"{_NAME}.{one}" for one in ("api", "constants", "functions", "internal", "options"))]
 NAMES.append(f"{_NAME}.backend_registry")
+_PROFILER = "torch.autograd.profiler_legacy"
 AUTOGRAD, OPTIM = "torch.distributed.autograd", "torch.distributed.optim"
 NAMES += [AUTOGRAD, OPTIM]
 
@@ -95,7 +97,15 @@ def build() -> dict[str, ModuleType]:
     whole[f"{_NAME}.functions"] = functions
     found.options = options
     found.__path__ = []
-    return {_NAME: found, **whole, AUTOGRAD: _autograd(), OPTIM: _optim()}
+    return {_NAME: found, **whole, AUTOGRAD: _autograd(), OPTIM: _optim(), _PROFILER: _profiler()}
+
+
+def _profiler() -> Any:
+    """PyTorch's old profiler, with ours in its place."""
+    found: Any = types.ModuleType(_PROFILER)
+    found.__dict__.update({name: one for name, one in vars(profiler_legacy).items() if not name.startswith("__")})
+    found.profile = phalanx.rpc.profile
+    return found
 
 
 def _autograd() -> Any:

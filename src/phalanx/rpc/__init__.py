@@ -18,6 +18,7 @@ from phalanx.rpc.invoke import rpc_sync as rpc_sync
 from phalanx.rpc.options import BackendType as BackendType
 from phalanx.rpc.options import RpcBackendOptions as RpcBackendOptions
 from phalanx.rpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
+from phalanx.rpc.profiler import profile as profile
 from phalanx.rpc.remote_error import RemoteError as RemoteError
 from phalanx.rpc.rref import RRef as RRef
 from phalanx.rpc.start import get_rpc_timeout as get_rpc_timeout
@@ -40,6 +41,7 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "profile",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from phalanx.errors import PeerLostError
-from phalanx.rpc import current, wire
+from phalanx.rpc import current, profiler, wire
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT
 from phalanx.rpc.references import RRefId
+from phalanx.rpc.remote_error import error_of, set_error
 from phalanx.rpc.rref import RRef
 from phalanx.rpc.worker_info import Member, UnknownWorkerError, WorkerInfo
 
@@ -89,19 +91,24 @@ def remote(
     references = agent.references
     rref_id = references.new_id()
     work = (func, tuple(args or ()), dict(kwargs or {}))
-    if member.uid == agent.me.uid:
-        owned = references.make(rref_id, rref_id, member.uid)  # the call itself holds it
-        rref: RRef[Any] = RRef._make(agent, member, rref_id, None, owned)
-        done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=(rref_id, rref_id))
-        done.add_done_callback(lambda _: _drop(agent, rref_id))
-        return rref
-    fork = references.new_id()
+
+    def send(work: Any, take: Callable[[Any], Any] | None = None) -> tuple[RRef[Any], Answer[Any]]:
+        if member.uid == agent.me.uid:
+            owned = references.make(rref_id, rref_id, member.uid)  # the call itself holds it
+            rref: RRef[Any] = RRef._make(agent, member, rref_id, None, owned)
+            ids = rref_id, rref_id
+            done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=ids, on_answer=take)
+            done.add_done_callback(lambda _: _drop(agent, rref_id))
+            return rref, done
+        ids = rref_id, references.new_id()
+        done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=ids, on_answer=take)
+        return RRef._make(agent, member, rref_id, ids[1], None, done), done
+
     if not _profiler_enabled():
-        done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=(rref_id, fork))
-        return RRef._make(agent, member, rref_id, fork, None, done)
-    with record_function(_event_name("rpc_remote", func, name, agent.me, member)) as event:
-        done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=(rref_id, fork))
-        rref = RRef._make(agent, member, rref_id, fork, None, done)
+        return send(work)[0]
+    key = _event_name("rpc_remote", func, name, agent.me, member)
+    with record_function(key) as event:
+        rref, done = send(*_profiled(key, work))
         rref._set_profiling_future(event._call_end_callbacks_on_future(_heard(done)))
         return rref
 
@@ -134,12 +141,32 @@ def _call(
     work = (func, tuple(args) if args else (), kwargs or {})
     if not _profiler_enabled():
         return agent.invoke(member, what, name, work, timeout, is_awaited=what == "rpc_sync")
-    with record_function(_event_name(what, func, name, agent.me, member)) as event:
-        # Who waits for this future finds the event in the profile: it has ended.
-        ended: Future[Any] = event._call_end_callbacks_on_future(
-            _heard(agent.invoke(member, what, name, work, timeout))
-        )
-        return ended
+    key = _event_name(what, func, name, agent.me, member)
+    with record_function(key) as event:
+        work, take = _profiled(key, work)
+        return _ended(event, agent.invoke(member, what, name, work, timeout, on_answer=take))
+
+
+def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
+    """The same, once the event is in the profile. What C++ hands on would take an error for a result."""
+    made: Answer[Any] = Answer()
+
+    def settle(_: object) -> None:
+        try:
+            value = future.value()
+        except BaseException:
+            set_error(made, partial(error_of, future))
+        else:
+            made.set_result(value)
+
+    event._call_end_callbacks_on_future(_heard(future)).add_done_callback(settle)
+    return made
+
+
+def _profiled(key: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any] | None]:
+    """The call, and what takes its answer: with what it took there, where this thread's profile gathers that."""
+    gathers = profiler.gatherer()
+    return (work, None) if gathers is None else gathers.wrap(key, work)
 
 
 def _can_retry(agent: Agent) -> bool:

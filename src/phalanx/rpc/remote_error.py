@@ -109,3 +109,12 @@ def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
 
     future._set_unwrap_func(fail)  # as Future.set_exception does
     future.set_result(None)
+
+
+def error_of(done: Any) -> BaseException:
+    """What a future that has failed raises, made anew."""
+    try:
+        done.value()
+    except BaseException as error:
+        return error
+    raise AssertionError("it has not failed")

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError, PhalanxError
@@ -63,6 +64,7 @@ class RRef(Generic[T]):
         self._owned = owned
         self._confirmed = confirmed
         self._profiling: Future[Any] | None = None
+        self._type: Future[Any] | None = None
 
     @classmethod
     def _make(cls, *fields: Any) -> RRef[Any]:
@@ -159,17 +161,19 @@ class RRef(Generic[T]):
             _run_backward(self, dist_autograd_ctx_id, retain_graph)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The class of the object; as a Future unless `blocking`."""
+        """The class of the object; as a Future unless `blocking`. It is asked for once."""
         self._check_open()
-        future: Future[Any]
-        if self._owned is not None:
-            future = Future()
-            future.set_result(_type_of(self))
-        else:
-            self._raise_if_failed()
-            work: Any = (_type_of, (self,), {})
-            future = self._agent.invoke(self._owner, "RRef._get_type", str(self._id), work, timeout)
-        return future.wait() if blocking else future
+        if self._type is None:
+            if self._owned is not None:
+                self._type = Future()
+                self._type.set_result(_type_of(self))
+            else:
+                self._raise_if_failed()
+                work: Any = (_type_of, (self,), {})
+                name = f"rpc_async#_rref_typeof_on_owner({self._agent.me.info.name} -> {self._owner.info.name})"
+                with record_function(name):
+                    self._type = self._agent.invoke(self._owner, "RRef._get_type", str(self._id), work, timeout)
+        return self._type.wait() if blocking else self._type
 
     def _get_future(self) -> Future[Any]:
         """Done when the owner knows of this reference."""

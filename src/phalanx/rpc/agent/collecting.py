@@ -15,7 +15,7 @@ from typing import Any
 from torch.futures import Future
 
 from phalanx.rpc.agent.reading import Answer
-from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.remote_error import error_of, set_error
 
 
 def has_calls(futures: Sequence[Any]) -> bool:
@@ -43,7 +43,7 @@ class _Collection:
             done.value()
         except BaseException:
             if self._count_down(to=0):
-                set_error(self.future, partial(_error_of, done))
+                set_error(self.future, partial(error_of, done))
         else:
             if self._count_down():
                 self.future.set_result(self._futures)
@@ -54,12 +54,3 @@ class _Collection:
             before = self._left
             self._left = max(0, before - 1 if to is None else to)
             return bool(before) and not self._left
-
-
-def _error_of(done: Any) -> BaseException:
-    """What a future that has failed raises, made anew."""
-    try:
-        done.value()
-    except BaseException as error:
-        return error
-    raise AssertionError("it has not failed")

@@ -14,6 +14,7 @@ from torch.futures import Future
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent.serving import SHORT_S
 from phalanx.rpc.call_hook import call_hook
+from phalanx.rpc.profiled import Profiled
 from phalanx.rpc.references import Owned, References
 from phalanx.rpc.remote_error import MissingFunctionError, set_error
 from phalanx.rpc.serialization import deserialize_call
@@ -162,7 +163,10 @@ class Request:
         if owned is None:
             agent.answer(self._connection, self._frame.call, result, error=error, note=self._note, later=later)
         else:  # the answer says that it is there; who wants it asks for it, and hears of it after this
-            agent.answer(self._connection, self._frame.call, later=later)
+            told = None
+            if isinstance(result, Profiled):  # the result stays here, and what it took is told
+                told, result = Profiled(None, result.duration_us, result.events), result.result
+            agent.answer(self._connection, self._frame.call, told, later=later)
             self._settle(owned.future, result, error)
 
     def _settle(self, future: Future[Any], result: Any, error: BaseException | None) -> None:
@@ -185,6 +189,8 @@ class _Later:
 
 def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Whether it was declared with @async_execution: itself, or the method that it calls."""
+    if getattr(function, "_calls_function", False):
+        function, args = args[1], args[2]
     if getattr(function, "_calls_method", False):
         function = getattr(args[0].local_value(), args[1])
     return hasattr(function, "_wrapped_async_rpc_function")

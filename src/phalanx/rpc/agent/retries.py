@@ -20,7 +20,7 @@ from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.rpc import remote_error
 from phalanx.rpc.agent.reading import Answer
-from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.remote_error import error_of, set_error
 
 _FIRST_PAUSE_S = 0.01
 _MOST_PAUSE_S = 0.2
@@ -105,7 +105,7 @@ class Retries:
             call.future.set_result(value)
             return
         self._end()
-        set_error(call.future, lambda: _error_of(done))
+        set_error(call.future, lambda: error_of(done))
 
     def _expire(self, call: _Call) -> None:
         self._end()
@@ -177,15 +177,6 @@ class Retries:
             calls, self._missing = self._missing, []
         for call in calls:
             self._close_call(call)
-
-
-def _error_of(done: Future[Any]) -> BaseException:
-    """What a future that has failed raises, made anew."""
-    try:
-        done.value()
-    except BaseException as error:
-        return error
-    raise AssertionError("it has not failed")
 
 
 def _describe_timeout(call: _Call) -> DeadlineError:

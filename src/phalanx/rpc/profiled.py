@@ -1,0 +1,27 @@
+"""What a worker tells of the functions that it runs for others, where their callers profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Of some worker, at `start_us` to `end_us` after its profile began; `fields` are those of a FunctionEvent."""
+
+    node_id: int
+    start_us: float
+    end_us: float
+    is_async: bool
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What a call has returned, and what it took: `duration_us` in all."""
+
+    result: Any
+    duration_us: float
+    events: Sequence[Event]

@@ -1,0 +1,150 @@
+"""A profile with what calls run on other workers: each tells its events with its answer.
+
+    caller    |- rpc_sync#f(a -> b) -----------------------|       events of its own
+    callee         |- f: aten::mul |- rpc_sync#g(b -> c) -|        rpc_sync#f(a -> b)#remote_op: aten::mul, ...
+
+It is `torch.autograd.profiler_legacy.profile`, whose events Python can make: those of `torch.profiler` it cannot.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.autograd import profiler_legacy as legacy
+from torch.autograd.profiler_util import EventList, FunctionEvent
+
+from phalanx.rpc import current
+from phalanx.rpc.profiled import Event, Profiled
+
+_REMOTE = "#remote_op: "  # as PyTorch calls them
+_THREADS = 1 << 20  # more than a process has: those of each worker are numbered apart
+_thread = threading.local()
+_FIELDS = ("id", "name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage", "sequence_nr")
+_PLAIN: dict[str, Any] = {**dict.fromkeys(_FIELDS, 0), "input_shapes": [], "stack": [], "sequence_nr": -1}
+
+
+class profile(legacy.profile):
+    """As `torch.autograd.profiler_legacy.profile`, with the events of the functions that this thread's calls run.
+
+    A function's events are in the midst of its call: workers do not share a clock. Those of a call that is not answered
+    by the end of the profile are not in it.
+    """
+
+    def __init__(self, enabled: bool = True, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__init__(enabled, **options)  # type: ignore[no-untyped-call]
+        self._options = options
+        self._gathered: list[Event] = []
+        self._own: list[Any] = []
+        self._began = 0.0
+        self._has_ended = False
+
+    def __enter__(self) -> profile:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        if self.enabled:
+            self._began = time.perf_counter()
+            _thread.gathers = self
+        return self
+
+    def __exit__(self, *error: Any) -> Literal[False]:
+        if not self.enabled:
+            return False
+        _thread.gathers = None
+        self._has_ended = True
+        node_id = _node_id()
+        self._own = legacy._parse_legacy_records(torch.autograd._disable_profiler_legacy())  # type: ignore[no-untyped-call,attr-defined]
+        for event in self._own:
+            event.node_id = node_id
+        events = sorted([*self._own, *map(_make, self._gathered)], key=_order)
+        make: Any = EventList
+        self.function_events = make(events, profile_memory=self.profile_memory, with_flops=self.with_flops)
+        self.function_events._build_tree()
+        return False
+
+    def wrap(self, name: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
+        """A call with this event's name that is profiled there, and what makes its result of what it answers."""
+        sent_us = self._now_us()
+
+        def take(answer: Any) -> Any:
+            if not isinstance(answer, Profiled):
+                return answer
+            begin_us = sent_us + max(0.0, self._now_us() - sent_us - answer.duration_us) / 2
+            self._gathered += [_move(event, name, begin_us) for event in answer.events]
+            if self._has_ended:  # of an asynchronous function, which tells it later: the call's own event is not in it
+                self._gathered.append(Event(_node_id(), sent_us, self._now_us(), True, {**_PLAIN, "name": name}))
+            return answer.result
+
+        return (run_profiled, (self._options, *work), {}), take
+
+    def _now_us(self) -> float:
+        return (time.perf_counter() - self._began) * 1e6
+
+    def told(self, result: Any) -> Profiled:
+        """What the caller hears, once all is there."""
+        own = [
+            Event(
+                event.node_id,
+                event.time_range.start,
+                event.time_range.end,
+                event.is_async,
+                {name: getattr(event, name) for name in _FIELDS},
+            )
+            for event in self._own
+        ]
+        return Profiled(result, self._now_us(), [*own, *self._gathered])
+
+
+def _node_id() -> int:
+    return current.agent().me.info.id if current.is_set() else -1
+
+
+def gatherer() -> profile | None:
+    """The profile of this thread that gathers what calls run."""
+    found: profile | None = getattr(_thread, "gathers", None)
+    return found
+
+
+def run_profiled(options: Mapping[str, Any], function: Any, args: Any, kwargs: Any) -> Any:
+    """Of the callee: call it, and give what it took with what it returned."""
+    if _profiler_enabled():  # by the user, who wants these events
+        return function(*args, **kwargs)
+    with profile(**options) as taken:
+        result = function(*args, **kwargs)
+    if isinstance(result, torch._C.Future):  # of a function with @async_execution
+        return result.then(lambda done: taken.told(done.value()))
+    return taken.told(result)
+
+
+run_profiled._calls_function = True  # type: ignore[attr-defined]
+
+
+def _move(event: Event, name: str, begin_us: float) -> Event:
+    """As the caller tells it of its call `name`, which began then."""
+    fields = {**event.fields, "name": name + _REMOTE + event.fields["name"]}
+    return Event(event.node_id, event.start_us + begin_us, event.end_us + begin_us, event.is_async, fields)
+
+
+def _make(event: Event) -> FunctionEvent:
+    fields = dict(event.fields)
+    fields["thread"] += (1 + event.node_id) * _THREADS
+    return FunctionEvent(  # type: ignore[no-untyped-call]
+        **fields,
+        trace_name=fields["name"],
+        node_id=event.node_id,
+        start_us=event.start_us,
+        end_us=event.end_us,
+        is_async=event.is_async,
+        is_remote=True,
+        is_legacy=True,
+    )
+
+
+def _order(event: FunctionEvent) -> tuple[float, float]:
+    return event.time_range.start, -event.time_range.end
