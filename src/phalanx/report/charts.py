@@ -83,19 +83,24 @@ def dot_chart(
     frame = _Frame(title, x, y, _RIGHT, x_text, y_text, x_name, y_name)
     if limit is not None:
         frame.rule(*limit)
-    taken: list[tuple[float, float, float]] = []
+    taken = [(frame.x(dot.x) - 7, frame.y(dot.y), 14.0) for dot in dots]  # left end, height, width
     for dot in dots:
         px, py = frame.x(dot.x), frame.y(dot.y)
         frame.drawing.circle(px, py, 5, fill="var(--c1)", stroke="var(--paper)", told=dot.told)
-        if dot.label:
-            width = 6.6 * len(dot.label)
-            to_left = px + 9 + width > WIDTH - 4
-            start = px - 9 - width if to_left else px + 9
-            if all(abs(py - ty) > 12 or start + width < tx or start > tx + tw for tx, ty, tw in taken):
+        width = 6.6 * len(dot.label)
+        for start, anchor in ((px + 9, "start"), (px - 9 - width, "end")):  # on the right, else on the left, else not
+            inside = start >= _LEFT and start + width <= WIDTH - 4
+            if dot.label and inside and _is_free(taken, start, py, width):
                 taken.append((start, py, width))
-                anchor = "end" if to_left else "start"
-                frame.drawing.text(px - 9 if to_left else px + 9, py + 4, dot.label, size=12, fill=_INK, anchor=anchor)
+                at = start if anchor == "start" else px - 9
+                frame.drawing.text(at, py + 4, dot.label, size=12, fill=_INK, anchor=anchor)
+                break
     return frame.drawing.inline()
+
+
+def _is_free(taken: Sequence[tuple[float, float, float]], start: float, y: float, width: float) -> bool:
+    """Whether a label fits there; `taken` are left ends, heights and widths."""
+    return all(abs(y - ty) > 12 or start + width <= tx or start >= tx + tw for tx, ty, tw in taken)
 
 
 class _Frame:

@@ -127,7 +127,8 @@ def _parts(run: Measurements) -> str:
 def _collectives(run: Measurements) -> str:
     if not run.collectives:
         return ""
-    return f"<div class=pair>{bandwidth_picture(run)}<div>{collective_table(run)}</div></div>"
+    picture, numbers = bandwidth_picture(run), collective_table(run)
+    return f"<div class=pair>{picture}<div>{numbers}</div></div>" if picture else numbers
 
 
 def _memory(run: Measurements) -> str:
@@ -138,7 +139,7 @@ def _events(run: Measurements) -> str:
     lanes = time_line(run)
     rows = "".join(
         f"<tr><td>{seconds(event.at)}</td><td class=text>{escape(event.kind)}</td>"
-        f"<td>{'' if event.rank is None else event.rank}</td><td class=text>{escape(event.text)}"
+        f"<td>{'' if event.rank is None else event.rank}</td><td class=text>{code(event.text)}"
         f"{_detail(event.detail)}</td></tr>"
         for event in run.events
     )

@@ -35,7 +35,7 @@ border-radius:0 10px 10px 0;padding-right:14px}
 .findings span{color:var(--ink)}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:24px 32px}
 figure{margin:0;min-width:0;max-width:500px}
-.pair{display:grid;grid-template-columns:minmax(0,490px) minmax(0,1fr);gap:16px 32px;align-items:start}
+.pair{display:grid;grid-template-columns:minmax(0,400px) minmax(0,1fr);gap:16px 28px;align-items:start}
 @media(max-width:900px){.pair{grid-template-columns:minmax(0,1fr)}}
 figcaption{font-size:14px;color:var(--faint);margin:2px 0 0}
 svg{display:block;width:100%;height:auto;font-family:inherit;font-variant-numeric:tabular-nums}
