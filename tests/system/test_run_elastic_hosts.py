@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.system import elastic_training
+from tests.system import elastic_pipeline, elastic_training
 from tests.system.phalanx_command import Finished, Running, start
 from tests.system.test_run_elastic import SCRIPT, Job
 from torch import Tensor, nn
@@ -271,6 +271,24 @@ def test_training_loses_a_rank_and_a_link_and_ends_with_the_bits_of_an_undisturb
     descriptors = {path.name: int(path.read_text()) for path in tmp_path.glob("open-*")}
     assert max(descriptors.values()) - min(descriptors.values()) < 8, descriptors  # a connection is 12
     assert samples_of_epochs(tmp_path) == [list(range(elastic_training.SAMPLES))] * elastic_training.EPOCHS
+
+
+def test_a_stage_that_is_lost_on_another_host_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    """Nothing of it is on the first host; nor does the first wait for ever, or go on with half of a model."""
+    with hosts(2) as machines:
+        made = Cluster(machines, tmp_path, "2", {"OMP_NUM_THREADS": "1"}, ())
+        try:
+            for number in range(2):
+                made.start(number, 1, elastic_pipeline.__file__)
+            first, second = made.ended(0, 1)
+        finally:
+            made.close()
+    assert first.code == 75, first.out
+    assert second.code != 0
+    assert "stage 1 (rank 1) was lost, and its ranks share no memory, so the stage's weights went with it" in (
+        first.out + second.out
+    )
+    assert "Start again, with a new Pipeline and the last checkpoint" in first.out + second.out
 
 
 def wait_for_files(job: Job, paths: list[Path]) -> None:
