@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.nn.placed_models import MODELS, Tied, make, values
+from tests.pipeline.generated import draw_batch, draw_generated, loss_of
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from phalanx.nn import Placed, place
 from phalanx.nn.placement.devices import Room, format_bytes, parse_bytes, read_rooms
@@ -131,6 +133,31 @@ def test_arguments_with_names_and_with_default_values_are_as_before():
     placed = place(model, ["cpu", "cpu"], {"x": image, "gain": 3.0})
     assert torch.equal(placed(image, gain=0.5), plain(image, gain=0.5))
     assert torch.equal(placed(x=image, gain=4.0), plain(x=image, gain=4.0))
+
+
+@pytest.mark.parametrize("begin", [0, 5])
+def test_drawn_models_compute_what_they_did(begin):
+    """An argument with a default that the example gave by its place was taken for its default: an AssertionError."""
+    for seed in range(begin, begin + 5):
+        model = draw_generated(seed)
+        plain = copy.deepcopy(model)
+        args, given, _ = draw_batch(model, 0, 8)
+        example = (*args, *([None] if not model.has_ids and given else []), *given.values())
+        placed = place(model, ["cpu"] * (1 + seed % 3), example)
+        results = []
+        for turn in (placed, plain):
+            optimizer = torch.optim.SGD(turn.parameters(), 0.1, momentum=0.9)
+            torch.manual_seed(5)
+            for step in range(2):
+                args, given, target = draw_batch(plain, step, 8)
+                optimizer.zero_grad()
+                loss_of(turn(*args, **given), target).backward()
+                optimizer.step()
+            gradients = [p.grad for p in turn.parameters() if p.grad is not None]
+            outputs = [leaf for leaf in tree_leaves(turn(*args, **given)) if isinstance(leaf, torch.Tensor)]
+            results.append([*turn.state_dict().values(), *gradients, *outputs])
+        assert len(results[0]) == len(results[1])
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), seed
 
 
 def test_a_module_that_is_exchanged_afterwards_is_the_one_that_runs():

@@ -296,6 +296,32 @@ def test_a_wrong_target_or_loss_is_told_by_its_rank():
             assert "stage 1 (rank 1), micro-batch 0" in text
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, mask=None):
+        return self.b(self.a(x) if mask is None else self.a(x) * mask)
+
+
+def test_an_argument_that_was_traced_as_its_default_is_refused_with_what_to_do():
+    """torch.fx's AssertionError said that it 'has been specialized'."""
+
+    def train(rank, world_size):
+        x = torch.ones(4, 3)
+        with pytest.raises((ValueError, phalanx.PhalanxError)) as caught:
+            phalanx.Pipeline(Masked(), micro_batches=2, loss_fn=functional.mse_loss).step(x, mask=x, target=x)
+        pipe = phalanx.Pipeline(
+            Masked(), micro_batches=2, example=dict(x=x[:2], mask=x[:2]), loss_fn=functional.l1_loss
+        )
+        return str(caught.value), pipe.step(x, mask=x, target=x)
+
+    for text, _ in run_ranks(train, 2):
+        assert "Masked: the argument 'mask' is fixed to its default, None, because the example" in text
+        assert "dict(x=..., mask=...)" in text
+
+
 class InPlace(nn.Module):
     """In one process, what is added at the end is what the relu has left."""
 

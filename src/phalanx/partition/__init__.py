@@ -13,6 +13,7 @@ _MODULE_OF = {
     "Program": "phalanx.partition.program",
     "balance": "phalanx.partition.balance",
     "bind": "phalanx.partition.measure",
+    "given_arguments": "phalanx.partition.layers",
     "list_layers": "phalanx.partition.layers",
     "measure_layers": "phalanx.partition.measure",
     "split": "phalanx.partition.parts",
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from phalanx.partition.balance import balance as balance
     from phalanx.partition.layers import Layer as Layer
     from phalanx.partition.layers import LayerList as LayerList
+    from phalanx.partition.layers import given_arguments as given_arguments
     from phalanx.partition.layers import list_layers as list_layers
     from phalanx.partition.measure import LayerCost as LayerCost
     from phalanx.partition.measure import bind as bind

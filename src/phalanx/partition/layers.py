@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class LayerList:
     root: nn.Module
     graph: fx.Graph
     layers: tuple[Layer, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of forward that are constants in the graph, with their values."""
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -70,8 +72,29 @@ def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: S
             f"{type(module).__name__} has no module {unknown[0]!r} to cut at; its children are "
             f"{', '.join(name for name, _ in module.named_children()) or 'none'}"
         )
-    graph = _chain(module) if _is_plain_sequential(module) else _trace(module, split_points, given)
-    return LayerList(module, graph, tuple(_group(graph)))
+    plain = _is_plain_sequential(module)
+    defaults = {} if plain else _defaults(module, given)
+    graph = _chain(module) if plain else _trace(module, split_points, defaults)
+    return LayerList(module, graph, tuple(_group(graph)), defaults)
+
+
+def given_arguments(module: nn.Module, example: Any) -> list[str]:
+    """The names of forward's arguments that an example has: a tuple of them, a dict, or the first one alone."""
+    if example is None:
+        return []
+    if isinstance(example, Mapping):
+        return list(example)
+    names = list(inspect.signature(module.forward).parameters)
+    return names[: len(example) if isinstance(example, tuple | list) else 1]
+
+
+def _defaults(module: nn.Module, given: Sequence[str]) -> dict[str, Any]:
+    """Of the arguments that nobody will give: they are traced as constants."""
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty and name not in given
+    }
 
 
 def _is_plain_sequential(module: nn.Module) -> bool:
@@ -135,18 +158,13 @@ def _switches() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
-def _trace(module: nn.Module, split_points: Sequence[str], given: Sequence[str]) -> fx.Graph:
+def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, Any]) -> fx.Graph:
     entered = {".".join(name.split(".")[:depth]) for name in split_points for depth in range(1, name.count(".") + 1)}
     hooked = [name for name in ["", *sorted(entered)] if _hooks(module.get_submodule(name))]
     if hooked:
         raise ValueError(
             f"{_called(module, hooked[0])} has hooks, which would be lost if it were cut; put them on its layers"
         )
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(module.forward).parameters.items()
-        if parameter.default is not inspect.Parameter.empty and name not in given
-    }
     graphs, texts, constants = [], [], []
     for training in (True, False):
         before = set(vars(module))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,9 +66,12 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     """Which argument of forward has which value.
 
     Raises:
-        ValueError: there are too many, one is missing, or has no such name.
+        ValueError: there are too many, one is missing, has no such name, or has its default in the graph and another
+            value here.
     """
     names = [str(node.target) for node in layers.inputs]
+    if layers.defaults:  # torch.fx gives these other names
+        names = list(inspect.signature(layers.root.forward).parameters)[: len(names)]
     if len(args) > len(names):
         raise ValueError(
             f"{type(layers.root).__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}"
@@ -78,6 +82,13 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
             f"{type(layers.root).__name__} takes no other argument {wrong[0]!r}; it has {', '.join(names)}"
         )
     given.update(kwargs)
+    for name, default in layers.defaults.items():
+        if name in given and not _is_default(given[name], default):
+            raise ValueError(
+                f"{type(layers.root).__name__}: the argument {name!r} is fixed to its default, {default!r}, because "
+                f"the example that the model was cut with has none: give one in `example`, as dict(x=..., {name}=...), "
+                "or a tuple that reaches up to it"
+            )
     values = {}
     for node, name in zip(layers.inputs, names, strict=True):
         if name in given:
@@ -87,6 +98,10 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
         else:
             raise ValueError(f"{type(layers.root).__name__} needs the argument {name!r}")
     return values
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and not isinstance(value, Tensor) and value == default)
 
 
 def _measure(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
-
-from torch import nn
 
 from phalanx.partition.balance import balance
 from phalanx.partition.layers import LayerList
@@ -88,16 +85,6 @@ def check_balance(wanted: Any) -> None:
             "Pipeline: balance takes one number of layers for each stage, [4, 4], or the names of the modules at which "
             f"a stage begins, ['layers.4'], got {wanted!r}"
         )
-
-
-def given_arguments(module: nn.Module, example: Any) -> list[str]:
-    """The names of forward's arguments that an example has."""
-    if example is None:
-        return []
-    if isinstance(example, Mapping):
-        return list(example)
-    names = list(inspect.signature(module.forward).parameters)
-    return names[: len(example) if isinstance(example, tuple) else 1]
 
 
 def measure(layers: LayerList, wanted: Balance, example: Any) -> list[LayerCost] | None:

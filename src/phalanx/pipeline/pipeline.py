@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.backend.malloc import keep_freed_memory
 from phalanx.backend.shared import rehearses
 from phalanx.errors import ClosedError
-from phalanx.partition.layers import list_layers
+from phalanx.partition.layers import given_arguments, list_layers
 from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
 from phalanx.pipeline import micro_batches as batches
@@ -26,7 +26,6 @@ from phalanx.pipeline.cut import (
     Balance,
     CutPlan,
     describe_cut,
-    given_arguments,
     require_one_owner_of_buffers,
     split_points,
 )

@@ -16,7 +16,7 @@ from phalanx.nn.placement.move import move
 from phalanx.nn.placement.plan import Balance, Placement, decide_placement, memory_of
 from phalanx.nn.placement.together import attribute, count_once, find_homes, read_by
 from phalanx.nn.placement.transfers import insert_transfers
-from phalanx.partition import LayerList, list_layers, measure_layers
+from phalanx.partition import LayerList, given_arguments, list_layers, measure_layers
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -111,14 +111,15 @@ def place(
         raise ValueError("place: the module is placed already; make it anew, or place it once")
     rooms = read_rooms(devices)
     args, kwargs = _arguments(example)
-    layers = list_layers(module, split_points, given=tuple(kwargs))
+    given = tuple(given_arguments(module, example))
+    layers = list_layers(module, split_points, given=given)
     _refuse_what_stays(layers)
     costs = count_once(layers, measure_layers(layers, args, kwargs))
     memory = [memory_of(cost, training=training, optimizer_state=optimizer_state) for cost in costs]
     placement = decide_placement(costs, memory, find_homes(layers, costs), _reads(layers), rooms, balance)
     output = None if output_device is None else torch.device(output_device)
     move(module, _devices_of_tensors(layers, placement))
-    attach(module, layers, placement, (tuple(split_points), tuple(kwargs), output))
+    attach(module, layers, placement, (tuple(split_points), given, output))
     return module
 
 
