@@ -11,16 +11,16 @@ DENSE = [
     torch.rand(2, 3),
     torch.rand(4, dtype=torch.float64),
     torch.tensor(2.5),
-    torch.rand(1, 1, 0 + 1, 2).expand(1, 1, 1, 2),
+    torch.ones(()).expand(3, 4),
+    torch.rand(3, 2).t(),
 ]
 OTHERS = [
-    torch.rand(3, 2).t(),
+    torch.rand(200, 100).t(),
     torch.empty(0, 3),
     torch.rand(3).bfloat16(),
     torch.rand(3, dtype=torch.complex64).conj(),
     torch.rand(3, dtype=torch.complex64).conj().imag,
     torch.eye(3).to_sparse(),
-    torch.rand(3).requires_grad_().detach().expand(2, 3),
 ]
 
 
@@ -43,6 +43,15 @@ def test_gradients_arrive_as_they_were_dense_or_not(gradients):
                     assert one.shape == other.shape
                     assert one.layout == other.layout
                     torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "is_pickled"), [([one], False) for one in DENSE] + [([one], True) for one in OTHERS]
+)
+def test_gradients_that_are_dense_are_not_pickled(gradients, is_pickled):
+    """A sum's is one number seen many times: it was pickled, which took 60 µs of a step of 450."""
+    data, _ = orders.write(None, 1, PASS, MESSAGE, gradients)
+    assert bool(data[1] & orders._IS_PICKLED) == is_pickled
 
 
 def test_who_takes_part_without_gradients_hears_of_its_messages_alone():

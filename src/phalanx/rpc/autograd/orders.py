@@ -31,6 +31,7 @@ _BEGIN, _RETAIN_GRAPH, _HAS_GRADIENTS, _IS_PICKLED = 1, 2, 4, 8
 NO_MESSAGE = (0, 0, 0)
 _DTYPES = {"f": torch.float32, "d": torch.float64}  # by the format of a buffer
 _MOST_KNOWN = 4096
+_MOST_COPIED = 1 << 14  # bytes; larger ones that lie otherwise than in a row are pickled as they lie
 
 Kinds = tuple[Any, ...]  # of each tensor its format and its shape, one behind the other; None, None where there is none
 _as_bytes: dict[Kinds, bytes] = {}
@@ -89,8 +90,12 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
             memory = memoryview(one.numpy())  # type: ignore[arg-type]
         except (TypeError, RuntimeError):  # sparse, on a device, conjugate, of a dtype that numpy does not know
             return None
-        if memory.format not in _DTYPES or not memory.c_contiguous or not memory.nbytes:
+        if memory.format not in _DTYPES or not memory.nbytes:
             return None
+        if not memory.c_contiguous:  # a sum's gradient is one number, seen many times
+            if memory.nbytes >= _MOST_COPIED and 0 not in one.stride():
+                return None
+            memory = memoryview(one.contiguous().numpy())  # type: ignore[arg-type]
         kinds += (memory.format, memory.shape)
         buffers.append(memory)
     key = tuple(kinds)
