@@ -7,8 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from phalanx.deadline import Deadline
+
 # Tags from here on, up to 31 bits, are those of what travels inside collectives.
 DATA = 0x40000000
+# How long who leaves waits for what it has sent to arrive: another may need it to finish what is finished here.
+DELIVERY_S = 10.0
 
 
 class Pending(Protocol):
@@ -57,6 +61,10 @@ class Engine(Protocol):
 
     def check(self, peer: int) -> None:
         """Raise RuntimeError if the connection with `peer` is gone, as far as is known."""
+        ...
+
+    def deliver(self, deadline: Deadline) -> None:
+        """Before `close`, where nothing went wrong: return when what was sent has arrived, or time is up."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from phalanx.deadline import Deadline
+from phalanx.engines.delivery import await_delivery, open_sockets
 from phalanx.engines.engine import DATA, Pending
 
 # Nobody sends with this tag: who receives with it learns only that time is up. See `GlooEngine.close`.
@@ -55,7 +57,10 @@ class GlooEngine:
         options = _ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = [_device(address, interface)]
+        before = open_sockets()
         self._group = _ProcessGroupGloo(store, rank, world_size, options)
+        # Another thread's may be among them: they are only asked.
+        self._sockets = {n: text for n, text in open_sockets().items() if before.get(n) != text}
         self._nothing = torch.empty(1, dtype=torch.uint8)
         self.rank = rank
         self.world_size = world_size
@@ -89,6 +94,10 @@ class GlooEngine:
     def check(self, peer: int) -> None:
         """Raise RuntimeError if the connection with `peer` is gone. For now and then: each call leaves bytes behind."""
         self._group.recv([self._nothing], peer, NOBODYS_TAG)
+
+    def deliver(self, deadline: Deadline) -> None:
+        """Before `close`: return when what was sent has arrived, or time is up."""
+        await_delivery(self._sockets, deadline)
 
     def close(self) -> None:
         """Close the connections at once: whoever waits in them, here or at a peer, gets an error.

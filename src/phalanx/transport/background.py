@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from phalanx.engines.engine import Engine
 
@@ -13,7 +14,25 @@ from phalanx.engines.engine import Engine
 # process that is killed.
 WHOLE_BYTES = 2**14
 LOOK_EVERY_S = 0.5
+_GRACE_S = 0.05
 _JOIN_S = 5.0
+
+T = TypeVar("T")
+
+
+def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
+    """As `outcomes.get`, with a moment more once time is up: before one looks whether a connection is gone.
+
+    To look is to write, and that closes a connection whose other end has left, with all that Gloo's thread has not read
+    from it yet. After this process has stood still (stopped, or without a core) both wake up at once.
+
+    Raises:
+        queue.Empty: nothing came.
+    """
+    try:
+        return outcomes.get(timeout=timeout_s)
+    except queue.Empty:
+        return outcomes.get(timeout=_GRACE_S)
 
 
 def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> Callable[[], None]:
@@ -80,7 +99,7 @@ class BackgroundThread:
     def _wait(self, look: Callable[[], None]) -> BaseException | None:
         while True:
             try:
-                return self._outcomes.get(timeout=LOOK_EVERY_S)
+                return get_soon(self._outcomes, LOOK_EVERY_S)
             except queue.Empty:
                 look()
 

@@ -310,6 +310,9 @@ class MpiEngine:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
+    def deliver(self, deadline: Deadline) -> None:
+        """MPI delivers what was sent, also after this rank has left."""
+
     def close(self, **message: Any) -> None:
         """Leave at once: say goodbye to all others, with `message`, and wake whoever waits here."""
         with self._guard:

@@ -30,7 +30,7 @@ from phalanx.diagnostics.failure_report import (
 )
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position
-from phalanx.engines.engine import Pending
+from phalanx.engines.engine import DELIVERY_S, Pending
 from phalanx.engines.gloo import GlooEngine
 from phalanx.errors import DeadlineError
 from phalanx.transport.background import WHOLE_BYTES, BackgroundThread, BackgroundThreads, look_at
@@ -111,6 +111,8 @@ class GlooSession(EngineSession):
             self._monitor.close()
         self._publish_exit_reason(LEFT)
         self._linger()
+        if self._report is None:
+            self._engine.deliver(Deadline.after(DELIVERY_S))
         self._engine.close()
         self._background.close()
         self._message_threads.close()

@@ -9,6 +9,7 @@ is, so one that its receiver did not expect (another operation, another size) st
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -16,6 +17,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from phalanx.deadline import Deadline
 from phalanx.engines.engine import Engine, Pending
-from phalanx.transport.background import LOOK_EVERY_S, WHOLE_BYTES, look_at
+from phalanx.transport.background import LOOK_EVERY_S, WHOLE_BYTES, get_soon, look_at
 from phalanx.transport.call import HEAD_BYTES, agree
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, talking_to, timedelta_of
@@ -46,6 +48,16 @@ class HostMessage:
     heads: Sequence[bytes]
     address: int
     nbytes: int
+
+
+class _NotBegun:
+    """In the place of a receive that the engine refused: whoever waits for it hears why."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        raise self._error
 
 
 class _Buffer:
@@ -163,7 +175,7 @@ class LeaderExchange:
         look = look_at(self._engine, peer, partial(ConnectionBroken, peer))
         while True:
             try:
-                broken = self._arrived.get(timeout=min(timedelta_of(deadline).total_seconds(), LOOK_EVERY_S))
+                broken = get_soon(self._arrived, min(timedelta_of(deadline).total_seconds(), LOOK_EVERY_S))
                 break
             except queue.Empty:
                 if deadline.passed:
@@ -190,8 +202,10 @@ class LeaderExchange:
         for host, peer in self._peers.items():
             inbox = self._inboxes[host][slot]
             inbox.first_word.value = 0
-            with talking_to(peer):
+            try:
                 inbox.pending = self._engine.recv(peer, inbox.tensor, FINGERPRINT)
+            except RuntimeError as error:  # it has left: nothing that is over needs it
+                inbox.pending = _NotBegun(error)
 
     def _listen(self) -> None:
         while (posted := self._posted.get()) is not None:
@@ -203,6 +217,15 @@ class LeaderExchange:
             else:
                 self._arrived.put(None)
             del pending, posted  # the memory may go while this thread waits for the next
+
+    def flush(self, deadline: Deadline) -> None:
+        """Return when all that was sent has been taken, or can't be: a peer needs it although this host does not."""
+        for outboxes in self._outboxes.values():
+            for outbox in outboxes:
+                if outbox.pending is not None:
+                    with contextlib.suppress(RuntimeError):
+                        outbox.pending.wait(timedelta_of(deadline))
+                    outbox.pending = None
 
     def close(self) -> None:
         """End the thread. The engine is closed, or nothing wakes it."""

@@ -32,7 +32,7 @@ from phalanx.diagnostics.failure_report import (
 )
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position
-from phalanx.engines.engine import Engine
+from phalanx.engines.engine import DELIVERY_S, Engine
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import SymmetricMemory
@@ -192,6 +192,7 @@ class HierarchicalSession(Reports):
         self._memory.set_exit_reason(exit_reason)
         self._publish_exit_reason(exit_reason)
         self._linger()
+        self._deliver()
 
     def leave_in_flight(self) -> None:
         """Operations are still running here: wake them, for their memory is about to go."""
@@ -207,6 +208,7 @@ class HierarchicalSession(Reports):
             self._publish_exit_reason(LEFT)
             self._linger()
             self._memory.close()
+            self._deliver()
             self._engine.close()
         if self._leaders is not None:
             self._leaders.close()
@@ -225,6 +227,14 @@ class HierarchicalSession(Reports):
     def _linger(self) -> None:
         if self._report is not None:
             self._failure_store.linger(self._report)
+
+    def _deliver(self) -> None:
+        """What others need of this rank's last operation may still be on its way: to close is to throw that away."""
+        if self._report is None:
+            deadline = Deadline.after(DELIVERY_S)
+            if self._leaders is not None:
+                self._leaders.flush(deadline)
+            self._engine.deliver(deadline)
 
     def _is_over(self) -> bool:
         # Ranks of this host that differ are over once their leader has asked what the other hosts' ranks called.

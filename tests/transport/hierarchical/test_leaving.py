@@ -1,0 +1,71 @@
+"""A rank that has finished its part may leave at once: the others finish theirs, however late they are."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.system.hosts_jobs import on_hosts
+
+from phalanx.testing import why_no_hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+_TOGETHER = 6  # collectives after which leaders post receives for more
+
+
+def _left_behind(rank, world_size, machines, leaver):
+    """`leaver` goes after the sixth; the other stands still in its end of it, until that."""
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.new_group(backend="phalanx")
+    leaders = group.transport._leaders
+    count = _TOGETHER - leaders._used
+    done, calls = leaders.done, []
+
+    def late():
+        calls.append(leaders._used)
+        if len(calls) == count:
+            store.wait(["left"])
+        done()
+
+    if rank != leaver:
+        leaders.done = late
+    got = []
+    for n in range(count):
+        tensor = torch.tensor([10.0 * n + rank])
+        dist.all_reduce(tensor, group=group)
+        got.append(tensor.item())
+    dist.destroy_process_group(group)
+    if rank == leaver:
+        store.set("left", "")
+    dist.barrier()
+    assert got == [20.0 * n + 1 for n in range(count)]
+    return calls[-1:]
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_whoever_is_last_in_a_collective_does_not_miss_one_who_has_left_after_it(leaver):
+    """Each sixth collective ended with receives for the next ones. To a rank that had left these could not be posted,
+    and a job's last all_gather failed on the slower host: "rank 1 is gone: it left the group"."""
+    told = on_hosts((1, 1), _left_behind, leaver)
+    assert sorted(told) == [[], [_TOGETHER - 1]]
+
+
+def _leave_with_the_last_word(rank, world_size, machines, root, count):
+    group = dist.new_group(backend="phalanx")
+    tensor = torch.arange(count, dtype=torch.float32) if rank == root else torch.zeros(count)
+    dist.barrier(group=group)
+    begin = time.monotonic()
+    dist.broadcast(tensor, root, group=group)
+    took_s = time.monotonic() - begin
+    dist.destroy_process_group(group)
+    assert torch.equal(tensor, torch.arange(count, dtype=torch.float32))
+    dist.barrier()
+    return took_s
+
+
+@pytest.mark.parametrize("root", [0, 1])
+@pytest.mark.parametrize("count", [50_000, 150_000], ids=["with the heads", "in segments"])
+def test_what_a_rank_sent_last_arrives_although_it_leaves_before_the_link_has_carried_it(root, count):
+    """The root of a broadcast is done when its tensor is in the kernel's hands, or even before: who left then threw the
+    rest away."""
+    on_hosts((1, 1), _leave_with_the_last_word, root, count, rate="4mbit")
