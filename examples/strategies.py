@@ -5,7 +5,8 @@
     python examples/strategies.py pipeline               the layers in stages on the ranks
     phalanx run --nproc-per-node 2 examples/strategies.py sharded
 
-or single_device, multi_worker_mirrored, parameter_server, local_sgd, diloco.
+or single_device, multi_worker_mirrored, parameter_server, local_sgd, diloco,
+streaming_diloco, easgd, gossip_sgd.
 """
 
 import argparse
@@ -44,6 +45,7 @@ for epoch in range(args.epochs):
     if strategy.is_main:
         print(f"epoch {epoch + 1}: loss {loss:.6f}", flush=True)
 
+strategy.finish()  # replicas that train apart (local_sgd, ...) come together
 result = strategy.evaluate(images[-300:])  # None where another rank has it
 if result is not None:
     accuracy = (result.argmax(1) == labels[-300:]).float().mean()

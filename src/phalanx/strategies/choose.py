@@ -25,6 +25,7 @@ from phalanx.strategies.sharded import ShardedStrategy
 from phalanx.strategies.single_device import SingleDeviceStrategy
 from phalanx.strategies.start import find_world, is_launched
 from phalanx.strategies.strategy import Strategy
+from phalanx.strategies.tf_config import read_tf_config
 
 _logger = get_logger(__name__)
 
@@ -105,12 +106,15 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
                 f"there is no strategy {name!r}: it is 'auto' or one of {', '.join(map(repr, STRATEGIES))}"
             )
         return STRATEGIES[name](**options)
+    launched = is_launched(os.environ)
+    if not launched and (cluster := read_tf_config("strategies.get", os.environ)) is not None:
+        strategy: Strategy = MultiWorkerMirroredStrategy(**options)
+        strategy.reason = f"TF_CONFIG has {len(cluster.tasks)} tasks"
+        return strategy
     devices = decide_devices("strategies.get", None)
     ranks, local = find_world(os.environ)
     bytes_of_model = None if model is None else sum(one.nbytes for one in model.parameters())
-    now = Situation(
-        ranks, local, len(devices), is_launched(os.environ), bytes_of_model, _memory(devices[0], local or len(devices))
-    )
+    now = Situation(ranks, local, len(devices), launched, bytes_of_model, _memory(devices[0], local or len(devices)))
     choice = decide_strategy(now)
     strategy = STRATEGIES[choice.name](**choice.options, **options)
     strategy.reason = choice.reason

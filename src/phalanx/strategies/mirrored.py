@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.optim import Optimizer
 
 from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.devices import decide_devices, device_of
-from phalanx.strategies.start import join_or_start, local_world_size
-from phalanx.strategies.strategy import MakeOptimizer, Strategy, world
+from phalanx.strategies.start import is_launched, join_or_start, local_world_size
+from phalanx.strategies.strategy import MakeOptimizer, Strategy, has_or_may_get_others, world
+from phalanx.strategies.tf_config import Cluster, read_tf_config
 
 
 class ReplicatedStrategy(Strategy):
@@ -20,10 +22,14 @@ class ReplicatedStrategy(Strategy):
 
     def __init__(self, devices: int | Sequence[str] | None, *, launch: bool, timeout: float) -> None:
         wanted = decide_devices(self._called, devices)
-        job = join_or_start(self._called, len(wanted), launch=launch, timeout=timeout)
+        job = join_or_start(self._called, len(wanted), launch=launch, timeout=timeout, cluster=self._find_cluster())
         self._check_place(job.world_size, local_world_size(job), None if devices is None else len(wanted))
         super().__init__(job, num_replicas=job.world_size, replica=job.rank)
         self.device = device_of(wanted, job.local_rank)
+
+    def _find_cluster(self) -> Cluster | None:
+        """The hosts of the job, where something other than its launcher says them."""
+        return None
 
     # Not what they were at the start: an elastic job forms its group anew, with fewer ranks perhaps.
 
@@ -91,7 +97,7 @@ class MirroredStrategy(ReplicatedStrategy):
         super()._check_place(world_size, local, wanted)
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
-        wrapped = DistributedDataParallel(model, **self._options) if self.process_group is not None else model
+        wrapped = DistributedDataParallel(model, **self._options) if has_or_may_get_others() else model
         return wrapped, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
 
     _broadcasts_buffers = True  # as the next step would
@@ -106,10 +112,18 @@ class MirroredStrategy(ReplicatedStrategy):
 class MultiWorkerMirroredStrategy(MirroredStrategy):
     """All devices of several hosts, otherwise as MirroredStrategy.
 
-    The hosts are found by whoever starts the job: `phalanx run --nnodes 2`, torchrun, srun, mpiexec.
+    The hosts are found by whoever starts the job: `phalanx run --nnodes 2`, torchrun, srun, mpiexec. Or, as in
+    tf.distribute, by TF_CONFIG: where it is set, `python train.py` on each of its hosts starts the ranks of that host
+    (`phalanx run` asks for the job's key, PHALANX_KEY or the key file, as ever).
+
+    Raises:
+        ValueError: as MirroredStrategy; or TF_CONFIG is wrong, or has tasks for which there is nothing here.
     """
 
     name = "multi_worker_mirrored"
+
+    def _find_cluster(self) -> Cluster | None:
+        return None if is_launched(os.environ) else read_tf_config(self._called, os.environ)
 
     def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
         ReplicatedStrategy._check_place(self, world_size, local, wanted)

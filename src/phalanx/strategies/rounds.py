@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,7 +15,7 @@ from phalanx.optim import EASGD, DiLoCo, GossipSGD, LocalSGD, StreamingDiLoCo
 from phalanx.optim.round_plan import Topology
 from phalanx.optim.rounds import Rounds
 from phalanx.strategies.mirrored import ReplicatedStrategy
-from phalanx.strategies.strategy import MakeOptimizer
+from phalanx.strategies.strategy import MakeOptimizer, has_or_may_get_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):
@@ -29,22 +30,61 @@ class _RoundsStrategy(ReplicatedStrategy):
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         model, made = super()._set_up(model, optimizer)
-        if self.process_group is not None:
+        if has_or_may_get_others():
             self.rounds = self._make_rounds(model, made)
         return model, made
 
     @abstractmethod
     def _make_rounds(self, model: nn.Module, optimizer: Optimizer) -> Rounds: ...
 
-    def parts(self) -> dict[str, Any]:
-        """Also what is kept between rounds. A checkpoint is of rank 0's model: take it at the end of a round."""
-        return {**super().parts(), **({} if self.rounds is None else {"rounds": self.rounds})}
+    def held(self) -> dict[str, Any]:
+        """Also what is kept between rounds."""
+        return {**super().held(), **({} if self.rounds is None else {"rounds": self.rounds})}
 
-    def close(self) -> None:
+    def parts(self) -> dict[str, Any]:
+        """As of every strategy: model and optimizer are rank 0's; those of the others are in a part of their own.
+
+        Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
+        """
+        held = self.held()
+        return held if self.rounds is None else {**held, "rounds": _Replicas(held, self.checkpoint_group)}
+
+    def finish(self) -> None:
         """Hold the last round: then all ranks have the same model. Collective."""
         if self.rounds is not None:
             self.rounds.finish()
             self.rounds = None
+
+    def close(self) -> None:
+        """`finish`, if nobody has called it. Collective."""
+        self.finish()
+        super().close()
+
+
+class _Replicas:
+    """What each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each with its own.
+
+    Loaded by another number of ranks, all go on from what rank 0 had.
+    """
+
+    def __init__(self, held: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
+        self._held, self._process_group = held, process_group
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all ranks, on rank 0; rank 0's own model and optimizer are parts of the checkpoint already."""
+        rank = dist.get_rank(self._process_group)
+        own = {name: one.state_dict() for name, one in self._held.items() if rank or name == "rounds"}
+        everyone: list[Any] | None = [None] * dist.get_world_size(self._process_group) if rank == 0 else None
+        dist.gather_object(own, everyone, group=self._process_group, group_dst=0)
+        return {} if everyone is None else {"ranks": everyone}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with this rank's."""
+        ranks = state_dict["ranks"]
+        same = len(ranks) == dist.get_world_size(self._process_group)
+        own = ranks[dist.get_rank(self._process_group) if same else 0]
+        for name, state in own.items():
+            self._held[name].load_state_dict(state)
 
 
 class LocalSGDStrategy(_RoundsStrategy):

@@ -13,7 +13,7 @@ from phalanx.ddp import DistributedDataParallel
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.recipe import Recipe
-from phalanx.strategies.strategy import MakeOptimizer
+from phalanx.strategies.strategy import MakeOptimizer, has_or_may_get_others
 
 
 class ShardedStrategy(MirroredStrategy):
@@ -55,7 +55,7 @@ class ShardedStrategy(MirroredStrategy):
         super(MirroredStrategy, self)._check_place(world_size, local, wanted)
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
-        if self.process_group is None:
+        if not has_or_may_get_others():
             return super()._set_up(model, optimizer)
         recipe = Recipe.of(self._called, model, optimizer)
         if self.shard == "model":

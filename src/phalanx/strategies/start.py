@@ -14,6 +14,7 @@ import torch.distributed as dist
 import phalanx.backend as backend
 from phalanx.backend import Job
 from phalanx.coordination.launchers import find_incomplete_environment, find_launch
+from phalanx.strategies.tf_config import Cluster
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,14 @@ def is_launched(environ: Mapping[str, str]) -> bool:
     )
 
 
-def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, options: Sequence[str] = ()) -> Job:
-    """The place of this process in the job. Where there is none yet, the program starts again with `num_ranks` ranks.
+def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, cluster: Cluster | None = None) -> Job:
+    """The place of this process in the job. Where there is none yet, the program starts again with `num_ranks` ranks,
+    on each host of `cluster`.
 
     Raises:
         RuntimeError: it cannot be started again: in a notebook, in a test.
     """
-    if num_ranks > 1 and launch and not is_launched(os.environ):
+    if (num_ranks > 1 or cluster is not None) and launch and not is_launched(os.environ):
         program = Program.of(sys.orig_argv, sys.argv, sys.modules.get("__main__"))
         if isinstance(program, str):
             raise RuntimeError(
@@ -62,7 +64,7 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, 
                 "processes. Call a function with phalanx.launch(nproc_per_node=...), which starts them, and make the "
                 "strategy in it; or write a script"
             )
-        _start(program, num_ranks, options)
+        _start(program, num_ranks, () if cluster is None else cluster.run_options())
     return backend.init(timeout=timeout)
 
 

@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from phalanx.backend import Job
+from phalanx.backend import Job, rendezvous
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.strategies.current import entered
 from phalanx.strategies.loader import divide_batch, make_loader, options_of, require_divided
@@ -344,8 +344,19 @@ class Strategy(ABC):
 
         A model is saved under its own names, without wrapper, and can go on under another strategy.
         """
+        return self.held()
+
+    def held(self) -> dict[str, Any]:
+        """What this rank trains with, for `phalanx.elastic.State`."""
         self._require_set_up()
         return {"model": self._model, "optimizer": self._optimizer, **({"scaler": self.scaler} if self.scaler else {})}
+
+    def finish(self) -> None:
+        """The last step is done: where replicas train apart they hold their last round, and have one model. Collective.
+
+        Nothing under other strategies. Before a last evaluation; `close` does it, too.
+        """
+        return None
 
     def close(self) -> None:
         """End what the strategy holds; the process group stays. Collective."""
@@ -380,6 +391,11 @@ class Strategy(ABC):
 def world() -> dist.ProcessGroup | None:
     """All ranks of the job, or None if this is one alone; of an elastic job, those that it has now."""
     return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def has_or_may_get_others() -> bool:
+    """Whether there are several ranks, or this is one of a job on several hosts, of which others may come later."""
+    return world() is not None or (dist.is_initialized() and rendezvous.agents_key() is not None)
 
 
 def _loss_of(loss_fn: LossFn) -> LossOf:

@@ -196,7 +196,7 @@ class Trainer:
         val_loader = None if val_loader is None else self.strategy.distribute(val_loader, padding=False)
         self._state = state = self._make_state(loader)
         self._restore(state)
-        scalars = Scalars(self._log_dir if self.strategy.is_main else None)
+        scalars = Scalars(self._log_dir, lambda: self.strategy.is_main)
 
         def fit_state(state: elastic.State) -> None:
             self._train(state, loader, val_loader, scalars)
@@ -221,6 +221,8 @@ class Trainer:
         self, state: elastic.State, loader: DataLoader[Any], val_loader: DataLoader[Any] | None, scalars: Scalars
     ) -> None:
         self._return_callbacks(state)
+        # Of who came later, and divided the batch by more replicas: all take what the first ones have.
+        loader.batch_sampler.batch_size = state.batch_size  # type: ignore[union-attr]
         for epoch in state.epochs(self.max_epochs):
             if epoch and self._manager is not None and self._save_every is None:
                 self._save(state)  # of the epoch before, which has been counted now
@@ -340,10 +342,11 @@ class Trainer:
     # -- what goes into a checkpoint -----------------------------------------------------------------------------------
 
     def _make_state(self, loader: DataLoader[Any]) -> elastic.State:
-        things = {**self.strategy.parts(), "sampler": loader.sampler}
+        things = {**self.strategy.held(), "sampler": loader.sampler}
         if self.scheduler is not None:
             things["scheduler"] = self.scheduler
-        return elastic.State(**things, why_stopped="", saved_step=-1, callbacks=None)
+        things |= {"why_stopped": "", "saved_step": -1, "callbacks": None, "batch_size": loader.batch_size}
+        return elastic.State(**things)
 
     def _stateful_callbacks(self) -> list[Any]:
         return [one for one in self.callbacks if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]

@@ -1,0 +1,126 @@
+"""The Trainer under every strategy: generated short jobs against one process, and resumption inside of an epoch."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from tests.trainer.test_trainer import make_data, weights
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import phalanx
+from phalanx import strategies
+from phalanx.testing import run_ranks
+from phalanx.trainer import EarlyStopping
+
+ALIKE = {  # the mathematics of one process
+    "mirrored": {},
+    "multi_worker_mirrored": {},
+    "sharded": {},
+    "sharded model": {"shard": "model"},
+    "pipeline": {"micro_batches": 2},
+}
+APART = {  # other mathematics
+    "local_sgd": {"sync_every": 3},
+    "diloco": {"sync_every": 3},
+    "streaming_diloco": {"sync_every": 4, "fragments": 2, "delay": 1, "mix": 0.5},
+    "easgd": {"sync_every": 3},
+    "gossip_sgd": {"sync_every": 3},
+}
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def get(word):
+    return strategies.get(word.partition(" ")[0], **(ALIKE | APART)[word])
+
+
+def fit(strategy, size, val_size, **options):
+    trainer = phalanx.Trainer(
+        make_model(),
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        F.mse_loss,
+        strategy=strategy,
+        metrics={"error": lambda result, target: (result - target).abs()},
+        show_progress=False,
+        **options,
+    )
+    trainer.fit(DataLoader(make_data(size), 16, shuffle=True), DataLoader(make_data(val_size), 8))
+    return trainer
+
+
+def generate(count):
+    draw = random.Random(5)
+    for _ in range(count):
+        yield {
+            "size": draw.choice([32, 96, 128]),
+            "val_size": draw.choice([1, 7, 24, 37]),
+            "max_epochs": draw.choice([1, 2]),
+            "accumulate": draw.choice([1, 1, 2, 3]),
+            "max_norm": draw.choice([None, 0.5]),
+            "precision": draw.choice(["32-true", "32-true", "bf16-mixed"]),
+        }
+
+
+def test_every_strategy_ends_with_the_metrics_of_one_process():
+    cases = list(generate(4))
+    alone = [fit(strategies.SingleDeviceStrategy("cpu"), **case) for case in cases]
+
+    def train(rank, world_size):
+        seen = {}
+        for (number, case), word in itertools.product(enumerate(cases), ALIKE):
+            if word == "pipeline" and case["accumulate"] > 1:  # which has micro-batches for that
+                continue
+            trainer = fit(get(word), **case)
+            seen[number, word] = (trainer.step, dict(trainer.metrics))
+            trainer.strategy.close()
+        return seen
+
+    for seen in run_ranks(train, 2, timeout=150):
+        for (number, word), (step, metrics) in seen.items():
+            case, expected = cases[number], alone[number]
+            rough = case["precision"] != "32-true"
+            assert step == expected.step, (word, case)
+            assert metrics == pytest.approx(expected.metrics, rel=5e-2 if rough else 1e-4), (word, case)
+
+
+def test_every_strategy_resumes_inside_of_an_epoch_to_the_same_bits(tmp_path):
+    """Under those that train apart each rank went on with the model and the optimizer of rank 0."""
+
+    def train(rank, world_size):
+        ends = {}
+        for word in {**ALIKE, **APART}:
+            for folder, steps in (("whole", None), ("cut", 5), ("cut", None)):
+                saved = {"checkpoint": tmp_path / word, "save_every": 5, "max_steps": steps} if folder == "cut" else {}
+                trainer = fit(get(word), 128, 10, seed=4, **saved)
+                trainer.strategy.finish()
+                if word in ("pipeline", "sharded model"):
+                    ends[word, folder] = torch.tensor(list(trainer.metrics.values()))
+                else:
+                    ends[word, folder] = weights(trainer)
+                trainer.strategy.close()
+            assert torch.equal(ends[word, "cut"], ends[word, "whole"]), word
+        return ends
+
+    first, second = run_ranks(train, 2, timeout=150)
+    for key, end in first.items():
+        assert torch.equal(end, second[key]), key
+
+
+def test_every_strategy_stops_early_on_all_ranks():
+    def train(rank, world_size):
+        ends = {}
+        for word in {**ALIKE, **APART}:
+            stopping = EarlyStopping(patience=1, min_delta=1e6)
+            trainer = fit(get(word), 32, 9, max_epochs=9, callbacks=[stopping])
+            ends[word] = (trainer.epoch, trainer.step)
+            trainer.strategy.close()
+        return ends
+
+    for ends in run_ranks(train, 2, timeout=150):
+        assert set(ends.values()) == {(2, 4)}
