@@ -18,7 +18,7 @@ TWO = ["10.0.0.1:5000", "10.0.0.2:5000"]
 
 def read(cluster, kind="worker", index=0):
     text = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
-    return read_tf_config("Test", {"TF_CONFIG": text})
+    return read_tf_config("Test", text)
 
 
 def test_workers_are_hosts_and_a_chief_is_the_first():
@@ -31,8 +31,8 @@ def test_workers_are_hosts_and_a_chief_is_the_first():
 
 
 def test_without_a_cluster_of_several_there_is_nothing_to_find():
-    assert read_tf_config("Test", {}) is None
-    assert read_tf_config("Test", {"TF_CONFIG": "{}"}) is None
+    assert read_tf_config("Test", "") is None
+    assert read_tf_config("Test", "{}") is None
     assert read({"worker": ["a:1"]}) is None
 
 
@@ -56,7 +56,7 @@ def test_what_has_no_meaning_here_is_refused(cluster, kind, index, words):
 def test_what_is_no_configuration_is_refused(monkeypatch):
     for text, words in (("{", "TF_CONFIG is no JSON"), ("[]", "must be an object with a 'cluster' and a 'task'")):
         with pytest.raises(ValueError, match=words):
-            read_tf_config("Test", {"TF_CONFIG": text})
+            read_tf_config("Test", text)
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": TWO}, "task": {"type": "worker", "index": 0}}))
     with pytest.raises(ValueError, match="TF_CONFIG is set, and servers and workers are not started by it here"):
         strategies.ParameterServerStrategy()

@@ -23,9 +23,8 @@ from phalanx.strategies.rounds import (
 from phalanx.strategies.servers import ParameterServerStrategy
 from phalanx.strategies.sharded import ShardedStrategy
 from phalanx.strategies.single_device import SingleDeviceStrategy
-from phalanx.strategies.start import find_world, is_launched
+from phalanx.strategies.start import find_cluster, find_world, is_launched
 from phalanx.strategies.strategy import Strategy
-from phalanx.strategies.tf_config import read_tf_config
 
 _logger = get_logger(__name__)
 
@@ -107,7 +106,7 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
             )
         return STRATEGIES[name](**options)
     launched = is_launched(os.environ)
-    if not launched and (cluster := read_tf_config("strategies.get", os.environ)) is not None:
+    if (cluster := find_cluster("strategies.get")) is not None:
         strategy: Strategy = MultiWorkerMirroredStrategy(**options)
         strategy.reason = f"TF_CONFIG has {len(cluster.tasks)} tasks"
         return strategy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch.optim import Optimizer
 
 from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.devices import decide_devices, device_of
-from phalanx.strategies.start import is_launched, join_or_start, local_world_size
+from phalanx.strategies.start import find_cluster, join_or_start, local_world_size
 from phalanx.strategies.strategy import MakeOptimizer, Strategy, has_or_may_get_others, world
-from phalanx.strategies.tf_config import Cluster, read_tf_config
+from phalanx.strategies.tf_config import Cluster
 
 
 class ReplicatedStrategy(Strategy):
@@ -123,7 +122,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     name = "multi_worker_mirrored"
 
     def _find_cluster(self) -> Cluster | None:
-        return None if is_launched(os.environ) else read_tf_config(self._called, os.environ)
+        return find_cluster(self._called)
 
     def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
         ReplicatedStrategy._check_place(self, world_size, local, wanted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from phalanx import rpc
 from phalanx.parameter_server import ParameterServer
 from phalanx.strategies.devices import decide_devices
 from phalanx.strategies.recipe import Recipe
-from phalanx.strategies.start import is_launched, join_or_start
+from phalanx.strategies.start import find_cluster, join_or_start
 from phalanx.strategies.strategy import MakeOptimizer, Strategy
 
 
@@ -56,7 +55,7 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         if not (isinstance(num_servers, int) and num_servers >= 1):
             raise ValueError(f"ParameterServerStrategy: num_servers must be 1 or more, got {num_servers!r}")
-        if not is_launched(os.environ) and os.environ.get("TF_CONFIG"):
+        if find_cluster(self._called) is not None:
             raise ValueError(
                 "ParameterServerStrategy: TF_CONFIG is set, and servers and workers are not started by it here: start "
                 "the script with `phalanx run`, whose last ranks serve"

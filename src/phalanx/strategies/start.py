@@ -14,7 +14,7 @@ import torch.distributed as dist
 import phalanx.backend as backend
 from phalanx.backend import Job
 from phalanx.coordination.launchers import find_incomplete_environment, find_launch
-from phalanx.strategies.tf_config import Cluster
+from phalanx.strategies.tf_config import Cluster, read_tf_config
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,15 @@ def is_launched(environ: Mapping[str, str]) -> bool:
         or multiprocessing.parent_process() is not None
         or find_incomplete_environment(environ, is_spawned=False)
     )
+
+
+def find_cluster(called: str) -> Cluster | None:
+    """The hosts that TF_CONFIG says; None in a process that something has launched, which says it then.
+
+    Raises:
+        ValueError: it is not understood.
+    """
+    return None if is_launched(os.environ) else read_tf_config(called, os.environ.get("TF_CONFIG", ""))
 
 
 def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, cluster: Cluster | None = None) -> Job:

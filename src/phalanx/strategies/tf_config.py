@@ -28,14 +28,13 @@ class Cluster:
         return ("--nnodes", str(len(self.tasks)), "--node-rank", str(self.index), *where)
 
 
-def read_tf_config(called: str, environ: Mapping[str, str]) -> Cluster | None:
-    """What TF_CONFIG in `environ` says; None without it, or where it names one task alone.
+def read_tf_config(called: str, text: str) -> Cluster | None:
+    """What `text`, the value of TF_CONFIG, says; None where it is empty, or where it names one task alone.
 
     Raises:
         ValueError: it is not understood, or has tasks for which there is nothing here; all that is wrong with it.
     """
-    text = environ.get("TF_CONFIG", "").strip()
-    if not text:
+    if not text.strip():
         return None
     try:
         config = json.loads(text)
