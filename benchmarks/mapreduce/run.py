@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from harness import (
 )
 
 HERE = Path(__file__).resolve().parent
+MEMORY_MEGABYTES = 200  # of text are enough to fill what is asked for
 
 
 def add_up(word: str, counts: object) -> int:
@@ -39,6 +41,8 @@ def add_up(word: str, counts: object) -> int:
 
 def count_with_phalanx(rank: int, world_size: int, path: str, memory_bytes: int, watch: bool) -> dict[str, float]:
     """Seconds, words, and, where it is watched, the most memory that this rank has held above what it began with."""
+    if watch:  # the process group's own memory, and what is imported on first use, are there from here on
+        map_reduce(range(100), lambda number: [(number, "x" * 1000)], add_up_lengths, gather=True)
     peak = Peak() if watch else None
     begin = time.perf_counter()
     result = map_reduce(
@@ -52,6 +56,10 @@ def count_with_phalanx(rank: int, world_size: int, path: str, memory_bytes: int,
         "held": held,
         "spilled": sum(spool.spilled_bytes for spool in result._spools),
     }
+
+
+def add_up_lengths(number: int, values: Iterator[str]) -> int:
+    return sum(map(len, values))
 
 
 class Peak:
@@ -143,13 +151,16 @@ def main() -> None:
 
     held = {}
     rows = []
+    sample = min(arguments.megabytes, MEMORY_MEGABYTES)
+    path = arguments.folder / f"{sample}.txt"
+    make_text(path, sample * 10**6)
     for limit in (16, 64, arguments.memory):
         told = run_ranks(count_with_phalanx, ranks, str(path), limit << 20, True, timeout=3600)
         held[limit] = max(one["held"] for one in told)
         rows.append(
             [f"{limit} MiB", f"{held[limit] / 2**20:.0f} MiB", format_time(max(one["seconds"] for one in told))]
         )
-    print_table(["memory_bytes", "most held (PSS)", "time"], rows)
+    print_table([f"memory_bytes, for {sample:,} MB", "most held (PSS)", "time"], rows)
 
     results = {
         "megabytes": arguments.megabytes,
