@@ -307,7 +307,7 @@ def _is_queue_full(address):
 
 def test_a_leader_says_who_is_missing_while_it_waits(monkeypatch):
     monkeypatch.setattr(fd_server, "_SLICE_S", 0.05)
-    with memory("test", 4096) as fd, Leader([1, 2], [fd], timeout=0.2) as leader:
+    with memory("test", 4096) as fd, Leader([1, 2], [fd], timeout=1.5) as leader:
         pass
     assert leader.missing == (1, 2)
     assert leader.notices[0] == {1, 2}
