@@ -32,11 +32,7 @@ def open_sockets() -> dict[int, str]:
 
 
 def await_delivery(sockets: dict[int, str], deadline: Deadline) -> bool:
-    """Wait until the peers' hosts have acknowledged all that was sent through these of `open_sockets`.
-
-    Returns:
-        False if they had not in time.
-    """
+    """Wait until the peers' hosts have acknowledged all that was sent through these sockets; False if time was up."""
     pause_s = _POLL_S
     while any(_unacknowledged(descriptor) for descriptor, text in sockets.items() if _target(descriptor) == text):
         if deadline.passed:
