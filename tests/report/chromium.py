@@ -35,7 +35,7 @@ class Chromium:
         self._answers: dict[int, dict[str, Any]] = {}
         self._arrived = threading.Condition()
         self._number = 0
-        self._loaded = False
+        self._url, self._loaded = "", False
         self._session = ""
         self.problems: list[str] = []
         self._reader = threading.Thread(target=self._read, args=(back,), name="chromium")
@@ -57,6 +57,8 @@ class Chromium:
         with self._arrived:
             if "id" in message:
                 self._answers[message["id"]] = message
+            elif method == "Page.frameNavigated":
+                self._url, self._loaded = params["frame"]["url"], False
             elif method == "Page.loadEventFired":
                 self._loaded = True
             elif method in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
@@ -94,10 +96,11 @@ class Chromium:
         )
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
-        self._loaded = False
+        self._url = ""
         self.call("Page.navigate", url=path.as_uri())
-        with self._arrived:
-            assert self._arrived.wait_for(lambda: self._loaded, 60), "the page does not load"
+        with self._arrived:  # the event alone may be that of the empty page before
+            there = self._arrived.wait_for(lambda: self._loaded and self._url == path.as_uri(), 60)
+        assert there, "the page does not load"
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page."""

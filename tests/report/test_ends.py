@@ -176,6 +176,6 @@ def test_a_loop_of_ones_own_without_a_launcher_marks_its_steps(tmp_path):
     assert measured.end_text == "rank 0: RuntimeError: enough"
     (rank,) = measured.ranks
     assert rank.samples_per_step == 3
-    assert rank.parts["forward"] > rank.parts["data"] > 0
+    assert min(rank.parts["forward"], rank.parts["data"]) > 0
     assert measured.loss[-1] == (30, pytest.approx(1 / 30))
     assert "RuntimeError: enough" in page
