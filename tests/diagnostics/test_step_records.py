@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 
+from phalanx.diagnostics import progress_page
 from phalanx.diagnostics.step_file import (
     DATA,
     FILE_BYTES,
@@ -217,3 +218,33 @@ def test_facts_that_do_not_fit_are_left_out(tmp_path):
     (read,) = read_folder(tmp_path)
     assert read.facts == {"rank": 1}
     assert read.phase == "data"
+
+
+def test_steps_have_the_runs_numbers_where_a_state_commits_them(tmp_path, clock, monkeypatch):
+    """Each process called its first step 1, also one that took the place of a lost one or resumed; and a rank that got
+    another number when others were lost kept its old one in the records.
+    """
+    page = progress_page.ProgressPage(bytearray(progress_page.PAGE_BYTES))
+    monkeypatch.setattr(progress_page, "_own", page)
+    recorder = StepRecorder(str(tmp_path / "0.steps"), {"rank": 3}, clock)
+    for step in (60, 61, 62):
+        one_step(recorder, clock)
+        page.commit(min(step, 61))
+    recorder.rank_now = lambda: 2
+    page.set_generation(1)  # a rank is lost: step 62 is done again
+    for step in (62, 63):
+        one_step(recorder, clock, loss=float("nan") if step == 62 else 1.0)
+        page.commit(step)
+    recorder.close(ended=True)
+    read = written(tmp_path)
+    assert [(step.first, step.rank) for step in read.steps] == [(60, 3), (61, 3), (62, 3), (62, 2), (63, 2)]
+    assert (read.steps_done, read.reached, read.first_broken, read.last_finite) == (5, 63, 62, 63)
+
+
+def test_a_merged_record_does_not_hide_in_which_step_the_loss_broke(tmp_path, recorder, clock):
+    """3,000 steps, the 1,500th without a number, were told as "not a number from step 1504 on"."""
+    for step in range(1, 3001):
+        one_step(recorder, clock, loss=float("nan") if step == 1500 else 1.0)
+    recorder.close(ended=True)
+    read = written(tmp_path)
+    assert (read.first_broken, read.last_finite, read.reached) == (1500, 3000, None)

@@ -1,5 +1,6 @@
 """The trace and the TensorBoard events of a report, read by their own readers' rules and code."""
 
+import dataclasses
 import json
 import math
 import random
@@ -8,6 +9,7 @@ import pytest
 
 from phalanx.core_numbers import ALL_REDUCE
 from phalanx.diagnostics.step_file import OperationRecord, RankFile, StepRecord
+from phalanx.report.findings import find
 from phalanx.report.gather import combine
 from phalanx.report.job_record import JobRecord
 from phalanx.report.measurements import Event, Measurements
@@ -136,3 +138,57 @@ def test_every_run_is_read_back_as_it_was_written():
             Measurements.from_json(run.to_json()).to_json()
         )
         check_trace(plan_trace(job, files))
+
+
+def resumed(rank, first, num_steps, *, attempt=0, knows=True, ended=True, begin=0.0, loss=lambda step: 100.0 - step):
+    """A process that began with step `first` of the run, which only its own memory of it knows."""
+    file = rank_file(rank, num_steps=num_steps, attempt=attempt, operations=False)
+    ahead = first - 1 if knows else 0
+    steps = [
+        step._replace(first=step.first + ahead, loss=loss(step.first + first - 1), begin=step.begin + begin,
+                      end=step.end + begin)
+        for step in file.steps
+    ]  # fmt: skip
+    reached = first - 1 + num_steps if knows else None
+    return dataclasses.replace(file, steps=tuple(steps), reached=reached, ended=ended, phase_since=steps[-1].end)
+
+
+def test_a_restart_goes_on_with_the_loss_where_it_says_that_it_began():
+    """Attempts' first steps were all called 1, and their losses averaged: 100 - step, failed at 31 and resumed at 30,
+    ended with "last loss 70" at step 30. The newest attempt counts for its steps; one that does not know which these
+    are is drawn alone.
+    """
+    known = combine(JOB, [resumed(rank, 1, 31) for rank in (0, 1)] + [resumed(r, 30, 31, attempt=1) for r in (0, 1)])
+    assert known.loss == tuple((step, 100.0 - step) for step in range(1, 61))
+    assert (known.steps, known.final_loss) == (60, 40.0)
+    assert "Steps and loss are the last attempt's" not in find(known)[0].text
+    lost = combine(JOB, [resumed(0, 1, 31), resumed(0, 30, 31, attempt=1, knows=False)])
+    assert lost.loss == tuple((step, 100.0 - step - 29) for step in range(1, 32))
+    assert lost.final_loss == 40.0
+    assert "Steps and loss are the last attempt's, from its own first step on" in find(lost)[0].text
+    other = combine(JOB, [resumed(0, 1, 31, loss=lambda step: -1.0), resumed(0, 11, 5, attempt=1)])
+    assert [loss for _, loss in other.loss] == [-1.0] * 10 + [100.0 - step for step in range(11, 16)]
+
+
+def test_a_lost_rank_does_not_set_how_far_the_run_came_and_how_fast_it_is():
+    """`steps` was the fewest of any rank, by its longest-lived process: 100 done, rank 1 killed at 59 and replaced, was
+    "steps 59"; and a rank that is gone for good counted in the samples per second for ever.
+    """
+    begin = 0.6
+    replaced = [resumed(0, 1, 100), resumed(1, 1, 59, ended=False), resumed(1, 60, 41, begin=begin)]
+    run = combine(JOB, replaced)
+    assert run.steps == 100
+    assert [(rank.rank, rank.reached) for rank in run.last_attempt] == [(0, 100), (1, 100)]
+    gone = combine(JOB, [resumed(0, 1, 900), resumed(1, 1, 59, ended=False)])
+    assert gone.steps == 900
+    assert gone.samples_per_s == pytest.approx(800)
+    assert [rank.rank for rank in gone.last_attempt] == [0]
+    early = combine(JOB, [resumed(0, 1, 900), resumed(1, 1, 59)])  # has done its part
+    assert [rank.rank for rank in early.last_attempt] == [0, 1]
+    (first, *_, last) = combine(JOB, [without_samples(file) for file in replaced]).throughput
+    assert first[1] == pytest.approx(100, rel=0.05)
+    assert last[1] == pytest.approx(100, rel=0.05)
+
+
+def without_samples(file):
+    return dataclasses.replace(file, steps=tuple(step._replace(samples=0.0) for step in file.steps))

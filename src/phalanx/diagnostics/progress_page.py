@@ -88,6 +88,11 @@ class ProgressPage:
         """The one that was set last."""
         return self._words[1]
 
+    @property
+    def state_step(self) -> int:
+        """The one that was committed last."""
+        return self._words[_STATE]
+
     def set_generation(self, generation: int) -> None:
         """The ranks have formed their group anew, for the so-manieth time."""
         self._words[1] = generation
@@ -151,6 +156,11 @@ def open_page(agent: str) -> ProgressPage:
 def own_generation() -> int:
     """How often the ranks of this process's job have formed their group anew, as far as it has said so."""
     return 0 if _own is None else _own.generation
+
+
+def own_step() -> int:
+    """The number of the step that this process's `phalanx.elastic.State` has committed last; 0: it has none."""
+    return 0 if _own is None else _own.state_step
 
 
 def _forget() -> None:

@@ -12,6 +12,7 @@ One writer. A table is written first and counted then; a full one is thinned int
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -37,11 +38,14 @@ WINDOW = 32  # operations that are kept or left out together, so that all ranks 
 # Words of the header, all doubles but the first.
 (_MAGIC_AT, _STEPS_DONE, _PHASE, _PHASE_SINCE, _ENDED, _NUM_WORKERS, _PEAK_BYTES, _STEP_TABLE, _STEP_COUNT,
  _STEP_STRIDE, _OPERATION_TABLE, _OPERATION_COUNT, _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET,
- _OPERATIONS_SEEN, _COST) = range(18)  # fmt: skip
+ _OPERATIONS_SEEN, _COST, _REACHED, _FIRST_BROKEN, _LAST_FINITE) = range(21)  # fmt: skip
 
 
 class StepRecord(NamedTuple):
-    """So many steps; `first` is the number of the first. Seconds of CLOCK_MONOTONIC; parts are sums over the steps."""
+    """So many steps; `first` is the number of the first.
+
+    It is the run's where that is known. Seconds of CLOCK_MONOTONIC; parts are sums over the steps.
+    """
 
     first: float
     num_steps: float
@@ -97,6 +101,12 @@ class RankFile:
     steps: tuple[StepRecord, ...]
     operation_stride: int
     operations: tuple[OperationRecord, ...]
+    reached: int | None = None
+    """The last step's number in the run, which others may have begun; None where nobody has told."""
+    first_broken: int | None = None
+    """The first step whose loss was no finite number."""
+    last_finite: int = 0
+    """The last step whose loss was one."""
 
 
 class StepFile:
@@ -157,6 +167,17 @@ class StepFile:
     def set_steps_done(self, number: int) -> None:
         """How many steps are done, of which the last may not be in a record yet."""
         self._words[_STEPS_DONE] = number
+
+    def set_reached(self, step: int) -> None:
+        """The number that the last step has in the run."""
+        self._words[_REACHED] = step
+
+    def note_loss(self, step: int, loss: float) -> None:
+        """That of the step with this number: a merged record no longer says in which it ceased to be a number."""
+        if math.isfinite(loss):
+            self._words[_LAST_FINITE] = step
+        elif not self._words[_FIRST_BROKEN]:
+            self._words[_FIRST_BROKEN] = step
 
     def add_step(self, record: array[float]) -> None:
         """One more record, of `step_stride` steps, in the order of `StepRecord`."""
@@ -265,6 +286,9 @@ def read_rank_file(data: bytes) -> RankFile | None:
         steps=tuple(StepRecord(*record) for record in steps if record[1] > 0),
         operation_stride=int(words[_OPERATION_STRIDE]),
         operations=tuple(OperationRecord(*record) for record in operations if record[4] > 0),
+        reached=int(words[_REACHED]) or None,
+        first_broken=int(words[_FIRST_BROKEN]) or None,
+        last_finite=int(words[_LAST_FINITE]),
     )
 
 

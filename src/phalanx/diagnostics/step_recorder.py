@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.diagnostics.operation_sampler import OperationSampler
-from phalanx.diagnostics.progress_page import own_generation
+from phalanx.diagnostics.progress_page import own_generation, own_step
 from phalanx.diagnostics.step_file import BACKWARD, DATA, FORWARD, OTHER, PHASES, UPDATE, StepFile, StepRecord, merge
 from phalanx.diagnostics.whereabouts import ObservedGroup, listen_for_ends, stop_listening
 
@@ -70,6 +70,8 @@ class StepRecorder:
         self.sample_share = 1.0
         """What a sample counts on this rank, where several ranks hold the parts of one model and see the same."""
         self.device_memory: Callable[[], float] = float
+        self.rank_now: Callable[[], int] = lambda: self.rank
+        """Asked when the ranks have formed their group anew: this one may have got another number."""
         self.on_first_step: Callable[[StepRecorder], None] = lambda recorder: None
         self._parts = [0.0] * len(PHASES)
         self._since = self._begin = self._updated_at = now
@@ -83,6 +85,7 @@ class StepRecorder:
         self._is_own_loss = False
         self._loss_due = 0.0
         self._num_steps = 0
+        self._ahead: int | None = None  # what the run's number of a step is more than this process's; None: not known
         self._open: list[int] = []  # phases, each inside of the one before
         self._marks: deque[tuple[int, int]] = deque([(0, OTHER)], maxlen=_NUM_MARKS)
         self._pending: StepRecord | None = None
@@ -313,17 +316,23 @@ class StepRecorder:
         end, parts = self._updated_at, self._parts
         if end >= self._looked + _LOOK_S:
             self._look(end)
-            self._operations.generation = own_generation()
+        if number == 1 and (step := own_step()):  # later it could not be told: a loop may commit more seldom
+            self._ahead = step - 1
         if self._operations.is_due(number, end):
             self._read_operations()
         resident, shared, cpu_s, preemptions, device = self._process
         has_loss = self._loss is not None
         record = (
-            number, 1.0, self._begin, end, *parts, self._samples * self.sample_share, self._loss or 0.0,
-            float(has_loss), end - self._begin, resident, shared, cpu_s, preemptions, device, self.rank,
-            self._operations.generation,
+            number + (self._ahead or 0), 1.0, self._begin, end, *parts, self._samples * self.sample_share,
+            self._loss or 0.0, float(has_loss), end - self._begin, resident, shared, cpu_s, preemptions, device,
+            self.rank, self._operations.generation,
         )  # fmt: skip
         self._file.set_steps_done(number)
+        self._learn_place(number)
+        if self._ahead is not None:
+            self._file.set_reached(number + self._ahead)
+        if self._loss is not None:
+            self._file.note_loss(int(record[0]), self._loss)
         self._pending = StepRecord(*record) if self._pending is None else merge(self._pending, StepRecord(*record))
         if self._pending.num_steps >= self._file.step_stride:
             self._file.add_step(array("d", self._pending))
@@ -334,6 +343,16 @@ class StepRecorder:
         self._has_update = self._has_batch = False
         self._stepped.clear()
         self._split = None
+
+    def _learn_place(self, number: int) -> None:
+        """After a loss the ranks go on behind the last commit, some of them under another number."""
+        generation = own_generation()
+        if generation == self._operations.generation:
+            return
+        self._operations.generation = generation
+        self.rank = self.rank_now()
+        if self._ahead is not None:
+            self._ahead = own_step() - number
 
     def _end_step_before(self, split: _Split) -> None:
         """It has ended with an earlier update; what came since is of the next one."""

@@ -71,10 +71,14 @@ def _how_it_ended(run: Measurements) -> Iterator[Finding]:
         )  # fmt: skip
     restarts = max((rank.attempt for rank in run.ranks), default=0)
     if restarts:
+        counted = "" if any(rank.first_number != 1 for rank in run.newest) else (
+            " Steps and loss are the last attempt's, from its own first step on: it has not told where it went on."
+        )  # fmt: skip
         yield Finding(
             "warn",
             f"The job was started again {_times(restarts)}; what a restart repeats is what lies behind the last "
-            "checkpoint: save more often, or survive the loss without one (phalanx.elastic).",
+            "checkpoint: save more often, or survive the loss without one (phalanx.elastic)."
+            f"{counted}",
             6,
         )
 
@@ -84,13 +88,13 @@ def _how_far(run: Measurements) -> str:
 
 
 def _where_it_was(run: Measurements, rank: int | None) -> str:
-    known = [one for one in run.last_attempt if one.rank == rank]
+    known = sorted((one for one in run.newest if one.rank == rank), key=lambda one: (one.reached, one.end))[-1:]
     if not known or known[0].ended:
         return ""
     phase = {"data": "waiting for data", "other": "between two steps"}.get(
         known[0].last_phase, f"in {known[0].last_phase}"
     )
-    return f"; it was {phase} of step {known[0].steps + 1:,}" if phase.startswith("in ") else f"; it was {phase}"
+    return f"; it was {phase} of step {known[0].reached + 1:,}" if phase.startswith("in ") else f"; it was {phase}"
 
 
 def _no_steps(run: Measurements) -> Iterator[Finding]:
@@ -106,11 +110,14 @@ def _no_steps(run: Measurements) -> Iterator[Finding]:
 
 
 def _loss(run: Measurements) -> Iterator[Finding]:
-    broken = next((step for step, loss in run.loss if not math.isfinite(loss)), None)
+    shown = [step for step, loss in run.loss if not math.isfinite(loss)]
+    broken: float | None = run.broken_step or next(iter(shown), None)
     if broken is not None:
+        stays = run.stays_broken if run.broken_step else len(shown) == sum(step >= broken for step, _ in run.loss)
+        when = f"from step {broken:,.0f} on" if stays else f"at step {broken:,.0f}"
         yield Finding(
             "bad",
-            f"The loss is not a number from step {broken:,.0f} on: lower the learning rate, clip the gradients "
+            f"The loss is not a number {when}: lower the learning rate, clip the gradients "
             "(max_norm), and look at the batch of that step.",
             5,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections import defaultdict
@@ -53,6 +54,7 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
     ranks = _tell_hosts_apart(ranks)
     ended = job.ended if job.ended is not None else max((rank.end + job.begun for rank in ranks), default=job.begun)
     trained = [files[i] for i in latest]
+    broken, stays = _broken(trained)
     return Measurements(
         name=job.name,
         command=job.command,
@@ -65,6 +67,8 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
         max_restarts=job.max_restarts,
         ranks=ranks,
         loss=_loss_curve([file for file in files if file.steps]),
+        broken_step=broken,
+        stays_broken=stays,
         throughput=_throughput(trained, [offsets[i] - job.begun for i in latest]),
         has_samples=any(step.samples for file in trained for step in file.steps),
         collectives=matched.collectives,
@@ -87,6 +91,11 @@ def _attempt(file: RankFile) -> int:
     return int(file.facts.get("attempt", 0))
 
 
+def _rank(file: RankFile) -> int:
+    """The one that it had in the end."""
+    return int(file.steps[-1].rank if file.steps else file.facts.get("rank", 0))
+
+
 def _num_warm(records: Sequence[StepRecord]) -> int:
     """How many records at the beginning are left out of means."""
     total = sum(record.num_steps for record in records)
@@ -101,7 +110,7 @@ def _sampled(file: RankFile, offset: float) -> Sampled:
     groups = [(str(g["name"]), int(g["generation"]), int(g["again"])) for g in file.facts.get("groups", ())]
     num_steps = int(sum(record.num_steps for record in steady))
     return Sampled(
-        rank=int(file.facts.get("rank", 0)),
+        rank=_rank(file),
         groups=groups,
         operations=file.operations,
         warm_ns=steady[0].begin * 1e9,
@@ -121,7 +130,7 @@ def _measure(file: RankFile, split: Split, shift: float) -> RankRun:
     span = records[-1].end - records[0].end if len(records) > 1 else 0.0
     last = records[-1] if records else None
     return RankRun(
-        rank=int(file.facts.get("rank", 0)),
+        rank=_rank(file),
         attempt=_attempt(file),
         pid=int(file.facts.get("pid", 0)),
         host=str(file.facts.get("host", "")),
@@ -131,7 +140,7 @@ def _measure(file: RankFile, split: Split, shift: float) -> RankRun:
         end=max(file.phase_since, last.end if last else file.begun) + shift,
         first_step=records[0].begin + shift if records else None,
         steps=file.steps_done,
-        first_number=1,
+        first_number=1 if file.reached is None else file.reached - file.steps_done + 1,
         step_s=whole / num if steady else 0.0,
         longest_s=max((record.longest for record in steady), default=0.0),
         parts=parts,
@@ -183,13 +192,44 @@ def _thin(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _loss_curve(files: Sequence[RankFile]) -> Curve:
-    """By step, the mean over the ranks that have one; of a step that was done again the last."""
-    by_step: dict[float, list[float]] = defaultdict(list)
-    for file in files:
-        for record in _thin(file.steps):
-            if record.num_losses:
-                by_step[record.first + record.num_steps - 1].append(record.loss / record.num_losses)
-    return tuple((step, sum(losses) / len(losses)) for step, losses in sorted(by_step.items()))
+    """By step, the mean over the ranks that have one; of a step that was done again the last.
+
+    Where an attempt does not know with which step it began, it alone is drawn: two curves of unknown places give none.
+    """
+    curve: Curve = ()
+    begins_at = math.inf
+    for attempt in sorted({_attempt(file) for file in files}, reverse=True):
+        those = [file for file in files if _attempt(file) == attempt]
+        if curve and any(file.reached is None for file in those):
+            break
+        first = min(record.first for file in those for record in file.steps)
+        curve = tuple(point for point in _mean_loss(those) if point[0] < begins_at) + curve
+        begins_at = min(first, begins_at)
+        if any(file.reached is None for file in those):
+            break
+    return curve
+
+
+def _mean_loss(files: Sequence[RankFile]) -> Curve:
+    """Of one attempt. Ranks' records may be of unlike lengths: those that end within the longest one's go together."""
+    once = [{record.first: record for record in _thin(file.steps)} for file in files]  # done again: the last
+    records = [record for those in once for record in those.values() if record.num_losses]
+    width = max((record.num_steps for record in records), default=1.0)
+    found: dict[float, list[StepRecord]] = defaultdict(list)
+    for record in records:
+        found[math.ceil((record.first + record.num_steps - 1) / width)].append(record)
+    curve = []
+    for _, those in sorted(found.items()):
+        step = max(record.first + record.num_steps - 1 for record in those)
+        curve.append((step, sum(r.loss for r in those) / sum(r.num_losses for r in those)))
+    return tuple(curve)
+
+
+def _broken(files: Sequence[RankFile]) -> tuple[int | None, bool]:
+    """The first step whose loss is not finite, and whether all that came later on that rank are not, either."""
+    broken = [file.first_broken for file in files if file.first_broken is not None]
+    first = min(broken, default=None)
+    return first, any(file.first_broken == first and file.last_finite < (first or 0) for file in files)
 
 
 def _throughput(files: Sequence[RankFile], shifts: Sequence[float]) -> Curve:
@@ -198,17 +238,21 @@ def _throughput(files: Sequence[RankFile], shifts: Sequence[float]) -> Curve:
     counts = any(step.samples for file in files for step in file.steps)
     begin = min((file.steps[0].begin + shift for file, shift in pairs), default=0.0)
     end = max((file.steps[-1].end + shift for file, shift in pairs), default=0.0)
-    fewest = min((len(file.steps) for file in files), default=0)
-    num = max(1, min(MAX_POINTS // 2, fewest // 3))
+    most = max((len(file.steps) for file in files), default=0)
+    num = max(1, min(MAX_POINTS // 2, most // 3))
     width = (end - begin) / num
-    if not fewest or width <= 0:
+    if not most or width <= 0:
         return ()
     amounts = [0.0] * num
+    present = [0.0] * num  # ranks, as some may come and go
     for file, shift in pairs:
         for record in file.steps:
-            amount = record.samples if counts else record.num_steps / len(files)
-            _spread(amounts, amount, record.begin + shift - begin, record.end + shift - begin, width)
-    return tuple((begin + (i + 0.5) * width, amount / width) for i, amount in enumerate(amounts))
+            amount = record.samples if counts else record.num_steps
+            span = record.begin + shift - begin, record.end + shift - begin
+            _spread(amounts, amount, *span, width)
+            _spread(present, (span[1] - span[0]) / width, *span, width)
+    rates = [amount / width / (1.0 if counts else max(n, 1e-9)) for amount, n in zip(amounts, present, strict=True)]
+    return tuple((begin + (i + 0.5) * width, rate) for i, rate in enumerate(rates))
 
 
 def _spread(amounts: list[float], amount: float, begin: float, end: float, width: float) -> None:

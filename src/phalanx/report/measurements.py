@@ -30,7 +30,7 @@ class RankRun:
     end: float
     first_step: float | None  # when its first step began
     steps: int
-    first_number: int
+    first_number: int  # of its first step in the run; 1 where nobody has told
     step_s: float
     longest_s: float
     parts: Mapping[str, float]
@@ -47,6 +47,11 @@ class RankRun:
     step_curve: Curve = ()  # time, seconds of a step
     memory_curve: Curve = ()
     generations: tuple[tuple[int, float], ...] = ()  # number, when its first step in it ended
+
+    @property
+    def reached(self) -> int:
+        """The number of its last step in the run."""
+        return self.first_number - 1 + self.steps
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class Measurements:
     max_restarts: int
     ranks: tuple[RankRun, ...] = ()
     loss: Curve = ()  # step, mean over the ranks
+    broken_step: int | None = None  # the first whose loss is not finite
+    stays_broken: bool = False  # and so are all that came later
     throughput: Curve = ()  # time, samples per second of all ranks
     has_samples: bool = False
     collectives: tuple[Collectives, ...] = ()
@@ -109,18 +116,28 @@ class Measurements:
 
     @property
     def last_attempt(self) -> tuple[RankRun, ...]:
-        """The processes of the newest attempt, of each rank the one that lived longest."""
-        newest = max((rank.attempt for rank in self.ranks), default=0)
+        """The processes of the newest attempt, of each rank the one that came farthest.
+
+        Without those that were lost on the way: they ended long before the others, and not in order.
+        """
         chosen: dict[int, RankRun] = {}
-        for run in self.ranks:
-            if run.attempt == newest and (run.rank not in chosen or run.steps > chosen[run.rank].steps):
+        for run in self.newest:
+            known = chosen.get(run.rank)
+            if known is None or (run.reached, run.end) > (known.reached, known.end):
                 chosen[run.rank] = run
-        return tuple(chosen[rank] for rank in sorted(chosen))
+        end = max((run.end for run in chosen.values()), default=0.0)
+        return tuple(chosen[rank] for rank in sorted(chosen) if not _is_lost(chosen[rank], end))
+
+    @property
+    def newest(self) -> tuple[RankRun, ...]:
+        """All processes of the newest attempt."""
+        newest = max((rank.attempt for rank in self.ranks), default=0)
+        return tuple(rank for rank in self.ranks if rank.attempt == newest)
 
     @property
     def steps(self) -> int:
-        """How many all ranks have done."""
-        return min((run.first_number - 1 + run.steps for run in self.last_attempt), default=0)
+        """How many are done: the most that any rank has reached, as each may have come later or gone before."""
+        return max((run.reached for run in self.newest), default=0)
 
     @property
     def step_s(self) -> float:
@@ -169,6 +186,10 @@ class Measurements:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"the report is damaged: {error}") from None
+
+
+def _is_lost(run: RankRun, end: float) -> bool:
+    return not run.ended and run.steps > 0 and end - run.end > max(10 * run.step_s, 0.1 * (end - run.begin), 1.0)
 
 
 def _curve(points: Any) -> Curve:

@@ -47,6 +47,7 @@ def begin_in_rank(folder: str) -> StepRecorder:
         _recorder = StepRecorder(path, _facts(environ, rank, attempt))
         _recorder.on_first_step = lambda recorder: recorder.tell(**_torch_facts())
         _recorder.device_memory = _device_memory
+        _recorder.rank_now = _rank_now
         os.register_at_fork(after_in_child=_forget)
         atexit.register(_end)
         observe_steps(_recorder)
@@ -153,6 +154,13 @@ def _device_memory() -> float:
     if torch is None or not torch.cuda.is_initialized():
         return 0.0
     return float(torch.cuda.memory_allocated())
+
+
+def _rank_now() -> int:
+    dist = sys.modules["torch"].distributed if "torch" in sys.modules else None
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank())
+    return _recorder.rank if _recorder is not None else 0
 
 
 def _processor() -> str:
