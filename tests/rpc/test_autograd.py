@@ -13,7 +13,7 @@ from tests.rpc.workers import run_workers, set_event, wait_event, worker
 from phalanx import rpc
 from phalanx.ddp import DistributedDataParallel
 from phalanx.errors import PeerLostError
-from phalanx.rpc import autograd
+from phalanx.rpc import autograd, current, wire
 from phalanx.rpc.autograd.serve import worker as autograd_worker
 
 NAMES = ["w0", "w1", "w2"]
@@ -239,6 +239,23 @@ def clamp_hook(x: torch.Tensor) -> torch.Tensor:
     return rpc.rpc_sync("w2", double, (y,)) + y
 
 
+def fail_to_answer(fails: bool) -> None:
+    """From here on, what w0 orders of this worker."""
+    agent = current.agent()
+    connection = agent.peer(agent.membership.find("w0")).calls_us
+    if not fails:
+        del connection.send
+        return
+    send = connection.send
+
+    def send_or_fail(kind, *args):
+        if kind == wire.REPLY:
+            raise MemoryError("no room for an answer")
+        send(kind, *args)
+
+    connection.send = send_or_fail
+
+
 def num_hooked() -> int:
     return len(_hooked)
 
@@ -316,6 +333,12 @@ def _one_by_one(rank: int, folder: str) -> None:
             assert "KeyError was raised on worker 'w2' (rank 2" in str(caught.value)
             loss = rpc.rpc_sync("w1", through, ("w2", x, double)).sum()
             autograd.backward(context_id, [loss])
+
+        # An answer that cannot be sent is told as an error: who asked for it waited for ever.
+        rpc.rpc_sync("w1", fail_to_answer, (True,))
+        with autograd.context() as context_id, pytest.raises(MemoryError, match="no room for an answer"):
+            autograd.backward(context_id, [rpc.rpc_sync("w1", double, (x,)).sum()])
+        rpc.rpc_sync("w1", fail_to_answer, (False,))
 
         for call, error, text in [
             (lambda: autograd.backward(5, [x.sum()]), RuntimeError, "Could not find autograd context with id: 5"),

@@ -14,7 +14,7 @@ from tests.rpc.workers import nothing, pid, run_workers, same, set_event, until,
 
 from phalanx import rpc
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
-from phalanx.rpc import current
+from phalanx.rpc import autograd, current
 from phalanx.rpc.agent import interrupts
 
 
@@ -201,6 +201,7 @@ def _limits(rank, folder):
             assert rpc.rpc_sync("w1", same, (1,)) == 1
         assert rpc.rpc_sync("w2", same, (2,)) == 2, "nobody was lost"
         _check_callee(big)
+        _check_backward()
         rpc.rpc_sync("w2", set_event, ("end",))
 
 
@@ -246,6 +247,26 @@ def _check_callee(big):
     assert calls.wait() == 7
     for other in others:
         assert torch.equal(rpc.rpc_sync("w1", same, (other,)), other)
+
+
+def _check_backward():
+    """Gradients that cannot be taken in are told to who waits for them: backward hung, and only the log said why."""
+    ones = torch.ones(1 << 21, requires_grad=True)
+    with autograd.context() as context:
+        twice = rpc.rpc_sync("w1", _double, (ones,))
+        _use_all()
+        try:
+            with pytest.raises(PhalanxError, match="may not have more open files"):
+                autograd.backward(context, [twice.sum()])
+        finally:
+            _close_all()
+    with autograd.context() as context:
+        autograd.backward(context, [rpc.rpc_sync("w1", _double, (ones,)).sum()])
+        assert autograd.get_gradients(context)[ones][-1] == 2
+
+
+def _double(tensor):
+    return 2 * tensor
 
 
 def _call(to, timeout=0):

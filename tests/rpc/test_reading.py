@@ -81,6 +81,47 @@ def _be_stuck(name):
     return name
 
 
+_users = threading.Lock()
+_wanted = threading.Event()
+
+
+class Locked:
+    """Unpickled, it wants a lock of the user's."""
+
+    def __reduce__(self):
+        return _take_lock, ()
+
+
+def _take_lock():
+    _wanted.set()
+    with _users:
+        return 7
+
+
+def wait_event_and_lock(name):
+    wait_event(name)
+    return Locked()
+
+
+def _a_callback_is_added_while_its_answer_is_read():
+    """`then` waited for the answer of which a thread was making a result, without end: that wanted a lock which the
+    caller of `then` held."""
+    first = rpc.rpc_async("w1", wait_event_and_lock, ("lock",))
+    second = rpc.rpc_async("w1", wait_event, ("unlock",))
+    reader = threading.Thread(target=second.wait, name="phalanx-test-reader")
+    reader.start()
+    connection = current.agent().peer(current.agent().membership.find("w1")).connection
+    until(lambda: connection.reading._turn is not None)  # else the leader reads it, which claims nothing
+    with _users:
+        rpc.rpc_async("w1", set_event, ("lock",))
+        assert _wanted.wait(_WAIT_S)
+        heard = first.then(lambda done: (done.value(), threading.current_thread().name))
+    assert heard.wait() == (7, "phalanx-rpc-serve")
+    assert first.wait() == 7
+    rpc.rpc_sync("w1", set_event, ("unlock",))
+    reader.join()
+
+
 def wait_event_and_stick(name):
     return Stuck(wait_event(name))
 
@@ -229,6 +270,7 @@ def _all(rank, folder):
             _reads_for_itself()
             _callbacks_keep_nobody_waiting()
             _who_is_stuck_loses_its_turn()
+            _a_callback_is_added_while_its_answer_is_read()
             _answers_that_nobody_waits_for_are_read()
             _many_threads_wait()
             _time_runs_out_for_who_reads()

@@ -8,6 +8,7 @@ import torch
 from tests.rpc.workers import Counter, fail, run_workers, same, set_event, wait_event, worker
 
 from phalanx import rpc
+from phalanx.errors import DeadlineError
 from phalanx.rpc import current
 
 _kept = {}
@@ -151,6 +152,12 @@ def _check_errors():
                 rref.to_here()
         with pytest.raises(ValueError, match="not made"):
             rref.rpc_sync().anything()
+    slow = rpc.remote("w1", _return_late, ("made at last",))
+    for _ in range(2):
+        with pytest.raises(DeadlineError):  # which was what it raised from then on, for ever
+            slow._get_type(timeout=0.05)
+    rpc.rpc_sync("w1", set_event, ("made at last",))
+    assert slow._get_type() is rpc.RRef
     with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler"):
         rref.__reduce__()
     with pytest.raises(TypeError, match="cannot pickle"):

@@ -161,9 +161,9 @@ class RRef(Generic[T]):
             _run_backward(self, dist_autograd_ctx_id, retain_graph)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The class of the object; as a Future unless `blocking`. It is asked for once."""
+        """The class of the object; as a Future unless `blocking`. It is asked for until it is known."""
         self._check_open()
-        if self._type is None:
+        if self._type is None or _has_failed(self._type):  # it may have timed out, while the object was made
             if self._owned is not None:
                 self._type = Future()
                 self._type.set_result(_type_of(self))
@@ -233,6 +233,16 @@ def _show(agent: Agent, number: RRefId | None) -> str:
         return "none"
     maker = agent.membership.by_uid(number[0])
     return f"GloballyUniqueId(created_on={maker.info.id if maker else number[0]}, local_id={number[1]})"
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    if not future.done():
+        return False
+    try:
+        future.value()
+    except Exception:
+        return True
+    return False
 
 
 def _type_of(rref: RRef[Any]) -> type:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ _logger = get_logger(__name__)
 _NO_EXTRAS = (None, None, None)
 _TICK_S = 1.0  # of the clock, while calls are under way
 _CONNECT_S = 30.0
+_LAST_S = 5.0  # for what the end of this worker runs of the user's
 
 _OPEN = object()  # in the place of a connection: from here on we carry out calls
 
@@ -90,6 +92,8 @@ class Agent:
         self.closing = False  # others may go now without being lost
         self.num_calls = 0
         self.rounds: Any = None
+        self._is_over = False  # nobody leads any more
+        self._last: list[threading.Thread] = []
         self._is_open = False
         self._early: deque[tuple[Any, Frame | None]] = deque()
         self._dirty: deque[Any] = deque()
@@ -282,9 +286,7 @@ class Agent:
             self.serving.requests.append(Request(self, connection, frame))
         elif kind == wire.REPLY or kind == wire.ERROR:
             lead.busy_since = time.monotonic()
-            call = self._take_answer(connection, frame)
-            if call is not None:
-                call.future.rang()
+            self._complete(connection, frame, self._take_call(connection, frame), here=True)
         elif kind == wire.ORDER:
             self._take_order(connection, frame)
         elif kind == wire.CONTROL:
@@ -298,33 +300,39 @@ class Agent:
             self._take_order(connection, frame)
         else:
             self._complete(connection, frame, call)
-            if call is not None:
-                call.future.rang()  # if this thread has lost its turn meanwhile, another one reads for it
 
-    def _take_answer(self, connection: Any, frame: Frame) -> Call | None:
-        """Of the leader: an answer has come; the call that it is of, which has it now."""
+    def _take_call(self, connection: Any, frame: Frame) -> Call | None:
+        """The call that this is the answer of; it waits no more."""
         peer = self.peers.get((connection.peer or self.me).uid)
-        return self._complete(connection, frame, peer.take(frame.call) if peer is not None else None)
+        return peer.take(frame.call) if peer is not None else None
 
-    def _complete(self, connection: Any, frame: Frame, call: Call | None) -> Call | None:
+    def _complete(self, connection: Any, frame: Frame, call: Call | None, *, here: bool = False) -> None:
+        """Of any thread; the user's callbacks run in it only if it is said to be right: `here`."""
         if call is None:  # it came too late; but references in it are ours now, and go
             if frame.extras:
                 self._drop_forks(frame)
-            return None
+            return
+        data: Any = frame.data
         try:
             if frame.kind == wire.ERROR:
-                data = frame.data
-                set_error(call.future, lambda: remote_error.unpack(data))
-                return call
+                self._settle(call, partial(set_error, call.future, lambda: remote_error.unpack(data)), here)
+                return
             result = self._read_reply(frame, connection.peer or self.me) if call.read is None else call.read(frame)
             if call.on_answer is not None:
                 result = call.on_answer(result)
         except BaseException as error:
             data = remote_error.pack(error, str(self.me.info))
-            set_error(call.future, lambda: remote_error.unpack(data))
-            return call
-        call.future.set_result(result)
-        return call
+            self._settle(call, partial(set_error, call.future, lambda: remote_error.unpack(data)), here)
+            return
+        self._settle(call, partial(call.future.set_result, result), here)
+
+    def _settle(self, call: Call, work: Callable[[], None], here: bool = False) -> None:
+        """Let the call be answered by `work`: in this thread, or by the leader if callbacks of the user hear of it."""
+        if here or call.future.claim():
+            work()
+            call.future.rang()  # if this thread does not read for it, or does no more, another one may
+        else:
+            self.run_later(lambda: self._settle(call, work, True))
 
     def _read_reply(self, frame: Frame, callee: Member) -> Any:
         if not frame.extras:
@@ -437,7 +445,10 @@ class Agent:
         if error is not None:
             self.answer(connection, number, error=error)
         else:
-            connection.send(wire.REPLY, number, data, b"", buffers)
+            try:
+                connection.send(wire.REPLY, number, data, b"", buffers)
+            except BaseException as problem:  # else who asked would wait for ever
+                self.answer(connection, number, error=problem)
 
     # -- the end of others ---------------------------------------------------------------------------------------------
 
@@ -449,12 +460,14 @@ class Agent:
         for hear in list(self.on_lost):
             hear(peer.member)
         for call in peer.take_all():
-            self.run_later(partial(call.fail, self._why_failed(peer, call)))
+            self._settle(call, partial(set_error, call.future, self._why_failed(peer, call)))
 
     def run_later(self, work: Callable[[], None]) -> None:
         """Let the leader do something that may run callbacks of the user; it must not raise."""
         self.serving.incoming.append((_Work(work), None))
         self.serving.wake()
+        if self._is_over:
+            self._hand_out_last()
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -504,16 +517,39 @@ class Agent:
         self.connections.abandon()
 
     def _hand_out_last(self) -> None:
-        """What had come in when the threads ended: answers, and calls that were to fail."""
+        """What comes in when nobody leads any more: answers, and calls that are to fail.
+
+        What may run code of the user's does so in a thread of its own: it may wait for one of the other calls.
+        """
         incoming = self.serving.incoming
         while incoming:
-            connection, frame = incoming.popleft()
+            try:
+                connection, frame = incoming.popleft()
+            except IndexError:  # another thread was faster
+                return
             if isinstance(connection, _Work):
-                connection.run()
+                self._run_last(connection.run)
+            elif isinstance(connection, Lost):
+                self._lose(connection.peer)
             elif frame is not None and frame.kind in (wire.REPLY, wire.ERROR):
-                call = self._take_answer(connection, frame)
-                if call is not None:
-                    call.future.rang()
+                call = self._take_call(connection, frame)
+                self._run_last(partial(self._complete, connection, frame, call, here=True))
+
+    def _run_last(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="phalanx-rpc-last", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends
+            work()
+        else:
+            self._last.append(thread)
+
+    def _join_last(self) -> None:
+        """Wait for them, so long: one may wait for something that comes after the end of this worker."""
+        end = time.monotonic() + _LAST_S
+        for thread in list(self._last):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
 
     def close(self, why: str) -> None:
         """Be a worker no more: calls under way fail, connections are closed."""
@@ -526,15 +562,18 @@ class Agent:
         self.closed = True
         self.connections.stop_to_learn()
         self.serving.close()
+        self._is_over = True
         self._hand_out_last()
         for peer in list(self.peers.values()):
             for call in peer.take_all():
-                self._fail(peer, call)
+                self._settle(call, partial(set_error, call.future, self._why_failed(peer, call)))
         self.retries.close()
         self.threads.close()
         self._hand_out_last()
         for hear in self.on_close:
             hear()
+        self._hand_out_last()
+        self._join_last()
         self.connections.close()
         for owned in self.references.clear():
             del owned

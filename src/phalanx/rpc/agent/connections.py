@@ -212,8 +212,8 @@ class Connections:
         peer.connection = peer.calls_us = None
         if not self._closed:
             self.membership.forget(member)
+        self._serving.incoming.append((Lost(peer), None))  # first: `close` finds its calls here, or there
         self.peers.pop(member.uid, None)
-        self._serving.incoming.append((Lost(peer), None))
         self._serving.wake()
 
     # -- workers of other hosts ----------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Answer(Future[T]):
 
     reading: Reading | None = None
     has_callbacks = False
-    is_claimed = False  # a thread that reads for itself is about to set it
+    is_claimed = False  # a thread that does not lead is setting it
 
     def done(self) -> bool:
         """Whether it is there. Who asks again and again waits for it."""
@@ -85,6 +85,13 @@ class Answer(Future[T]):
         """As torch's."""
         self.needs_leader()
         super().add_done_callback(callback)
+
+    def claim(self) -> bool:
+        """Of a thread that does not lead, which sets it at once if it may: not if a callback hears of it."""
+        self.is_claimed = True
+        if self.has_callbacks:
+            self.is_claimed = False
+        return self.is_claimed
 
     def needs_leader(self) -> None:
         """Somebody is about to hear of the answer by a callback: it is not to run in a thread that reads for itself."""
@@ -216,11 +223,11 @@ class Reading:
         with self._lock:
             if self._turn is not None or self._is_closed:
                 return None
-            self._turn = turn
             if not self._is_muted:
-                self._is_muted = True
                 self._connection.mute(True)
+                self._is_muted = True
                 self._serving.muted[self] = None
+            self._turn = turn
         self._serving.touch()
         return turn
 
@@ -268,11 +275,8 @@ class Reading:
                 call = self._caller.calls.get(frame.call)
                 if call is None:
                     return frame, None
-                future = call.future
-                future.is_claimed = True
-                if not future.has_callbacks:
+                if not call.future.has_callbacks:
                     return frame, self._caller.take(frame.call)
-                future.is_claimed = False
                 self._serving.incoming.append((self._connection, frame))
                 self._serving.wake()
         return None

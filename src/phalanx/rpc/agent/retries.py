@@ -176,7 +176,7 @@ class Retries:
         with self._lock:
             calls, self._missing = self._missing, []
         for call in calls:
-            self._close_call(call)
+            self._run_later(partial(self._close_call, call))
 
 
 def _describe_timeout(call: _Call) -> DeadlineError:

@@ -150,7 +150,7 @@ class Serving:
 
     def change(self, fd: int, events: int) -> None:
         """Wait for other events of `fd`."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # nobody serves any more: who waits reads for itself
             self._poll.modify(fd, events)
 
     def forget(self, fd: int) -> None:

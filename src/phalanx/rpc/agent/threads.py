@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 
@@ -47,9 +48,10 @@ class Threads:
             idle, self._idle = self._idle, []
         for seat in idle:
             seat.gate.release()
+        end = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout_s)
+                thread.join(max(0.0, end - time.monotonic()))
 
 
 class _Seat:

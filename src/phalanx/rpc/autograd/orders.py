@@ -107,6 +107,12 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
     return found
 
 
+def read_pass(frame: Frame) -> tuple[int, PassId]:
+    """The context and the pass that it is of, even where its tensors cannot be read."""
+    _, _, _, _, context_id, uid, number, *_ = _HEAD.unpack_from(frame.data)
+    return context_id, (uid, number)
+
+
 def read(frame: Frame) -> Said:
     """What was said."""
     data = frame.data
@@ -133,11 +139,12 @@ def _make(written: bytes, buffers: Sequence[Any]) -> list[Tensor | None]:
             _as_kinds.clear()
         kinds = _as_kinds[written] = pickle.loads(written)
     made: list[Tensor | None] = []
+    memory = list(buffers)  # raises if it has not come
     at = 0
     for number in range(0, len(kinds), 2):
         if kinds[number] is None:
             made.append(None)
         else:
-            made.append(torch.frombuffer(buffers[at], dtype=_DTYPES[kinds[number]]).view(kinds[number + 1]))
+            made.append(torch.frombuffer(memory[at], dtype=_DTYPES[kinds[number]]).view(kinds[number + 1]))
             at += 1
     return made

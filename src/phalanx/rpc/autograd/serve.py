@@ -142,7 +142,17 @@ class AutogradWorker:
         return None if connection is None else connection.reading
 
     def _hear(self, connection: Any, frame: Frame) -> None:
-        said = orders.read(frame)
+        try:
+            said = orders.read(frame)
+        except BaseException as error:
+            if frame.call:  # it is answered with that
+                raise
+            context_id, pass_id = orders.read_pass(frame)
+            context = self.contexts.get(context_id)
+            if context is not None:  # else who waits for these gradients would do so for ever
+                run = self._pass(context, pass_id)
+                run.fail(run.explain(error))
+            return
         if said.plan is not None:
             run = self._pass(self.contexts.find(said.context_id), said.pass_id)
             run.begin((connection, frame.call), said.plan, said.retain_graph, said.message, said.gradients)

@@ -1,0 +1,85 @@
+"""The end of a worker: whatever is under way ends with it, whoever waits for what."""
+
+import os
+import signal
+import threading
+
+import pytest
+from tests.rpc.workers import nothing, pid, run_workers, until, wait_event
+
+from phalanx import rpc
+from phalanx.errors import ClosedError, PeerLostError
+from phalanx.rpc import current
+
+_WAIT_S = 60.0
+
+
+class _Waiter(threading.Thread):
+    """Waits for a call, and keeps what it raised."""
+
+    def __init__(self, future):
+        super().__init__(name="phalanx-test-waiter", daemon=True)
+        self.future = future
+        self.error = None
+        self.start()
+
+    def run(self):
+        try:
+            self.future.wait()
+        except BaseException as error:
+            self.error = error
+
+    def ended_with(self):
+        self.join(_WAIT_S)
+        assert not self.is_alive(), "it still waits"
+        return type(self.error)
+
+
+def _end_in_the_midst(rank, folder):
+    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+    if rank:
+        signal.pause()  # until it is killed
+    agent = current.agent()
+    pids = {to: rpc.rpc_sync(to, pid) for to in ("w1", "w2")}
+
+    def never(to):
+        return rpc.rpc_async(to, wait_event, ("never",), timeout=0)
+
+    of_lost = _Waiter(never("w1"))
+    first, second, third = (never("w2") for _ in range(3))
+    heard, late = [], []
+    first.add_done_callback(lambda _: heard.append(_Waiter(second).ended_with()))
+    reading = agent.peer(agent.membership.find("w2")).connection.reading
+    forgetting, closing = threading.Event(), threading.Event()
+    forget, close = agent.membership.forget, agent.serving.close
+
+    def forget_slowly(member):  # the job's store answers when the end has begun
+        forgetting.set()
+        assert closing.wait(_WAIT_S)
+        forget(member)
+
+    def close_and_wait():
+        closing.set()
+        reading.unmute()
+        close()
+        late.append(_Waiter(third))  # it begins to wait when nobody serves any more
+        until(lambda: reading._turn is not None or not late[0].is_alive())
+
+    agent.membership.forget, agent.serving.close = forget_slowly, close_and_wait
+    os.kill(pids["w1"], signal.SIGKILL)
+    assert forgetting.wait(_WAIT_S)
+    rpc.shutdown(graceful=False)
+    assert of_lost.ended_with() is PeerLostError
+    assert heard == [ClosedError]
+    assert late[0].ended_with() is ClosedError
+    with pytest.raises(ClosedError):
+        rpc.rpc_sync("w2", nothing)
+    os.kill(pids["w2"], signal.SIGKILL)
+
+
+def test_all_calls_fail_at_the_end_of_a_worker_in_whatever_state_they_are():
+    """A call waited for ever if its worker was lost while the end began (its failure was queued, and dropped with the
+    queue); so did the end itself, where one call's callback waited for another call, which was to fail next; and who
+    began to wait in the midst of it got a ValueError of a closed epoll object."""
+    run_workers(_end_in_the_midst, 3, lost=[1, 2], timeout=120)
