@@ -248,3 +248,15 @@ def test_a_merged_record_does_not_hide_in_which_step_the_loss_broke(tmp_path, re
     recorder.close(ended=True)
     read = written(tmp_path)
     assert (read.first_broken, read.last_finite, read.reached) == (1500, 3000, None)
+
+
+def test_of_too_many_groups_the_first_are_kept(tmp_path):
+    """The list of groups was the last fact, and dropped whole when it had no room: no collective could be told."""
+    groups = [{"name": f"group {i}", "generation": 0, "again": 0} for i in range(500)]
+    file = StepFile(tmp_path / "a.steps", 0.0, 0.0)
+    file.set_facts({"rank": 1, "cpus": [0, 1], "groups": groups})
+    file.close()
+    (read,) = read_folder(tmp_path)
+    assert (read.facts["rank"], read.facts["cpus"]) == (1, [0, 1])
+    assert read.facts["groups"] == groups[: len(read.facts["groups"])]
+    assert len(read.facts["groups"]) > 50

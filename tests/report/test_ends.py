@@ -89,6 +89,25 @@ for number in range(30):
 raise RuntimeError("enough")
 """
 
+SCALED = """
+import sys, torch, phalanx
+from collections import UserDict
+from torch.utils.data import DataLoader
+
+phalanx.report.begin("out")
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.0)
+scaler = torch.amp.GradScaler("cpu", growth_interval=5)
+loader = DataLoader(list(range(320)), 8, collate_fn=lambda samples: UserDict(ids=torch.tensor(samples)))
+for number, batch in enumerate(loader, start=1):
+    loss = (weight * 0 + 1 / number).sum()
+    scaled = scaler.scale(loss)
+    (scaled if number <= 20 else scaled / 2).backward()
+    scaler.step(optimizer)
+    scaler.update()
+sys.exit("out of data")
+"""
+
 
 def read(folder):
     measured = Measurements.from_json((folder / "report.json").read_text())
@@ -179,3 +198,17 @@ def test_a_loop_of_ones_own_without_a_launcher_marks_its_steps(tmp_path):
     assert min(rank.parts["forward"], rank.parts["data"]) > 0
     assert measured.loss[-1] == (30, pytest.approx(1 / 30))
     assert "RuntimeError: enough" in page
+
+
+def test_a_scaled_loss_is_told_as_it_was_and_an_exit_without_an_exception_is_no_success(tmp_path):
+    """A loop with a GradScaler showed the loss times its factor, which doubles every so often: "The loss rises". Its
+    batches, of HuggingFace's kind, counted as one sample. And what `sys.exit("...")` ended was told as "ended well".
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX")}
+    done = subprocess.run([sys.executable, "-c", SCALED], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (done.returncode, "out of data" in done.stderr) == (1, True), done.stderr
+    measured, sentences, _ = read(tmp_path / "out")
+    assert (measured.end, measured.steps) == ("ended", 40)
+    assert measured.ranks[0].samples_per_step == 8
+    assert measured.loss == tuple((step, pytest.approx(1 / step, rel=1e-5)) for step in range(1, 21))
+    assert "The loss rises" not in sentences

@@ -92,7 +92,6 @@ def test_moving_data_takes_long(rows, hosts, advice):
         ({"throughput": tuple((i, 640.0 - 8 * i) for i in range(60))}, "The run became slower"),
         ({"end": "killed"}, "was killed"),
         ({"end": "stopped", "end_text": "stopped by SIGINT"}, "stopped by SIGINT, after step 500"),
-        ({"num_matched": 0, "lateness": ()}, "What ranks waited and sent is not known"),
         ({"end": "failed", "events": (Event(3.0, "failure", "ValueError: no", 1),)}, "Rank 1 failed first: ValueError"),
         ({"events": (Event(3.0, "loss", "SIGKILL; replaced", 1),)}, "Rank 1 was lost and the others went on"),
     ],
@@ -117,6 +116,26 @@ def test_what_happened_to_the_run(changes, said):
 )
 def test_what_is_wrong_with_every_rank(changes, said):
     assert any(said in text for text in texts(measured(rank(0, **changes), rank(1, **changes))))
+
+
+def test_only_another_backend_keeps_no_record_of_what_ranks_sent():
+    """A run of backend phalanx whose steps had no collectives was told that only phalanx keeps a record of them."""
+
+    def said(backend):
+        ranks = [rank(number, facts={"backend": backend}) for number in (0, 1)]
+        return [text for text in texts(measured(*ranks, num_matched=0, lateness=())) if "is not known" in text]
+
+    assert said("phalanx") == said("cpu:phalanx,cuda:nccl") == []
+    assert said("gloo")[0].startswith("What ranks waited and sent is not known: the backend was gloo, and only")
+
+
+@pytest.mark.parametrize(
+    ("broken", "stays", "said"),
+    [(1500, False, "not a number at step 1,500:"), (1500, True, "not a number from step 1,500 on:")],
+)
+def test_the_step_whose_loss_broke_is_named(broken, stays, said):
+    loss = ((1496.0, 1.0), (1504.0, math.nan), (1512.0, 1.0))
+    assert said in texts(measured(rank(0), rank(1), loss=loss, broken_step=broken, stays_broken=stays))[0]
 
 
 def test_where_a_rank_was_when_it_died():

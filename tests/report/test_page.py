@@ -12,7 +12,7 @@ from phalanx.report.axes import linear, logarithmic, plain
 from phalanx.report.charts import HEIGHT, WIDTH, Line, line_chart
 from phalanx.report.compare import compare_page, compare_rows
 from phalanx.report.findings import find
-from phalanx.report.measurements import Collectives, Event
+from phalanx.report.measurements import ENDS, Collectives, Event
 from phalanx.report.page import render
 from phalanx.report.units import rate, seconds, size, three_digits
 
@@ -30,7 +30,7 @@ def generated(draw):
     )  # fmt: skip
     return measured(
         *ranks, loss=curve, collectives=rows, copy_bytes_per_s=draw.choice([{}, {"one": 1e10}]),
-        end=draw.choice(["well", "failed", "stopped", "killed", "running"]),
+        end=draw.choice(ENDS),
         events=tuple(Event(draw.random() * 60, "failure", "<b>&'\"", draw.choice([None, 0]), "<i>") for _ in range(2)),
         name="<script>alert(1)</script>", command="a & b <c>",
     )  # fmt: skip

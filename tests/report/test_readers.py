@@ -13,6 +13,7 @@ from phalanx.report.findings import find
 from phalanx.report.gather import combine
 from phalanx.report.job_record import JobRecord
 from phalanx.report.measurements import Event, Measurements
+from phalanx.report.page import render
 from phalanx.report.tensorboard import encode, file_name, plan_scalars
 from phalanx.report.trace import MAX_EVENTS, plan_trace
 
@@ -87,7 +88,27 @@ def test_infinities_and_half_a_file_are_no_obstacle():
     files = [rank_file(0, loss=lambda step: math.inf if step > 3 else 1.0), rank_file(1, num_steps=3)]
     check_trace(plan_trace(JOB, files))
     run = combine(JOB, files)
-    assert Measurements.from_json(run.to_json()).loss[-1][1] == math.inf
+    text = run.to_json()
+    json.loads(text, parse_constant=pytest.fail)  # JSON has no infinity: strict readers refused report.json
+    assert math.isnan(Measurements.from_json(text).loss[-1][1])
+
+
+def test_a_report_with_an_end_that_nobody_knows_is_refused():
+    """`phalanx report` ended with a KeyError's traceback."""
+    text = combine(JOB, [rank_file(0)]).to_json()
+    assert Measurements.from_json(text.replace('"end":"well"', '"end":"ended"')).end == "ended"
+    with pytest.raises(ValueError, match="the report is damaged: end is 'fine', and none of well, "):
+        Measurements.from_json(text.replace('"end":"well"', '"end":"fine"'))
+
+
+def test_a_loss_beyond_all_bounds_is_drawn_and_written():
+    """A diverging loss raised OverflowError where it met a float of four bytes, and where axes subtracted."""
+    files = [rank_file(0, loss=lambda step: (-1.0) ** step * 10.0 ** min(308, 8 * step))]
+    run = combine(JOB, files)
+    assert len(encode(plan_scalars(run), 0.0)) > 1000
+    assert render(run, find(run))
+    positive = combine(JOB, [rank_file(0, loss=lambda step: 1.7 * 10.0 ** min(308, 8 * step))])
+    assert render(positive, find(positive))
 
 
 def test_tensorboards_own_reader_finds_each_scalar(tmp_path):

@@ -408,7 +408,7 @@ def _observe_steps() -> None:
         samples = None
         try:
             batch = theirs(self)
-            samples = float(_samples_in(batch))
+            samples = _samples_in(self, batch)
             return batch
         finally:
             recorder.end_data(samples)
@@ -422,22 +422,51 @@ def _observe_steps() -> None:
         recorder = _recorders[0]
         recorder.begin_backward()
         is_loss = isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and tensors.is_floating_point()
+        is_loss = _has_own_scale(tensors) and is_loss
         try:
             backward(tensors, *args, **kwargs)
         finally:
             recorder.end_backward(recorder.read_loss(tensors) if is_loss else None)
 
     vars(torch.autograd)["backward"] = observed_backward
+    _observe_scaler()
     register_optimizer_step_pre_hook(lambda optimizer, *_: _recorders[0].begin_update(id(optimizer)))
     register_optimizer_step_post_hook(lambda *_: _recorders[0].end_update())
 
 
-def _samples_in(batch: Any) -> int:
-    """The first dimension of the first tensor."""
-    while isinstance(batch, (list, tuple, dict)) and batch:
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    shape: list[int] = list(getattr(batch, "shape", ()))
-    return shape[0] if shape else 1
+def _samples_in(iterator: Any, batch: Any) -> float:
+    """What a DataLoader has given: 1 where it makes no batches (batch_size=None); 0.0 where that is not known."""
+    from phalanx.diagnostics.sample_count import count_samples
+
+    return (count_samples(batch) or 0.0) if getattr(iterator, "_auto_collation", True) else 1.0
+
+
+_has_scaled = [False]  # a GradScaler has, since the last backward
+
+
+def _observe_scaler() -> None:
+    """Let what `GradScaler.scale` returns know the loss that it was: the backward begins from a scaled one."""
+    import torch
+
+    scaler: Any = torch.amp.GradScaler
+    theirs = scaler.scale
+
+    @functools.wraps(theirs)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = theirs(self, outputs)
+        if scaled is not outputs:
+            _has_scaled[0] = True
+            if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
+                scaled.unscaled_loss = outputs.detach()  # type: ignore[attr-defined]
+        return scaled
+
+    scaler.scale = scale
+
+
+def _has_own_scale(loss: Any) -> bool:
+    """Whether the loss is what it says, or known from before it was scaled: what is made of a scaled one is neither."""
+    has_scaled, _has_scaled[0] = _has_scaled[0], False
+    return not has_scaled or hasattr(loss, "unscaled_loss")
 
 
 # -- once a worker of `phalanx.rpc` starts ----------------------------------------------------------------------------

@@ -133,10 +133,15 @@ class StepFile:
         struct.pack_into("<Q", self._memory, 0, _MAGIC)
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
-        """Who this is; what does not fit is left out from the end."""
+        """Who this is; of what does not fit lists lose their ends, the longest first, then facts are left out whole."""
         left = dict(facts)
         while len(data := json.dumps(left).encode()) > _FACTS_BYTES:
-            left.popitem()
+            lists = [name for name, value in left.items() if isinstance(value, list) and value]
+            if lists:
+                longest = max(lists, key=lambda name: len(json.dumps(left[name])))
+                left[longest] = left[longest][: len(left[longest]) // 2]
+            else:
+                left.popitem()
         self._words[_FACTS_LENGTH] = 0
         self._memory[_FACTS_AT : _FACTS_AT + len(data)] = data
         self._words[_FACTS_LENGTH] = len(data)

@@ -208,6 +208,7 @@ class StepRecorder:
 
     def read_loss(self, loss: Any) -> float | None:
         """The value of a tensor of one element. On an accelerator that waits for it: once a second is enough."""
+        loss = getattr(loss, "unscaled_loss", loss)  # before a GradScaler's factor
         if loss.device.type != "cpu":
             now = self._clock()
             if now < self._loss_due:

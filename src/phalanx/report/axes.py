@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+_MOST = 1e300  # of what is drawn: differences and marks beyond are no numbers any more
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -27,7 +29,7 @@ class Axis:
 
 def linear(values: Sequence[float], *, from_zero: bool = False, num_marks: int = 5) -> Axis:
     """Round numbers at which `values` end."""
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [min(max(value, -_MOST), _MOST) for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     if from_zero or (0 <= low < 0.3 * high):
         low = min(low, 0.0)
@@ -41,7 +43,7 @@ def linear(values: Sequence[float], *, from_zero: bool = False, num_marks: int =
 
 def logarithmic(values: Sequence[float], base: float = 10.0, *, most: int = 7) -> Axis:
     """Powers of `base` around `values`, all above zero."""
-    above = [value for value in values if value > 0] or [1.0, base]
+    above = [min(max(value, 1 / _MOST), _MOST) for value in values if value > 0] or [1.0, base]
     first, last = math.floor(math.log(min(above), base) + 1e-9), math.ceil(math.log(max(above), base) - 1e-9)
     if last <= first + 1 and max(above) < 1.5 * min(above):  # a single value lies in the middle
         first -= 1

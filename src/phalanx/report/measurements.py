@@ -6,12 +6,15 @@ It is `report.json`. Times are seconds since the run began, on the clock of the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT, VERSION = "phalanx-report", 1
 PARTS = ("data", "forward", "backward", "update", "waiting", "communication", "other")
+
+ENDS = ("well", "ended", "failed", "stopped", "killed", "running")
 
 Curve = tuple[tuple[float, float], ...]
 
@@ -90,7 +93,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Measurements:
-    """A run. `end`: how it ended: "well", "failed", "stopped", "killed" (nobody said) or "running"."""
+    """A run. `end`: how it ended: one of ENDS. "ended": nobody said with what; "killed": nobody said that it did."""
 
     name: str
     command: str
@@ -156,8 +159,9 @@ class Measurements:
         return self.loss[-1][1] if self.loss else None
 
     def to_json(self) -> str:
-        """For report.json."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, separators=(",", ":"))
+        """For report.json; what is no finite number is null there, as strict readers want it."""
+        fields = _without_nan({"format": FORMAT, "version": VERSION, **asdict(self)})
+        return json.dumps(fields, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Measurements:
@@ -171,6 +175,8 @@ class Measurements:
             raise ValueError("no report of a run")
         if fields.pop("version", None) != VERSION:
             raise ValueError("the report of another version of Phalanx")
+        if fields.get("end") not in ENDS:
+            raise ValueError(f"the report is damaged: end is {fields.get('end')!r}, and none of {', '.join(ENDS)}")
         try:
             return cls(
                 **{
@@ -184,7 +190,7 @@ class Measurements:
                     "scalars": {name: _curve(curve) for name, curve in fields["scalars"].items()},
                 }
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the report is damaged: {error}") from None
 
 
@@ -193,7 +199,18 @@ def _is_lost(run: RankRun, end: float) -> bool:
 
 
 def _curve(points: Any) -> Curve:
-    return tuple((float(x), float(y)) for x, y in points)
+    return tuple((float(x), math.nan if y is None else float(y)) for x, y in points)
+
+
+def _without_nan(value: Any) -> Any:
+    """The same, with None for each float that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(part) for part in value]
+    return value
 
 
 def _rank_from(fields: dict[str, Any]) -> RankRun:

@@ -23,6 +23,7 @@ from phalanx.report.units import percent, seconds, three_digits
 
 STATES = {
     "well": ("good", "ended well"),
+    "ended": ("note", "ended"),
     "failed": ("bad", "failed"),
     "stopped": ("warn", "stopped"),
     "killed": ("bad", "killed"),

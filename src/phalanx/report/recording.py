@@ -98,7 +98,9 @@ def _write_at_end(folder: str, world_size: int) -> None:
 
     def write() -> None:
         _end()
-        end = "stopped" if failed and "KeyboardInterrupt" in failed[0] else "failed" if failed else "well"
+        end = "ended"  # with what, no hook is told of sys.exit()
+        if failed:
+            end = "stopped" if "KeyboardInterrupt" in failed[0] else "failed"
         speed = {socket.gethostname(): measure_copy_speed()}
         text = failed[0] if failed else ""
         replace(job, ended=time.monotonic(), end=end, end_text=text, copy_bytes_per_s=speed).write(folder)

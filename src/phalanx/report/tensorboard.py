@@ -9,6 +9,7 @@ Source: tensorflow/core/util/event.proto, tensorflow/core/framework/summary.prot
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Iterator
 
@@ -36,7 +37,7 @@ def encode(scalars: Iterable[tuple[str, int, float, float]], begun_unix: float) 
     """The file's bytes."""
     data = _record(_field(1, struct.pack("<d", begun_unix)) + _field(3, b"brain.Event:2"))
     for tag, step, value, wall in scalars:
-        point = _field(1, _field(1, tag.encode()) + _field(2, struct.pack("<f", value)))
+        point = _field(1, _field(1, tag.encode()) + _field(2, _float32(value)))
         data += _record(_field(1, struct.pack("<d", wall)) + _field(2, step) + _field(5, point))
     return data
 
@@ -55,6 +56,14 @@ def _field(number: int, value: bytes | int) -> bytes:
     if number == 2 and len(value) == 4:
         return _varint(number << 3 | 5) + value
     return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _float32(value: float) -> bytes:
+    """One that is too large for it is infinite."""
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return struct.pack("<f", math.copysign(math.inf, value))
 
 
 def _varint(value: int) -> bytes:

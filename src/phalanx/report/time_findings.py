@@ -179,8 +179,9 @@ def _computing_share(rank: RankRun) -> float:
 
 def _not_seen(run: Measurements) -> Iterator[Finding]:
     ranks = run.last_attempt
-    if len(ranks) > 1 and run.steps and not run.num_matched:
-        backends = {str(rank.facts.get("backend", "none")) for rank in ranks}
+    backends = {str(rank.facts.get("backend", "none")) for rank in ranks}
+    known = any("phalanx" in backend for backend in backends)  # its ranks have made no collectives in the steps
+    if len(ranks) > 1 and run.steps and not run.num_matched and not known:
         yield Finding(
             "note",
             f"What ranks waited and sent is not known: the backend was {', '.join(sorted(backends))}, and only "

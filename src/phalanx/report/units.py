@@ -36,6 +36,8 @@ def rate(value: float) -> str:
 def three_digits(value: float) -> str:
     """`1.23`, `12.3`, `123`, `1,234`; a thousandth has `0.001`."""
     magnitude = abs(value)
+    if magnitude >= 1e12:
+        return f"{value:.3g}"
     if magnitude >= 100:
         return f"{value:,.0f}"
     if magnitude >= 10:
