@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.elastic.jobs import Job, Strike, train_apart, train_job
 from tests.elastic.small_agent import Ended, SmallAgent
+from torch import nn
 
+import phalanx
+from phalanx import elastic
 from phalanx.elastic import points
 
 
@@ -185,3 +191,26 @@ def test_with_too_few_ranks_the_state_is_saved_and_another_job_goes_on(
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["last.pt"]
     again = dataclasses.replace(job, strikes=(), checkpoint="", resume=str(saved))
     check(again, 2, tmp_path / "first", undisturbed)
+
+
+def _train_something_else_where_it_is_new() -> str:
+    rank = phalanx.init().rank
+    is_new = "PHALANX_GENERATION" in os.environ
+    model = nn.Linear(2, 1)
+    optimizer = (torch.optim.SGD if is_new else torch.optim.Adam)(model.parameters(), lr=0.1)
+
+    def train(state: elastic.State) -> None:
+        if rank == 1 and not is_new:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    state = elastic.State(model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"rank 1 has model=Linear, optimizer=SGD, rank 0 has .* optimizer=Adam"):
+        elastic.run(state)(train)(state)
+    return "told"
+
+
+def test_who_comes_and_trains_something_else_is_named_on_all_ranks(tmp_path: Path) -> None:
+    """Under strategy="auto" hosts took different strategies, and the job ended without a word of that."""
+    ended = SmallAgent(_train_something_else_where_it_is_new, 2, folder=tmp_path).run()
+    assert ended.results == ["told", "told"]

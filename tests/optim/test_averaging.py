@@ -342,3 +342,64 @@ def test_ranks_that_stand_at_different_rounds_after_a_loss_go_on_from_the_later_
     for other in others:
         for key, value in first.items():
             assert value == other[key] if key[1] == "rounds" else all(map(torch.equal, value, other[key])), key
+
+
+def test_a_round_that_only_some_have_missed_moves_the_outer_parameters_once():
+    """Those who had done it counted in the round out of turn: without a movement, momentum moved them once more."""
+
+    def fn(rank, world_size):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        rounds = phalanx.DiLoCo(model, inner, outer_of(model), sync_every=2)
+        draw = torch.Generator().manual_seed(rank)
+        for _ in range(4):
+            before = rounds.state_dict()
+            model(torch.randn(5, 3, generator=draw)).sum().backward()
+            if rank == 1:
+                missed = [one.clone() for one in model.state_dict().values()]
+            inner.step()
+            inner.zero_grad()
+        done = floats(model)
+        if rank == 1:  # as if the last round had ended without it: it has its own steps, and the round before
+            rounds.load_state_dict(before)
+            model.load_state_dict(dict(zip(model.state_dict(), missed, strict=True)))
+        rounds.regroup(dist.group.WORLD)
+        rounds.catch_up(is_new=False)
+        assert (rounds.num_rounds, rounds.local_steps) == (2, 0)
+        return floats(model), done, [one.clone() for one in rounds.outer_parameters().values()]
+
+    ended = run_ranks(fn, 3)
+    for model, _, outer in ended:
+        assert all(map(torch.equal, model, ended[0][1]))
+        assert all(map(torch.equal, outer, ended[0][2]))
+
+
+def test_groups_of_fragments_are_left_when_others_take_their_place_and_at_the_end():
+    """Each regroup left a group behind, with its memory and its threads; so did the end."""
+
+    def fn(rank, world_size):
+        known = dist.distributed_c10d._world.pg_map
+        before = len(known)
+        model = Replica()
+        optimizer = inner_of(model)
+        rounds = streaming(model, optimizer)
+        for step in range(3):
+            train_step(model, optimizer, rank, step)  # a fragment is on its way then
+        saved = rounds.state_dict()
+        for step in range(3, 6):
+            train_step(model, optimizer, rank, step)
+        on_its_way = rounds._in_flight
+        rounds.load_state_dict(saved)
+        assert on_its_way.works == []  # nothing comes into what was loaded
+        for _ in range(3):
+            rounds.regroup(dist.group.WORLD)
+            rounds.catch_up(is_new=False)
+            assert len(known) == before + 1
+        rounds.finish()
+        rounds.finish()  # as at the end of a with
+        return len(known) - before, floats(model)
+
+    first, *others = run_ranks(fn, 3)
+    for num_left, end in (first, *others):
+        assert num_left == 0
+        assert all(map(torch.equal, end, first[1]))

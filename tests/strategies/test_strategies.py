@@ -328,6 +328,14 @@ MANY = 10**9
     [
         (Situation(1, 1, 1, False), "single_device", {}, "there is one device"),
         (Situation(1, 1, 8, True), "single_device", {}, "one rank was launched"),
+        (Situation(1, 1, 8, True, may_grow=True), "multi_worker_mirrored", {}, "one rank, and others may come"),
+        (Situation(2, 2, 8, True, may_grow=True), "multi_worker_mirrored", {}, "2 ranks, and others may come"),
+        (
+            Situation(1, 1, 1, True, MANY, 3 * MANY, may_grow=True),
+            "sharded",
+            {},
+            "one rank, and others may come; train",
+        ),
         (Situation(1, 1, 4, False), "mirrored", {}, "4 ranks on one host; a copy of the model fits"),
         (Situation(4, 4, 8, True, MANY, 8 * MANY), "mirrored", {}, "4 ranks on one host"),
         (Situation(8, 4, 4, True, MANY, 8 * MANY), "multi_worker_mirrored", {}, "8 ranks, 4 of them on this host"),

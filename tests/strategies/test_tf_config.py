@@ -62,6 +62,13 @@ def test_what_is_no_configuration_is_refused(monkeypatch):
         strategies.ParameterServerStrategy()
 
 
+def test_hosts_that_may_not_start_their_ranks_do_not_train_alone_without_a_word(monkeypatch):
+    """With launch=False each host was one replica, the main one, whatever TF_CONFIG said of others."""
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": TWO}, "task": {"type": "worker", "index": 1}}))
+    with pytest.raises(ValueError, match=r"TF_CONFIG has 2 tasks, and with launch=False .* `phalanx run --nnodes 2 "):
+        strategies.MultiWorkerMirroredStrategy(launch=False)
+
+
 TRAIN = """
 from phalanx import strategies
 strategy = strategies.get("auto", devices=1)

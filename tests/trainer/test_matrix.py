@@ -124,3 +124,32 @@ def test_every_strategy_stops_early_on_all_ranks():
 
     for ends in run_ranks(train, 2, timeout=150):
         assert set(ends.values()) == {(2, 4)}
+
+
+def test_each_rank_goes_on_with_its_own_where_each_writes_its_shards(tmp_path):
+    """Rank 0 went on with another rank's model: the parts "model" of all were taken for replicas of one.
+
+    And a checkpoint of before ranks that train apart each had their own, with the rounds alone, ended in a KeyError.
+    """
+
+    def train(rank, world_size):
+        for word in APART:
+            strategy = get(word)
+            model, _ = strategy.setup(make_model(), lambda p: torch.optim.Adam(p, lr=0.1), F.mse_loss)
+            draw = torch.Generator().manual_seed(rank)
+            with phalanx.CheckpointManager(tmp_path / word, sharded=True) as manager:
+                for _ in range(7):
+                    strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
+                manager.save(7, strategy.parts())
+                kept = [one.detach().clone() for one in model.parameters()]
+                old = strategy.held()["rounds"].state_dict()
+                for _ in range(2):
+                    strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
+                manager.load(strategy.parts())
+            assert all(map(torch.equal, kept, model.parameters())), word
+            strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
+            strategy.parts()["rounds"].load_state_dict(old)
+            assert strategy.held()["rounds"].local_steps == old["local_steps"], word
+            strategy.close()
+
+    run_ranks(train, 2, timeout=150)

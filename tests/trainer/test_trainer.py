@@ -37,6 +37,14 @@ def weights(trainer):
     return torch.cat([one.detach().flatten() for one in trainer.strategy.bare_model.state_dict().values()])
 
 
+def test_samples_that_are_batches_already_are_taken_as_they_are():
+    """A loader without automatic batching has no batch_sampler, and fit ended with an AttributeError."""
+    batches = [(torch.randn(4, 6), torch.randn(4, 1)) for _ in range(5)]
+    trainer = make()
+    trainer.fit(DataLoader(batches, batch_size=None, sampler=phalanx.DistributedSampler(batches, 1, 0)))
+    assert trainer.step == 5
+
+
 def test_it_does_what_the_loop_by_hand_does():
     trainer = make(max_epochs=3, max_norm=1.0, accumulate=2, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
     trainer.fit(DataLoader(make_data(), 16, shuffle=True))

@@ -22,6 +22,8 @@ class Standing:
     was_rank: int
     records_of: int = -1
     """The generation whose records (of all ranks of a host) it can read; -1 for none."""
+    form: str = ""
+    """The names and kinds of what its State has: the same on all ranks, or one can't take another's."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,15 @@ class Agreement:
     source: int
     receivers: tuple[int, ...]
     is_ahead: bool = False
+
+
+def describe_differing(standings: Sequence[Standing]) -> str:
+    """Which ranks train something else than the first, and what; empty if none does."""
+    first = standings[0].form
+    for rank, one in enumerate(standings):
+        if one.form != first:
+            return f"rank {rank} has {one.form}, rank 0 has {first}"
+    return ""
 
 
 def decide(standings: Sequence[Standing], *, apart: bool = False) -> Agreement | None:

@@ -20,7 +20,7 @@ from phalanx.backend.shared import rehearses
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.diagnostics.progress_page import open_page
-from phalanx.elastic.agreement import Agreement, Standing, decide
+from phalanx.elastic.agreement import Agreement, Standing, decide, describe_differing
 from phalanx.elastic.channel import AgentChannel
 from phalanx.elastic.except_hook import one_except_hook
 from phalanx.elastic.hand_over import ShardedPart, hand_over
@@ -320,6 +320,11 @@ class ElasticJob:
         self._group = dist.group.WORLD
         reached(AGREE)
         standings = self._ask_standings()
+        if problem := describe_differing(standings):
+            raise ValueError(
+                f"phalanx.elastic, generation {generation.number}: the ranks give elastic.State different things: "
+                f"{problem}.\nStart every host with the same script and the same strategy."
+            )
         if self._state._pipelines:
             self._enter_stages(old, standings)
             return
@@ -344,6 +349,7 @@ class ElasticJob:
             has_stepped=self._is_complete and state._stepped != 1,
             was_rank=-1 if self._records is None else self._records.rank,
             records_of=self._records_generation,
+            form=", ".join(f"{name}={type(thing).__name__}" for name, thing in state._things.items()),
         )
         standings: list[Any] = [None] * self._group.size()
         dist.all_gather_object(standings, mine, group=self._group)

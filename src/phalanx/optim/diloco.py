@@ -86,6 +86,12 @@ class DiLoCo(Rounds):
             buffer.copy_(mean)
         self._outer.step(numbers, moved)
 
+    @torch.no_grad()
+    def _catch_up_without_round(self, root: int) -> None:
+        self._flat.take()  # of the root, which has not stepped: the outer parameters, and its buffers
+        self._flat.broadcast(self.process_group, root)
+        self._flat.give()
+
     def state_dict(self) -> dict[str, Any]:
         """The outer parameters and optimizer, the same on all ranks, and how far this rank is into its round."""
         return {"local_steps": self.local_steps, "num_rounds": self.num_rounds, **self._outer.state_dict()}

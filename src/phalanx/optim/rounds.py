@@ -106,16 +106,24 @@ class Rounds(ABC):
 
         Whoever was lost has missed it, with the steps since the round before. A rank that heard of the loss where
         others had the round done already has missed that one: what all have alike it gets from those.
+        With an outer optimizer only steps count: a round of those that have just had one would move it again.
         """
         newest, root, is_torn = self._find_newest(is_new=is_new)
         is_behind = is_new or self.num_rounds < newest
         if is_torn and self._common is not None:
             self._common.share(root, self.process_group)
         self.num_rounds = newest
-        self._catch_up(counts=not is_behind and (is_torn or self.local_steps > 0))
+        has_say = self.local_steps > 0 or (is_torn and self._common is None)
+        self._catch_up(counts=has_say and not is_behind)
+        if is_torn and self.num_rounds == newest:
+            self._catch_up_without_round(root)
 
     def _catch_up(self, *, counts: bool) -> None:
         self._hold(finished=False, counts=counts)
+
+    def _catch_up_without_round(self, root: int) -> None:
+        """Some have missed the latest round, which `root` has done, and nobody has stepped since. Collective."""
+        return None
 
     def _find_newest(self, *, is_new: bool) -> tuple[int, int, bool]:
         """The latest round that a rank has done, the first such rank, and whether others have not. Collective."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.optim.flat import Flat
 from phalanx.optim.outer import OuterParameters, check_optimizers
 from phalanx.optim.round_plan import RoundPlan, plan_fragments
@@ -189,8 +190,15 @@ class StreamingDiLoCo(Rounds):
     def regroup(self, process_group: dist.ProcessGroup) -> None:
         """Go on in another group, after ranks were lost or came. What was on its way is lost. Collective."""
         self._in_flight = None
+        self._leave_exchange()
         super().regroup(process_group)
         self._make_rooms()
+
+    def _leave_exchange(self) -> None:
+        """PyTorch's own groups stay: the next of the same ranks has the same name, and meets at what this one wrote."""
+        exchange, self._exchange, self._rooms = self._exchange, None, []
+        if isinstance(exchange, PhalanxProcessGroup) and exchange in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(exchange)
 
     def _catch_up(self, *, counts: bool) -> None:
         """All go on at the beginning of the same round; nothing is held out of turn, as fragments have times apart."""
@@ -199,11 +207,14 @@ class StreamingDiLoCo(Rounds):
     def finish(self) -> None:
         """Stop counting; when every rank has come here, each fragment in turn becomes the outer one. Collective."""
         self._hook.remove()
+        if self._exchange is None:
+            return  # it has
         num_last = 0
         while num_last < len(self._fragments):
             if self._in_flight is None:
                 self._give(finished=True)
             num_last = num_last + 1 if self._take_over() else 0
+        self._leave_exchange()
 
     def state_dict(self) -> dict[str, Any]:
         """The outer parameters and optimizer, the same on all ranks, what is on its way, and how far this rank is.
@@ -242,10 +253,12 @@ class StreamingDiLoCo(Rounds):
             setattr(self, name, state_dict[name])
         self._given_at = list(state_dict["given_at"])
         saved = state_dict["in_flight"]
+        if self._in_flight is not None:
+            self._in_flight.wait()  # it would still write where what was saved is put
         self._in_flight = None
         if saved is None:
             return
-        if saved["said"].numel() != self.process_group.size() + 1:
+        if saved["said"].numel() != self.process_group.size() + 1 or not self._rooms:
             self.num_rounds += 1  # as of a round in which nobody counted
             return
         self._in_flight = _InFlight(saved["fragment"], saved["said"].clone())

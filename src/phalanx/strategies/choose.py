@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from phalanx import backend
+from phalanx.backend import rendezvous
+from phalanx.coordination.launchers import find_agents_store
 from phalanx.log import get_logger
 from phalanx.strategies.devices import decide_devices
 from phalanx.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -48,7 +51,11 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 
 @dataclass(frozen=True)
 class Situation:
-    """What "auto" decides by. `model_bytes` of parameters, `memory_bytes` of one device: None is unknown."""
+    """What "auto" decides by. `model_bytes` of parameters, `memory_bytes` of one device: None is unknown.
+
+    `may_grow`: the job is one on several hosts, which may come and go: what it trains with must not depend on how many
+    are there.
+    """
 
     num_ranks: int
     num_local_ranks: int
@@ -56,6 +63,7 @@ class Situation:
     is_launched: bool
     model_bytes: int | None = None
     memory_bytes: int | None = None
+    may_grow: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,16 @@ def decide_strategy(now: Situation) -> Choice:
     Training with Adam keeps a parameter, its gradient and two moments: four times the parameters' bytes.
     """
     ranks = now.num_ranks if now.is_launched else now.num_devices
-    if ranks == 1:
+    if ranks == 1 and not now.may_grow:
         return Choice("single_device", {}, "there is one device" if not now.is_launched else "one rank was launched")
-    several = now.num_local_ranks < now.num_ranks
-    where = f"{ranks} ranks" + (f", {now.num_local_ranks} of them on this host" if several else " on one host")
+    several = now.num_local_ranks < now.num_ranks or now.may_grow
+    where = "one rank" if ranks == 1 else f"{ranks} ranks"
+    if now.num_local_ranks < now.num_ranks:
+        where += f", {now.num_local_ranks} of them on this host"
+    elif now.may_grow:
+        where += ", and others may come"
+    else:
+        where += " on one host"
     if now.model_bytes is not None and now.memory_bytes is not None:
         need, have = 4 * now.model_bytes, now.memory_bytes
         told = f"training it takes {need / 1e9:.1f} GB, and a rank has {have / 1e9:.1f} GB"
@@ -111,9 +125,14 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
         strategy.reason = f"TF_CONFIG has {len(cluster.tasks)} tasks"
         return strategy
     devices = decide_devices("strategies.get", None)
+    may_grow = False
+    if find_agents_store(os.environ):
+        backend.init(timeout=options.get("timeout", 1800.0))  # the group knows whether other hosts may come
+        may_grow = rendezvous.agents_key() is not None
     ranks, local = find_world(os.environ)
     bytes_of_model = None if model is None else sum(one.nbytes for one in model.parameters())
-    now = Situation(ranks, local, len(devices), launched, bytes_of_model, _memory(devices[0], local or len(devices)))
+    memory_bytes = _memory(devices[0], local or len(devices))
+    now = Situation(ranks, local, len(devices), launched, bytes_of_model, memory_bytes, may_grow)
     choice = decide_strategy(now)
     strategy = STRATEGIES[choice.name](**choice.options, **options)
     strategy.reason = choice.reason

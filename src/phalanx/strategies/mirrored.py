@@ -116,7 +116,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     (`phalanx run` asks for the job's key, PHALANX_KEY or the key file, as ever).
 
     Raises:
-        ValueError: as MirroredStrategy; or TF_CONFIG is wrong, or has tasks for which there is nothing here.
+        ValueError: as MirroredStrategy; or TF_CONFIG is wrong, or has tasks for which there is nothing here, or there
+            is launch=False with it.
     """
 
     name = "multi_worker_mirrored"

@@ -71,15 +71,22 @@ class _Replicas:
         self._held, self._process_group = held, process_group
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, on rank 0; rank 0's own model and optimizer are parts of the checkpoint already."""
+        """The states of all ranks, on rank 0.
+
+        Its own is among them although "model" and "optimizer" are parts of the checkpoint: where each rank writes its
+        shards, those parts are whichever rank's they are, as of replicas.
+        """
         rank = dist.get_rank(self._process_group)
-        own = {name: one.state_dict() for name, one in self._held.items() if rank or name == "rounds"}
+        own = {name: one.state_dict() for name, one in self._held.items()}
         everyone: list[Any] | None = [None] * dist.get_world_size(self._process_group) if rank == 0 else None
         dist.gather_object(own, everyone, group=self._process_group, group_dst=0)
         return {} if everyone is None else {"ranks": everyone}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with this rank's."""
+        if "ranks" not in state_dict:  # a checkpoint of before each rank had its own
+            self._held["rounds"].load_state_dict(state_dict)
+            return
         ranks = state_dict["ranks"]
         same = len(ranks) == dist.get_world_size(self._process_group)
         own = ranks[dist.get_rank(self._process_group) if same else 0]

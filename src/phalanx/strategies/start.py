@@ -64,7 +64,14 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, 
 
     Raises:
         RuntimeError: it cannot be started again: in a notebook, in a test.
+        ValueError: there are other hosts in `cluster`, and it may not be started again, which would find them.
     """
+    if cluster is not None and not launch and not is_launched(os.environ):
+        raise ValueError(
+            f"{called}: TF_CONFIG has {len(cluster.tasks)} tasks, and with launch=False each would train alone: leave "
+            "launch=False out, or start the ranks of every host yourself, with `phalanx run --nnodes "
+            f"{len(cluster.tasks)} ...`"
+        )
     if (num_ranks > 1 or cluster is not None) and launch and not is_launched(os.environ):
         program = Program.of(sys.orig_argv, sys.argv, sys.modules.get("__main__"))
         if isinstance(program, str):

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx.backend import Job, rendezvous
+from phalanx.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.strategies.current import entered
 from phalanx.strategies.loader import divide_batch, make_loader, options_of, require_divided
@@ -186,7 +187,12 @@ class Strategy(ABC):
             ValueError: the replicas can't share the batch evenly.
             TypeError: the dataset has no length, or an option is the strategy's own.
         """
-        own = divide_batch(batch_size, self.num_replicas_in_sync)
+        group = world()
+        if group is not None and rehearses(group):
+            # It comes to a job that has divided the batch among fewer: elastic.State gives it the others' share.
+            own = max(1, batch_size // self.num_replicas_in_sync)
+        else:
+            own = divide_batch(batch_size, self.num_replicas_in_sync)
         return make_loader(
             dataset,
             own,

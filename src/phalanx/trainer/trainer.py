@@ -222,7 +222,8 @@ class Trainer:
     ) -> None:
         self._return_callbacks(state)
         # Of who came later, and divided the batch by more replicas: all take what the first ones have.
-        loader.batch_sampler.batch_size = state.batch_size  # type: ignore[union-attr]
+        if loader.batch_sampler is not None:  # else its samples are batches
+            loader.batch_sampler.batch_size = state.batch_size  # type: ignore[attr-defined]
         for epoch in state.epochs(self.max_epochs):
             if epoch and self._manager is not None and self._save_every is None:
                 self._save(state)  # of the epoch before, which has been counted now
