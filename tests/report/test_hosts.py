@@ -1,5 +1,8 @@
 """The report of a job on several hosts is on the first, with the ranks of all."""
 
+import base64
+import zlib
+
 import pytest
 from tests.report.pages import Page
 from tests.system.phalanx_command import write_script
@@ -44,13 +47,15 @@ def test_the_first_host_gets_the_records_of_the_others(tmp_path):
     assert "2 ranks on 2 hosts" in page.text
     assert "report is in" in first.out
     assert "report is in" not in second.out
+    assert not (tmp_path / "host1" / "ranks").exists()  # what it has sent it does not keep for the next run
 
 
 def test_what_is_no_ranks_file_is_refused(tmp_path):
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     (ranks / "a.steps").write_bytes(bytes(FILE_BYTES))
-    ((name, text),) = pack_files(str(tmp_path))
+    name, text = "a.steps", base64.b64encode(zlib.compress(bytes(FILE_BYTES))).decode()
+    assert list(pack_files(str(tmp_path), "", 0.0)) == []
     for wrong_name, wrong_text in ((name, text), ("../a.steps", text), (name, "xyz"), (name, text[:100] + "AAAA")):
         with pytest.raises(ValueError, match=r"rank|padding|base64|character|Error|distance|header|code|stream|block"):
             unpack_file(str(tmp_path), wrong_name, wrong_text)

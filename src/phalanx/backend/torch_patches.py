@@ -40,6 +40,7 @@ docs/architecture.md tells both as decisions.)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -392,6 +393,22 @@ def observe_steps(recorder: Any) -> None:
         _observe_steps()
 
 
+def _tell(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What `call` returns. It runs within a program's own calls, so it raises nothing: the first time that is said."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        with contextlib.suppress(Exception):  # no stderr
+            if not _said:
+                _said.append(True)
+                why = f"{type(error).__name__}: {error}"
+                print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
+        return None
+
+
+_said: list[bool] = []
+
+
 @_once
 def _observe_steps() -> None:
     import torch
@@ -404,15 +421,15 @@ def _observe_steps() -> None:
     @functools.wraps(theirs)
     def __next__(self: Any) -> Any:
         recorder = _recorders[0]
-        recorder.begin_data()
+        _tell(recorder.begin_data)
         samples = None
         try:
             batch = theirs(self)
-            samples = _samples_in(self, batch)
+            samples = _tell(_samples_in, self, batch) or 0.0
             return batch
         finally:
-            recorder.end_data(samples)
-            recorder.set_num_workers(self._num_workers)
+            _tell(recorder.end_data, samples)
+            _tell(recorder.set_num_workers, self._num_workers)
 
     iterators.__next__ = __next__
     backward = torch.autograd.backward
@@ -420,18 +437,18 @@ def _observe_steps() -> None:
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         recorder = _recorders[0]
-        recorder.begin_backward()
+        _tell(recorder.begin_backward)
         is_loss = isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and tensors.is_floating_point()
         is_loss = _has_own_scale(tensors) and is_loss
         try:
             backward(tensors, *args, **kwargs)
         finally:
-            recorder.end_backward(recorder.read_loss(tensors) if is_loss else None)
+            _tell(recorder.end_backward, _tell(recorder.read_loss, tensors) if is_loss else None)
 
     vars(torch.autograd)["backward"] = observed_backward
     _observe_scaler()
-    register_optimizer_step_pre_hook(lambda optimizer, *_: _recorders[0].begin_update(id(optimizer)))
-    register_optimizer_step_post_hook(lambda *_: _recorders[0].end_update())
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _tell(_recorders[0].begin_update, id(optimizer)))
+    register_optimizer_step_post_hook(lambda *_: _tell(_recorders[0].end_update))
 
 
 def _samples_in(iterator: Any, batch: Any) -> float:

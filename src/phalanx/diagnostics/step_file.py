@@ -11,6 +11,7 @@ One writer. A table is written first and counted then; a full one is thinned int
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -109,6 +110,20 @@ class RankFile:
     """The last step whose loss was one."""
 
 
+def _allocate(fd: int) -> None:
+    """Give the file its size in blocks of the disk: a store into a page of which there is none is a SIGBUS."""
+    os.ftruncate(fd, 0)
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, FILE_BYTES)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    for at in range(0, FILE_BYTES, 1 << 16):
+        os.pwrite(fd, bytes(min(1 << 16, FILE_BYTES - at)), at)
+
+
 class StepFile:
     """The writer. Makes the file at `path`; every method but `set_facts` is a few stores.
 
@@ -118,7 +133,11 @@ class StepFile:
 
     def __init__(self, path: str | os.PathLike[str], begun: float, unix_offset: float) -> None:
         with open(path, "wb+") as file:
-            file.truncate(FILE_BYTES)
+            try:
+                _allocate(file.fileno())
+            except OSError:
+                os.unlink(path)
+                raise
             self._memory = mmap.mmap(file.fileno(), FILE_BYTES)
         whole = memoryview(self._memory)
         self._words = whole[: _WORDS * 8].cast("d")

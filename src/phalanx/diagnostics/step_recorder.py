@@ -207,7 +207,12 @@ class StepRecorder:
         self._end_step()
 
     def read_loss(self, loss: Any) -> float | None:
-        """The value of a tensor of one element. On an accelerator that waits for it: once a second is enough."""
+        """The value of a tensor of one element. On an accelerator that waits for it: once a second is enough.
+
+        None where a CUDA graph is captured, which a wait would end: nothing runs there, so there is no value.
+        """
+        if loss.device.type == "cuda" and sys.modules["torch"].cuda.is_current_stream_capturing():
+            return None
         loss = getattr(loss, "unscaled_loss", loss)  # before a GradScaler's factor
         if loss.device.type != "cpu":
             now = self._clock()
@@ -242,6 +247,11 @@ class StepRecorder:
         """This process is about to leave a group."""
         if threading.get_ident() == self._thread:
             self._operations.read_group(group, list(self._marks), self._num_steps)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What is known of the rank."""
+        return self._facts
 
     @property
     def num_steps(self) -> int:

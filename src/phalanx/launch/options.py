@@ -176,6 +176,12 @@ class Streams:
 NO_STREAMS = Streams()
 
 
+def _read_folder(text: str) -> str:
+    if not text:
+        raise ValueError("needs the name of a directory, got ''")
+    return text
+
+
 def _read_streams(text: str) -> Streams:
     if len(text) == 1 and text in "0123":
         return Streams(int(text))
@@ -196,7 +202,7 @@ OPTIONS = (
     Option("log-dir", "log_dir", "Also keep each rank's lines in a file, DIR/rank_0.log, …, and what the ranks' "
            "flight recorders hold: DIR/flight.json, DIR/flight.trace.json.", "DIR"),
     Option("report", "report", "Leave a report of the run in DIR, however it ends: report.html (one file, no network), "
-           "trace.json for ui.perfetto.dev, TensorBoard events.", "DIR", torchruns=False),
+           "trace.json for ui.perfetto.dev, TensorBoard events.", "DIR", _read_folder, torchruns=False),
     Option("redirects", "redirects", "Keep ranks' stdout (1), stderr (2) or both (3) in files of their own, and off "
            "the screen: DIR/ID_…/attempt_0/LOCAL_RANK/stdout.log, as torchrun names them.", "0-3|RANK:0-3,…",
            _read_streams, short="r"),

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from phalanx.report.axes import linear
 from phalanx.report.charts import Line, line_chart
 from phalanx.report.findings import find
-from phalanx.report.job_record import RANKS
+from phalanx.report.gather import find_job, of_ranks
+from phalanx.report.job_record import JobRecord
 from phalanx.report.measurements import PARTS, Measurements
 from phalanx.report.page import STATES, code, document
 from phalanx.report.pictures import figure, seconds_mark, time_axis
+from phalanx.report.records import list_records
 from phalanx.report.units import percent, seconds, size, three_digits
 from phalanx.report.write import DATA, PAGE, write_report
 
@@ -45,7 +47,10 @@ def load(folder: str) -> Measurements:
         OSError: it can't be read, or written.
     """
     path = os.path.join(folder, DATA)
-    if os.path.isdir(os.path.join(folder, RANKS)):
+    files = [file for _, file in list_records(folder)]
+    job = JobRecord.read(folder)
+    has_said = job is not None and (job.end == "running" or not os.path.exists(path))
+    if has_said or of_ranks(find_job(folder, files), files):
         write_report(folder, keep_records=True)
     if not os.path.exists(path):
         raise ValueError(f"{folder}: no report of a run: `phalanx run --report {folder} ...` leaves one")

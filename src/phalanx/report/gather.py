@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from phalanx.diagnostics.step_file import RankFile, StepRecord, merge
 from phalanx.report.job_record import JobRecord
 from phalanx.report.matching import Sampled, Split, match
 from phalanx.report.measurements import PARTS, Curve, Measurements, RankRun
+from phalanx.report.records import is_running, run_of
 
 MAX_POINTS = 240  # of a curve: more than a screen can show
 _CLOCKS_APART_S = 60.0  # what hosts' clocks may differ by; older files are of a run before
@@ -31,16 +31,23 @@ def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
         unix = min((file.begun + file.unix_offset for file in files), default=0.0)
         sizes = [int(file.facts.get("world_size", 1)) for file in files]
         return JobRecord("run", "", begun, unix, max(sizes, default=0))
-    if job.end == "running" and job.host == socket.gethostname() and not os.path.exists(f"/proc/{job.pid}"):
+    if job.end == "running" and job.host == socket.gethostname() and not is_running(job):
         return replace(job, end="killed", end_text="the launcher was killed, and its ranks with it")
     return job
 
 
 def of_ranks(job: JobRecord, files: Sequence[RankFile]) -> list[RankFile]:
     """Those of this run, without the processes that a rank has started besides, which have trained nothing."""
-    files = [file for file in files if file.begun + file.unix_offset > job.begun_unix - _CLOCKS_APART_S]
+    files = [file for file in files if is_of_run(job, file)]
     trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
     return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
+
+
+def is_of_run(job: JobRecord, file: RankFile) -> bool:
+    """Whether a rank of this run has written it: by the run's id, and by the clock where a rank knew none."""
+    if job.run and run_of(file) not in ("", job.run):
+        return False
+    return file.begun + file.unix_offset > job.begun_unix - _CLOCKS_APART_S
 
 
 def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:

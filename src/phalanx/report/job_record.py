@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from phalanx.report.measurements import Event
 
 FILE = "job.json"
 RANKS = "ranks"  # the folder in the report's, for the ranks' files
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,13 @@ class JobRecord:
     events: tuple[Event, ...] = ()
     clock_offsets: Mapping[str, float] = field(default_factory=dict)  # by host: what its clock is behind
     copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
+    run: str = ""  # its id, which its ranks' files have, too
 
     def write(self, folder: str) -> None:
         """Into `folder`, whole or not at all; OSError if that can't be."""
         path = os.path.join(folder, FILE)
         with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
+            json.dump(_printable(asdict(self)), file)
         os.replace(f"{path}.part", path)
 
     @classmethod
@@ -52,3 +55,12 @@ class JobRecord:
             return cls(**{**fields, "events": tuple(Event(**event) for event in fields["events"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def _printable(value: Any) -> Any:
+    """The same with `\\udcff` for what no page can hold: a byte of a file's name or an argument that is no UTF-8."""
+    if isinstance(value, str):
+        return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
+    if isinstance(value, dict):
+        return {_printable(name): _printable(one) for name, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list | tuple) else value

@@ -9,10 +9,14 @@ import shlex
 import socket
 import sys
 import time
+import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from types import TracebackType
 from typing import Any
+from zlib import crc32
 
 import phalanx
 from phalanx.backend.torch_patches import observe_steps
@@ -20,8 +24,12 @@ from phalanx.diagnostics.report_request import ask_for_report
 from phalanx.diagnostics.step_recorder import StepRecorder
 from phalanx.report.copy_speed import measure_copy_speed
 from phalanx.report.job_record import RANKS, JobRecord
+from phalanx.report.records import find_other_run, remove_old_records
 
 _recorder: StepRecorder | None = None
+_folder = ""  # of the report that it records for
+_is_given = False  # the folder by the launcher, whatever the program says
+_writers: list[Callable[[], None]] = []  # what this process writes as the job's own launcher: one, or none
 
 
 def current() -> StepRecorder | None:
@@ -30,50 +38,116 @@ def current() -> StepRecorder | None:
 
 
 def begin_in_rank(folder: str) -> StepRecorder:
-    """Record the steps of this process, which a launcher has started, for the report in `folder`.
+    """Record the steps of this process for the report in `folder`, which a launcher writes there.
 
     Once a process: whoever asks again gets the same.
 
     Raises:
         OSError: its file can't be made.
     """
-    global _recorder
-    if _recorder is None:
-        environ = os.environ
-        rank, attempt = _number(environ, "RANK"), _number(environ, "TORCHELASTIC_RESTART_COUNT")
-        ranks = os.path.join(folder, RANKS)
-        os.makedirs(ranks, exist_ok=True)
-        path = os.path.join(ranks, f"{attempt:03}_{rank:05}_{socket.gethostname()}_{os.getpid()}.steps")
-        _recorder = StepRecorder(path, _facts(environ, rank, attempt))
-        _recorder.on_first_step = lambda recorder: recorder.tell(**_torch_facts())
-        _recorder.device_memory = _device_memory
-        _recorder.rank_now = _rank_now
-        os.register_at_fork(after_in_child=_forget)
-        atexit.register(_end)
-        observe_steps(_recorder)
-    return _recorder
+    global _is_given
+    recorder = _recorder or _record(folder)
+    _is_given = True
+    return recorder
 
 
 def begin(folder: str | os.PathLike[str]) -> StepRecorder:
     """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
 
     Under `phalanx run` the launcher writes the report at the end, also when ranks have died. Under another launcher, or
-    none, rank 0 does when it ends. Under `phalanx run --report` that folder is the one.
+    none, rank 0 does when it ends, or begins another. Under `phalanx run --report` that folder is the one.
 
     Raises:
-        OSError: its file can't be made.
+        ValueError: the folder has no name.
+        OSError: its file can't be made, or another job that is running writes its report there.
     """
-    path = os.path.abspath(os.fspath(folder))
-    if _recorder is None:
-        recorder = begin_in_rank(path)
-        agent = os.environ.get("PHALANX_AGENT", "")
-        if not (agent and ask_for_report(agent, path)) and recorder.rank == 0:
-            _write_at_end(path, _number(os.environ, "WORLD_SIZE") or 1)
-    assert _recorder is not None
-    return _recorder
+    name = os.fspath(folder)
+    if not name:
+        raise ValueError("phalanx.report.begin: needs the name of a folder, got ''")
+    path = os.path.abspath(name)
+    given = os.environ.pop("PHALANX_REPORT", "")  # still there in a program that `--no-python` has started
+    if given:
+        return begin_in_rank(given)
+    agent = os.environ.get("PHALANX_AGENT", "")
+    if _recorder is not None:
+        if _is_given or path == _folder:
+            return _recorder
+        if agent and not _writers:
+            warnings.warn(
+                f"phalanx.report.begin: a job leaves one report, and this one's is in {_folder}: none is written to "
+                f"{path}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return _recorder
+        _end()
+    if not agent:
+        _make_way(path)
+    recorder = _record(path)
+    if not (agent and ask_for_report(agent, path)) and recorder.rank == 0:
+        _write_at_end(path, recorder)
+    return recorder
 
 
-def _write_at_end(folder: str, world_size: int) -> None:
+def _record(folder: str) -> StepRecorder:
+    global _recorder, _folder
+    environ = os.environ
+    rank, world_size = _find_place(environ)
+    attempt, run = _number(environ, "TORCHELASTIC_RESTART_COUNT"), _run_id(environ, world_size)
+    ranks = os.path.join(folder, RANKS)
+    os.makedirs(ranks, exist_ok=True)
+    name = f"{attempt:03}_{rank:05}_{socket.gethostname()}_{os.getpid()}_{crc32(run.encode()):08x}.steps"
+    facts = _facts(environ, rank, attempt) | {"world_size": world_size, "run": run}
+    recorder = StepRecorder(os.path.join(ranks, name), facts)
+    recorder.on_first_step = _tell_torch_facts
+    recorder.device_memory = _device_memory
+    recorder.rank_now = _rank_now
+    _recorder, _folder = recorder, folder
+    _see_end_and_forks()
+    observe_steps(recorder)
+    return recorder
+
+
+@cache
+def _see_end_and_forks() -> None:
+    os.register_at_fork(after_in_child=_forget)
+    atexit.register(_end)
+
+
+def _make_way(folder: str) -> None:
+    """No launcher of ours has looked at the folder; rank 0 does."""
+    if _find_place(os.environ)[0]:
+        return
+    other = find_other_run(folder)
+    if other is not None:
+        raise FileExistsError(
+            f"phalanx.report.begin: another process, {other.name} (pid {other.pid}), is recording for a report in "
+            f"{folder}. Choose another folder; or, if both are ranks of one job, call init_process_group before this, "
+            "so that each knows which one it is."
+        )
+    if not _number(os.environ, "TORCHELASTIC_RESTART_COUNT"):  # else the attempts before have left theirs
+        remove_old_records(folder)
+
+
+def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
+    """This process's rank and how many there are: by the environment, else by torch.distributed, else the only one."""
+    if environ.get("RANK", "").isdecimal():
+        return _number(environ, "RANK"), _number(environ, "WORLD_SIZE") or 1
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _run_id(environ: Mapping[str, str], world_size: int) -> str:
+    """What tells this run's records from those of others; empty where the launcher has said nothing of the kind."""
+    given = environ.get("TORCHELASTIC_RUN_ID", "")
+    if given not in ("", "none"):  # torchrun's word for no id
+        return given
+    return "" if world_size > 1 else uuid.uuid4().hex
+
+
+def _write_at_end(folder: str, recorder: StepRecorder) -> None:
     """This process is the job's own launcher."""
     from phalanx.report.write import write_report
 
@@ -84,9 +158,10 @@ def _write_at_end(folder: str, world_size: int) -> None:
         shlex.join([name, *sys.argv[1:]]),
         begun,
         time.time(),
-        world_size,
+        int(recorder.facts["world_size"]),
         pid=os.getpid(),
         host=socket.gethostname(),
+        run=str(recorder.facts["run"]),
     )
     job.write(folder)
     failed: list[str] = []
@@ -97,23 +172,20 @@ def _write_at_end(folder: str, world_size: int) -> None:
         hook(kind, error, trace)
 
     def write() -> None:
-        _end()
         end = "ended"  # with what, no hook is told of sys.exit()
         if failed:
             end = "stopped" if "KeyboardInterrupt" in failed[0] else "failed"
-        speed = {socket.gethostname(): measure_copy_speed()}
         text = failed[0] if failed else ""
-        replace(job, ended=time.monotonic(), end=end, end_text=text, copy_bytes_per_s=speed).write(folder)
-        write_report(folder)
+        try:
+            speed = {socket.gethostname(): measure_copy_speed()}
+            replace(job, ended=time.monotonic(), end=end, end_text=text, copy_bytes_per_s=speed).write(folder)
+            write_report(folder)
+        except Exception as error:  # the program has done its work
+            why = str(error) or type(error).__name__
+            print(f"phalanx: the report could not be written to {folder}: {why}", file=sys.stderr)
 
     sys.excepthook = note
-    atexit.register(_in_this_process(write))
-
-
-def _in_this_process(call: Callable[[], None]) -> Callable[[], None]:
-    """A fork of this process inherits what is to be done at its end, and shall not do it."""
-    pid = os.getpid()
-    return lambda: call() if os.getpid() == pid else None
+    _writers.append(write)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -126,7 +198,6 @@ def _facts(environ: Mapping[str, str], rank: int, attempt: int) -> dict[str, Any
         "rank": rank,
         "pid": os.getpid(),
         "attempt": attempt,
-        "world_size": _number(environ, "WORLD_SIZE") or 1,
         "local_rank": _number(environ, "LOCAL_RANK"),
         "node": _number(environ, "GROUP_RANK"),
         "host": socket.gethostname(),
@@ -140,15 +211,17 @@ def _facts(environ: Mapping[str, str], rank: int, attempt: int) -> dict[str, Any
     }
 
 
-def _torch_facts() -> dict[str, Any]:
-    torch = sys.modules["torch"]
+def _tell_torch_facts(recorder: StepRecorder) -> None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
     facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized():
         facts["backend"] = dist.get_backend()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         facts["device"] = torch.cuda.get_device_name()
-    return facts
+    recorder.tell(**facts)
 
 
 def _device_memory() -> float:
@@ -184,13 +257,20 @@ def _memory_bytes() -> int:
 
 
 def _forget() -> None:
-    """A child of a rank is no rank."""
-    global _recorder
+    """A child of a rank is no rank, and what is to be done at the rank's end is not for it."""
+    global _recorder, _is_given
     if _recorder is not None:
         _recorder.forget()
         _recorder = None
+    _is_given = False
+    _writers.clear()
 
 
 def _end() -> None:
+    """Recording ends, and the report is written, if that is this process's part."""
+    global _recorder
     if _recorder is not None:
         _recorder.close(ended=True)
+        _recorder = None
+    while _writers:
+        _writers.pop()()

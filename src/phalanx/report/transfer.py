@@ -5,27 +5,34 @@ from __future__ import annotations
 import base64
 import os
 import re
+import socket
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 
 from phalanx.diagnostics.step_file import FILE_BYTES, read_rank_file
 from phalanx.report.job_record import RANKS
+from phalanx.report.records import list_records, run_of
 
 _NAME = re.compile(r"[\w.-]{1,200}\.steps")
 
 
-def pack_files(folder: str) -> Iterator[tuple[str, str]]:
-    """Names and contents of the ranks' files in a report's folder; most of each is zeros, so it is short."""
-    for path in sorted(Path(folder, RANKS).glob("*.steps")):
-        try:
-            yield path.name, base64.b64encode(zlib.compress(path.read_bytes(), 6)).decode()
-        except OSError:
-            continue
+_GOT = "got-"  # before the name of a file that another host has sent: that host removes its own
+
+
+def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]:
+    """Names and contents of the files of this host's ranks of a run; most of each is zeros, so it is short.
+
+    `since`, on the monotonic clock: older ones are of a run before, which may have had the same id.
+    """
+    for path, file in list_records(folder):
+        if run_of(file) == run and file.facts.get("host") == socket.gethostname() and file.begun >= since:
+            with suppress(OSError):
+                yield path.name, base64.b64encode(zlib.compress(path.read_bytes(), 6)).decode()
 
 
 def unpack_file(folder: str, name: str, text: str) -> None:
-    """Write one of them here, unless it lies there already: hosts may share their files.
+    """Write one of them here, in place of the one that was sent, if that lies here, too: hosts may share their files.
 
     Raises:
         ValueError: it is none.
@@ -40,7 +47,9 @@ def unpack_file(folder: str, name: str, text: str) -> None:
         raise ValueError(str(error)) from None
     if read_rank_file(data) is None:
         raise ValueError("no rank has written it")
-    path = os.path.join(folder, RANKS, name)
-    if not os.path.exists(path):
-        with open(path, "wb") as file:
-            file.write(data)
+    ranks = os.path.join(folder, RANKS)
+    os.makedirs(ranks, exist_ok=True)
+    with open(os.path.join(ranks, _GOT + name), "wb") as file:
+        file.write(data)
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(ranks, name))

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 from phalanx.diagnostics.step_file import read_folder
 from phalanx.report.findings import find
-from phalanx.report.gather import combine, find_job, of_ranks
+from phalanx.report.gather import combine, find_job, is_of_run, of_ranks
 from phalanx.report.job_record import RANKS
 from phalanx.report.measurements import Measurements
 from phalanx.report.page import render
+from phalanx.report.records import remove_records
 from phalanx.report.tensorboard import encode, file_name, plan_scalars
 from phalanx.report.trace import plan_trace
 
@@ -34,8 +34,8 @@ def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
     job = find_job(folder, files)
     files = of_ranks(job, files)
     run = combine(job, files)
-    _write(folder, DATA, run.to_json().encode())
-    _write(folder, PAGE, render(run, find(run)).encode())
+    _write(folder, DATA, run.to_json().encode(errors="backslashreplace"))
+    _write(folder, PAGE, render(run, find(run)).encode(errors="backslashreplace"))
     _write(folder, TRACE, json.dumps(plan_trace(job, files), separators=(",", ":")).encode())
     events = os.path.join(folder, TENSORBOARD)
     os.makedirs(events, exist_ok=True)
@@ -43,7 +43,7 @@ def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
         old.unlink()
     _write(events, file_name(run.begun_unix), encode(plan_scalars(run), run.begun_unix))
     if not keep_records:
-        shutil.rmtree(os.path.join(folder, RANKS), ignore_errors=True)
+        remove_records(folder, lambda file: is_of_run(job, file))
     return run
 
 

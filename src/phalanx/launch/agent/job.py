@@ -136,6 +136,7 @@ def _run_attempts(
     left = plan.settings.max_restarts or 0  # starts of all, and replacements that an elastic job may make
     left_early, times = _MAX_EARLY_RESTARTS, ""
     losses: list[Lost] = []
+    refused = False
     for restart_count in itertools.count():
         attempt = begin(restart_count)
         if plan.settings.max_restarts is not None:
@@ -150,7 +151,12 @@ def _run_attempts(
         finally:
             attempt.close()
         if attempt.report_folder and not reports:  # the program has asked for it
-            reports.append(_begin_report(plan, attempt.report_folder, begun, is_new=False))
+            try:
+                reports.append(_begin_report(plan, attempt.report_folder, begun, is_new=False))
+            except LaunchError as error:  # no reason to end a job that runs
+                if not refused:
+                    host.display.say(str(error).replace("--report", "report"))
+                refused = True
         for report in reports:
             report.add_attempt(state, attempt.elastic.losses, attempt.place.world_size, attempt.report_hosts)
         losses += attempt.elastic.losses

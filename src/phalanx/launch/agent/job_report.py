@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from phalanx.launch.settings import USAGE_EXIT_CODE
 from phalanx.report.copy_speed import measure_copy_speed
 from phalanx.report.job_record import RANKS, JobRecord
 from phalanx.report.measurements import Event
+from phalanx.report.records import find_other_run, remove_old_records
 from phalanx.report.write import PAGE, write_report
 
 _MAX_EVENTS = 500  # an elastic job may lose a thousand ranks
@@ -29,11 +29,11 @@ class JobReport:
     """One for a job that is to leave a report.
 
     Raises:
-        LaunchError: its folder cannot be written.
+        LaunchError: its folder cannot be written, or another job that is running will write there.
     """
 
     def __init__(self, plan: JobPlan, folder: str, begun: float, *, is_new: bool = True) -> None:
-        """`begun` is on the monotonic clock. Of a folder that `is_new` what the run before has left is removed."""
+        """`begun` is on the monotonic clock. A folder that `is_new` has no records of this run yet."""
         self._folder = os.path.abspath(folder)
         self._begun = begun
         self._events: list[Event] = []
@@ -47,12 +47,18 @@ class JobReport:
             max_restarts=plan.settings.max_restarts or 0,
             pid=os.getpid(),
             host=socket.gethostname(),
+            run=plan.run_id,
         )
+        other = find_other_run(self._folder)
+        if other is not None:
+            raise LaunchError(
+                f"phalanx run: --report {folder}: another job, {other.name} (pid {other.pid}), is running and "
+                "leaves its report there. Choose another directory, or wait for its end.",
+                exit_code=USAGE_EXIT_CODE,
+            )
         try:
-            ranks = os.path.join(self._folder, RANKS)
-            if is_new:
-                shutil.rmtree(ranks, ignore_errors=True)
-            os.makedirs(ranks, exist_ok=True)
+            remove_old_records(self._folder, "" if is_new else plan.run_id)
+            os.makedirs(os.path.join(self._folder, RANKS), exist_ok=True)
             self.record.write(self._folder)
         except OSError as error:
             raise LaunchError(
@@ -88,7 +94,7 @@ class JobReport:
         self._add(time.monotonic(), "restart", f"all ranks are started again ({why})")
 
     def write(self, code: int) -> str:
-        """The job has ended with this exit code; returns a line for the user."""
+        """The job has ended with this exit code, which stays, whatever goes wrong here; returns a line for the user."""
         state = self._state
         end, text = "well" if code == 0 else "failed", ""
         if state is not None and state.interrupted is not None:
@@ -110,8 +116,9 @@ class JobReport:
             )
             self.record.write(self._folder)
             write_report(self._folder)
-        except (OSError, MemoryError) as error:
-            return f"phalanx run: --report: the report could not be written to {self._folder}: {error}"
+        except Exception as error:
+            why = str(error) or type(error).__name__
+            return f"phalanx run: --report: the report could not be written to {self._folder}: {why}"
         return f"phalanx run: the report is in {os.path.join(self._folder, PAGE)}"
 
     def _add(self, at: float, kind: str, text: str, rank: int | None = None, detail: str = "") -> None:

@@ -5,6 +5,8 @@ When nothing is heard of the first host any more, it stops its ranks by itself, 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import socket
 import threading
@@ -192,6 +194,7 @@ class FollowerAttempt(Attempt):
         first: BeginGeneration | None = None,
     ) -> None:
         self.wait_s = 0.0  # how long elastic ranks wait for hosts
+        self._began_at = time.monotonic()
         self._channel = channel
         self._number = number
         self._store_location = store
@@ -279,10 +282,16 @@ class FollowerAttempt(Attempt):
     def _send_report(self) -> None:
         """What the first host's report says of this one."""
         from phalanx.report.copy_speed import measure_copy_speed  # here, because most jobs leave none
+        from phalanx.report.job_record import RANKS
         from phalanx.report.transfer import pack_files
 
-        for name, text in pack_files(self.report_folder):
+        for name, text in pack_files(self.report_folder, self._plan.run_id, self._began_at):
             self._channel.put(FIRST, "rank file", attempt=self._number, name=name, text=text)
+            if not self.supervision.abandoned_by:
+                with contextlib.suppress(OSError):  # a folder that nobody may write to any more
+                    os.unlink(os.path.join(self.report_folder, RANKS, name))
+        with contextlib.suppress(OSError):  # not empty, or shared
+            os.rmdir(os.path.join(self.report_folder, RANKS))
         host, speed = socket.gethostname(), measure_copy_speed()
         self._channel.put(FIRST, "report host", attempt=self._number, host=host, copy_bytes_per_s=speed)
 

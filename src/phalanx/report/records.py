@@ -1,0 +1,87 @@
+"""The ranks' files in a report's folder: whose they are, and which may go. What others have put there stays."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.diagnostics.step_file import RankFile, read_rank_file
+from phalanx.report.job_record import RANKS, JobRecord
+
+_CLOCK_SET_S = 60.0  # what a host's clock may have been set by since
+
+
+def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
+    """Those that can be read, by name."""
+    for path in sorted(Path(folder, RANKS).glob("*.steps")):
+        with suppress(OSError):
+            if (read := read_rank_file(path.read_bytes())) is not None:
+                yield path, read
+
+
+def run_of(file: RankFile) -> str:
+    """The id of its run; empty where the rank knew none."""
+    return str(file.facts.get("run", ""))
+
+
+def remove_records(folder: str, may_go: Callable[[RankFile], bool]) -> None:
+    """Remove the ranks' files that may go, and the folder that they were in, if it is empty then."""
+    for path, file in list_records(folder):
+        if may_go(file):
+            with suppress(OSError):
+                path.unlink()
+    with suppress(OSError):
+        os.rmdir(os.path.join(folder, RANKS))
+
+
+def remove_old_records(folder: str, run: str = "") -> None:
+    """Remove what runs that are over have left in `folder`, except for the run `run`, which begins or goes on."""
+    job = JobRecord.read(folder)
+    over = job.run if job is not None and not is_running(job) and job.host == socket.gethostname() else ""
+
+    def may_go(file: RankFile) -> bool:
+        if run and run_of(file) == run:
+            return False
+        if over and run_of(file) == over:
+            return True
+        here = file.facts.get("host") == socket.gethostname()
+        return here and not is_alive(int(file.facts.get("pid", 0)), file.begun + file.unix_offset)
+
+    remove_records(folder, may_go)
+
+
+def find_other_run(folder: str) -> JobRecord | None:
+    """The job of another process of this host that is running and will write its report there; None if none is."""
+    job = JobRecord.read(folder)
+    return job if job is not None and job.pid != os.getpid() and is_running(job) else None
+
+
+def is_running(job: JobRecord) -> bool:
+    """Whether a job of this host has not ended, and whoever writes its report is there."""
+    return job.end == "running" and job.host == socket.gethostname() and is_alive(job.pid, job.begun_unix)
+
+
+def is_alive(pid: int, since: float) -> bool:
+    """Whether the process `pid` of Unix time `since` is there; by now another may have got its number."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        ticks = int(fields[19])
+    except (OSError, IndexError, ValueError):  # no Linux
+        return True
+    if fields[0] in (b"Z", b"X"):
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age < since + _CLOCK_SET_S
