@@ -68,6 +68,7 @@ import torch, phalanx
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+torch.manual_seed(0)
 data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
 trainer = phalanx.Trainer(
     nn.Linear(8, 1), lambda p: torch.optim.SGD(p, 0.01), nn.functional.mse_loss, strategy="mirrored",

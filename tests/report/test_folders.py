@@ -198,7 +198,10 @@ dist.destroy_process_group()
         for rank in "01"
     ]  # fmt: skip
     for process in ranks:  # neither ends while the other may need it
-        assert any("done" in line.decode() for line in process.stdout)
+        said = []
+        while "done" not in "".join(said):
+            said.append(process.stdout.readline().decode())
+            assert said[-1], "".join(said)
     second, _ = ranks[1].communicate(b"\n")  # rank 0 writes, and is the last
     first, _ = ranks[0].communicate(b"\n")
     assert [process.returncode for process in ranks] == [0, 0], first + second

@@ -29,13 +29,11 @@ def run_of(file: RankFile) -> str:
 
 
 def remove_records(folder: str, may_go: Callable[[RankFile], bool]) -> None:
-    """Remove the ranks' files that may go, and the folder that they were in, if it is empty then."""
+    """Remove the ranks' files that may go; their folder stays, as another rank may be about to make its file there."""
     for path, file in list_records(folder):
         if may_go(file):
             with suppress(OSError):
                 path.unlink()
-    with suppress(OSError):
-        os.rmdir(os.path.join(folder, RANKS))
 
 
 def remove_old_records(folder: str, run: str = "") -> None:

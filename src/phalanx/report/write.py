@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.diagnostics.step_file import read_folder
@@ -44,6 +45,8 @@ def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
     _write(events, file_name(run.begun_unix), encode(plan_scalars(run), run.begun_unix))
     if not keep_records:
         remove_records(folder, lambda file: is_of_run(job, file))
+        with suppress(OSError):  # not empty, or never made
+            os.rmdir(os.path.join(folder, RANKS))
     return run
 
 
