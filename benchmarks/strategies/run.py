@@ -120,7 +120,12 @@ def server_by_hand(model: nn.Module, strategy: strategies.Strategy) -> Step:
     servers = [f"server{number}" for number in range(1)]
     trainers = [f"trainer{number}" for number in range(strategy.num_replicas_in_sync)]
     server = phalanx.ParameterServer(
-        servers, trainers, dense=held, optimizer=functools.partial(torch.optim.AdamW, lr=1e-4), synchronous=True
+        servers,
+        trainers,
+        dense=held,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-4),
+        synchronous=True,
+        name="by hand",  # another than the strategy's, or both would train the same parameters
     )
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:

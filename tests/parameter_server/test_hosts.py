@@ -50,6 +50,7 @@ def _train_and_lose_a_server(name):
         check_equal(state, model)
         meet(name, f"looked {seed}")
         server.close()
+        meet(name, f"closed {seed}")  # before one makes the next of this name
 
 
 def test_training_on_servers_of_two_hosts_has_the_bits_of_one_process_also_when_a_server_is_lost():

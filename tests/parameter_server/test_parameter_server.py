@@ -155,6 +155,7 @@ def _synchronous(rank, folder):
                 train(server, model, rank, range(6, 9))
                 check_equal_states(server.state_dict(), first_run)
                 meet(name, f"second run {seed}")
+            meet(name, f"closed again {seed}")  # before one makes the next of this name
             train_alone(model, case, range(9))
             check_equal(first_run, model)
 
