@@ -1,4 +1,4 @@
-/* Pairs of keys and values into a dict: the inner loop of phalanx.mapreduce, which is the same in Python (table.py). */
+/* Pairs of keys and values into a dict: the inner loop of phalanx.mapreduce, which is the same in Python (fold.py). */
 #include "py_types.h"
 
 enum { LIST, ADD, COMBINE };

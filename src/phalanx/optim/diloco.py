@@ -94,7 +94,7 @@ class DiLoCo(Rounds):
 
     def state_dict(self) -> dict[str, Any]:
         """The outer parameters and optimizer, the same on all ranks, and how far this rank is into its round."""
-        return {"local_steps": self.local_steps, "num_rounds": self.num_rounds, **self._outer.state_dict()}
+        return {**super().state_dict(), **self._outer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; the model and the inner optimizer are loaded by whoever saved them.
@@ -103,5 +103,4 @@ class DiLoCo(Rounds):
             ValueError: it is of another model; nothing was changed.
         """
         self._outer.load_state_dict(state_dict)
-        self.local_steps = state_dict["local_steps"]
-        self.num_rounds = state_dict["num_rounds"]
+        super().load_state_dict(state_dict)

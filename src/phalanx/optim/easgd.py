@@ -104,11 +104,7 @@ class EASGD(Rounds):
 
     def state_dict(self) -> dict[str, Any]:
         """The center, the same on all ranks, and how far this rank is into its round. Models differ: save each."""
-        return {
-            "local_steps": self.local_steps,
-            "num_rounds": self.num_rounds,
-            "center_parameters": self._center.cloned(),
-        }
+        return {**super().state_dict(), "center_parameters": self._center.cloned()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; the model and the optimizer are loaded by whoever saved them.
@@ -118,5 +114,4 @@ class EASGD(Rounds):
         """
         self._center.check(state_dict["center_parameters"])
         self._center.load(state_dict["center_parameters"])
-        self.local_steps = state_dict["local_steps"]
-        self.num_rounds = state_dict["num_rounds"]
+        super().load_state_dict(state_dict)

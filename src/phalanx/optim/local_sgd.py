@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -57,12 +54,3 @@ class LocalSGD(Rounds):
         self._flat.take()
         self._flat.average(self.process_group, counting)
         self._flat.give()
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far this rank is into its round. Between rounds models differ: save after one, or on every rank."""
-        return {"local_steps": self.local_steps, "num_rounds": self.num_rounds}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on in the middle of a round; the model and the optimizer are loaded by whoever saved them."""
-        self.local_steps = state_dict["local_steps"]
-        self.num_rounds = state_dict["num_rounds"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -141,6 +142,15 @@ class Rounds(ABC):
         self._hook.remove()
         while not self._hold(finished=True, counts=self.local_steps > 0):
             pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this rank is into its round, and how many were held. Models differ at other times: save each."""
+        return {"local_steps": self.local_steps, "num_rounds": self.num_rounds}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on in the middle of a round; the model and the optimizer are loaded by whoever saved them."""
+        self.local_steps = state_dict["local_steps"]
+        self.num_rounds = state_dict["num_rounds"]
 
     def __enter__(self) -> Any:
         return self
