@@ -80,16 +80,20 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_a_rank_killed_in_the_update_leaves_one_whole_step(window):
+@pytest.mark.parametrize(
+    ("window", "offload"),
+    [*((window, False) for window in WINDOWS), ("half way", True), ("before the second sync", True)],
+)
+def test_a_rank_killed_in_the_update_leaves_one_whole_step(window, offload):
     arm, outcome = WINDOWS[window]
 
     def updated(rank, world_size):
         torch.manual_seed(0)
         ddp, plain = wrapped(), wrapped()
         optimizer_class = HalfWay if window == "half way" else optim.SGD
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, lr=0.1, momentum=0.9)
-        reference = optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        options = {"lr": 0.1, "momentum": 0.9, "fused": False}
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, offload=offload, **options)
+        reference = optim.SGD(plain.parameters(), **options)
         for step in range(2):
             if step == 1 and rank == VICTIM:
                 arm()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.gradient_listeners import find_listener
 from phalanx.backend.shared import shares_memory
 from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
@@ -54,6 +55,16 @@ class WorkExchange:
         work: Pending | None = dist.all_reduce(bucket.buffer, op=self._op, group=self._group, async_op=True)
         assert work is not None  # None is for ranks outside the group, and those can't wrap a module
         return work
+
+
+def tell_launch(bucket: DenseBucket, pending: Pending) -> None:
+    """Let whoever copies the bucket's gradients off their device do so when `pending` is over there, not here."""
+    if bucket.buffer.is_cpu:
+        return
+    for parameter, mean in zip(bucket.parameters, bucket.views, strict=True):
+        listener = find_listener(parameter)
+        if listener is not None:
+            listener.on_launch(mean, pending.wait)
 
 
 class SharedExchange:

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.backend.gradient_listeners import find_listener
 from phalanx.backend.shared import shares_memory
 from phalanx.core_numbers import LEFT, MISMATCH
 from phalanx.diagnostics.divergence import EVEN_ADVICE
@@ -68,8 +69,10 @@ class UnevenInputs:
 
 
 def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
-    """Whether ranks have one memory for some parameter, of which each updates a part: ZeroRedundancyOptimizer's."""
-    return shares_memory(group) and any(group.symm_mem.holds(parameter.data_ptr()) for parameter in parameters)
+    """Whether ranks share some parameter or its master, of which each updates a part: ZeroRedundancyOptimizer's."""
+    return shares_memory(group) and any(
+        find_listener(parameter) is not None or group.symm_mem.holds(parameter.data_ptr()) for parameter in parameters
+    )
 
 
 def describe(absent: Sequence[int], present: Sequence[int], num_steps: int, positions: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 
 from phalanx.errors import MismatchError
+from phalanx.transport.tensors import is_dense
 
 _Form = tuple[tuple[int, ...], str]  # shape, dtype
 
@@ -80,19 +81,28 @@ def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:
         )
 
 
-def check_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def check_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup, *, offload: bool = False) -> None:
     """Return on every rank, or raise on every rank. Collective.
 
     Raises:
-        ValueError: a parameter can't live in the host's memory.
+        ValueError: a parameter can't live in the host's memory, or, with `offload`, not be copied there.
         MismatchError: ranks pass different parameters.
     """
     parameters = list(parameters)
     for number, parameter in enumerate(parameters):
+        if offload and (parameter.layout is not torch.strided or parameter.is_meta or not is_dense(parameter)):
+            raise ValueError(
+                f"ZeroRedundancyOptimizer: parameter {number} is {parameter.layout} on {parameter.device} with strides "
+                f"{tuple(parameter.stride()) if parameter.layout is torch.strided else '-'}, but offload=True copies "
+                "the memory of parameters: it takes dense ones, whose elements fill one block"
+            )
+        if offload:
+            continue
         if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
             raise ValueError(
                 f"ZeroRedundancyOptimizer: parameter {number} is {parameter.layout} on {parameter.device}, but on "
-                "backend 'phalanx' parameters live in memory that the ranks of the host share: dense, on the CPU"
+                "backend 'phalanx' parameters live in memory that the ranks of the host share: dense, on the CPU. "
+                "With offload=True they stay on their device"
             )
     mine: list[_Form] = [(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in parameters]
     everyone: list[list[_Form]] = [[] for _ in range(group.size())]

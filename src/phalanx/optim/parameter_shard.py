@@ -53,5 +53,6 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     """The elements of `tensor` in the order of memory of those of `like`, a dense tensor; a view if it can be."""
     tensor = tensor.detach()
     if tensor.stride() != like.stride():
-        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype).copy_(tensor)
+        strided = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor = strided.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -90,6 +90,17 @@ def _cut(extents: Sequence[Extent], row: Sequence[int], rank: int, world_size: i
         at += extent.num_lines
 
 
+def plan_waves(sizes: Sequence[int], most: int) -> list[range]:
+    """Neighbours of `sizes` in runs of at most `most` bytes, or of one; at least one run, which may be empty."""
+    waves, start, nbytes = [], 0, 0
+    for position, size in enumerate(sizes):
+        if position > start and nbytes + size > most:
+            waves.append(range(start, position))
+            start, nbytes = position, 0
+        nbytes += size
+    return [*waves, range(start, len(sizes))]
+
+
 def plan_whole(extents: Sequence[Extent], world_size: int) -> Plan:
     """Each parameter to one rank: the largest first, to the rank that has the least so far."""
     loads = [0] * world_size

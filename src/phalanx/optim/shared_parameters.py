@@ -12,23 +12,47 @@ from phalanx.optim.plan import Extent, Slice, plan_offsets
 from phalanx.transport.tensors import is_dense
 
 
-class SharedParameters:
-    """Moves `parameters` into one block of the host's memory: the values of `source`, for all. Collective.
+class SharedBlock:
+    """One block of the host's memory, with room for the elements of each of `parameters`, as `dtypes`. Collective.
 
     memory   the block, as bytes
     flats    each parameter's elements in the order of memory; a storage of its own, so that saving one saves no other
     """
 
-    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    def __init__(self, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype], group: dist.ProcessGroup) -> None:
         from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
 
         self.group = group
         self.parameters = list(parameters)
-        self.extents = [Extent(p.numel(), p.element_size()) for p in self.parameters]
+        self.dtypes = list(dtypes)
+        self.extents = [Extent(p.numel(), dtype.itemsize) for p, dtype in zip(parameters, dtypes, strict=True)]
         self.offsets, nbytes = plan_offsets(self.extents)
         self.memory = shared_empty(max(nbytes, 1), dtype=torch.uint8, group=group, owner=0)
         self.flats = [self._flat(number) for number in range(len(self.parameters))]
-        views = [_shaped(flat, p) for flat, p in zip(self.flats, self.parameters, strict=True)]
+
+    def _flat(self, number: int) -> Tensor:
+        dtype, extent = self.dtypes[number], self.extents[number]
+        if extent.numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.memory.numpy(), dtype=dtype, count=extent.numel, offset=self.offsets[number])
+
+    def shaped(self, number: int) -> Tensor:
+        """A parameter's elements with its shape, and its strides where they fill one block."""
+        flat, like = self.flats[number], self.parameters[number]
+        return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
+
+    def byte_range(self, part: Slice) -> tuple[int, int]:
+        """Where in the block a slice lies."""
+        at, itemsize = self.offsets[part.index], self.extents[part.index].itemsize
+        return at + part.start * itemsize, at + part.stop * itemsize
+
+
+class SharedParameters(SharedBlock):
+    """Moves `parameters` into one block of the host's memory: the values of `source`, for all. Collective."""
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+        super().__init__(parameters, [p.dtype for p in parameters], group)
+        views = [self.shaped(number) for number in range(len(self.parameters))]
         if group.rank() == source:
             for parameter, view in zip(self.parameters, views, strict=True):
                 view.copy_(parameter.detach())
@@ -36,29 +60,9 @@ class SharedParameters:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
 
-    def _flat(self, number: int) -> Tensor:
-        parameter, extent = self.parameters[number], self.extents[number]
-        if extent.numel == 0:
-            return torch.empty(0, dtype=parameter.dtype)
-        return torch.frombuffer(
-            self.memory.numpy(), dtype=parameter.dtype, count=extent.numel, offset=self.offsets[number]
-        )
-
-    def byte_range(self, part: Slice) -> tuple[int, int]:
-        """Where in the block a slice lies."""
-        at, itemsize = self.offsets[part.index], self.extents[part.index].itemsize
-        return at + part.start * itemsize, at + part.stop * itemsize
-
     def find_moved(self) -> int | None:
         """The first parameter that does not live here any more, if there is one."""
         for number, (parameter, flat) in enumerate(zip(self.parameters, self.flats, strict=True)):
             if parameter.data_ptr() != flat.data_ptr() or parameter.dtype != flat.dtype:
                 return number
         return None
-
-
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """`flat` with the shape of `like`, and its strides where they fill one block."""
-    if is_dense(like):
-        return flat.as_strided(like.shape, like.stride())
-    return flat.view(like.shape)

@@ -12,15 +12,15 @@ from torch.nn.utils import get_total_norm
 
 
 def total_norm(
-    tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup, *, foreach: bool | None
+    gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup, *, foreach: bool | None
 ) -> Tensor:
-    """Of the gradients of all ranks' `tensors`, the same bits on every rank. Collective, also of one that has none.
+    """Of all ranks' `gradients`, the same bits on every rank. Collective, also of one that has none.
 
     Shape: ().
     Cost: one all_reduce of one number.
     """
-    norm = get_total_norm([t.grad for t in tensors if t.grad is not None], norm_type, foreach=foreach)
-    norm = norm.to(dtype)  # the same on all ranks, also on one that has no gradient
+    norm = get_total_norm(gradients, norm_type, foreach=foreach)
+    norm = norm.to("cpu", dtype)  # the same on all ranks, also on one that has no gradient
     if norm_type == math.inf:
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         return norm

@@ -36,7 +36,7 @@ from torch import Tensor
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.optim.plan import Plan
-from phalanx.optim.shared_parameters import SharedParameters
+from phalanx.optim.shared_parameters import SharedBlock
 
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
 _OLD, _NEW = range(2)  # decisions
@@ -49,7 +49,7 @@ _PATIENCE_S = 30.0
 class _Region:
     """A block of shared parameters, its copy, and the byte ranges that each rank writes."""
 
-    def __init__(self, shared: SharedParameters, plan: Plan) -> None:
+    def __init__(self, shared: SharedBlock, plan: Plan) -> None:
         self.memory = shared.memory
         self.backup: Tensor = _shared(shared.memory.numel(), torch.uint8, shared.group)
         self.ranges = [_joined([shared.byte_range(part) for part in parts]) for parts in plan]
@@ -99,7 +99,7 @@ class Undo:
             self._words[self._world_size * _WORDS_APART] = 0
         dist.barrier(group=group)
 
-    def cover(self, shared: SharedParameters, plan: Plan) -> None:
+    def cover(self, shared: SharedBlock, plan: Plan) -> None:
         """Watch over the updates of one more group of parameters."""
         self._regions.append(_Region(shared, plan))
 

@@ -27,14 +27,19 @@ from phalanx.backend.shared import rehearses, shares_memory
 from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, refuse
 from phalanx.optim.kept_state import KeptState
 from phalanx.optim.local_optimizer import build_local
+from phalanx.optim.master_parameters import MasterParameters
+from phalanx.optim.offload import Offload, may_fuse
+from phalanx.optim.offloaded_shard import OffloadedShard
 from phalanx.optim.parameter_shard import ParameterShard
 from phalanx.optim.partial_gradients import ask_for_gradients, refuse_touched
 from phalanx.optim.plan import plan_cut, plan_whole
 from phalanx.optim.shared_parameters import SharedParameters
+from phalanx.optim.staging import Staging
 from phalanx.optim.state import StateDict, cut_state, merge_state_dicts
 from phalanx.optim.total_norm import total_norm
 from phalanx.optim.undo import Undo
 
+_MASTER = "master"  # a parameter in the precision of its update, in its state
 _OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not options
 
 
@@ -66,6 +71,13 @@ class ZeroRedundancyOptimizer(Optimizer):
             more) in the slices that this rank updates only, and its own gradient elsewhere: what nobody needs is not
             written. Clip with this class's `clip_grad_norm_`, and let `zero_grad` set gradients to None; what would
             go wrong instead is refused. On any other group it changes nothing.
+        offload: ours. With True, parameters stay on the device that they are on, a GPU above all, and are this rank's
+            own. Their masters (float32 for float16 and bfloat16, else of the parameter's dtype) and the optimizer's
+            state lie in the host's memory, once for all its ranks. Each rank copies its slices of the gradients there,
+            beside backward, and updates its slices of the masters on the processor, by torch's fused kernels if
+            `fused` and `foreach` are left out; then all new parameters go back to every device. Change parameters and
+            gradients by operations on them, not on their `.data`, which nobody notices. Needs a group of backend
+            `phalanx` whose ranks are on one host; with several hosts, pass the group of this host's ranks.
         defaults: options of `optimizer_class`.
 
     Raises:
@@ -83,12 +95,19 @@ class ZeroRedundancyOptimizer(Optimizer):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         gather_gradients: bool = True,
+        offload: bool = False,
         **defaults: Any,
     ) -> Any:
         """An instance of this class where ranks share memory; of PyTorch's where they don't."""
         group = decide_group(process_group)
         if shares_memory(group) or rehearses(group):
             return super().__new__(cls)
+        if offload:
+            raise ValueError(
+                "ZeroRedundancyOptimizer: offload=True needs a process group of backend 'phalanx' whose ranks are on "
+                "one host, which share its memory. With several hosts, pass process_group=dist.new_group(ranks of this "
+                "host); each host then updates all parameters, from the same gradients."
+            )
         from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
 
         return TorchZeroRedundancyOptimizer(
@@ -103,6 +122,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         gather_gradients: bool = True,
+        offload: bool = False,
         **defaults: Any,
     ) -> None:
         self._cut = decide_cut(optimizer_class)
@@ -112,11 +132,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.world_size: int = self.process_group.size()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.gather_gradients = gather_gradients
+        self.offload = offload
         self._optimizer_class = optimizer_class
         self._given = dict(defaults)  # AdamW's own have one that its constructor does not take
         self._undo = Undo(self.process_group) if self.world_size > 1 else None
-        self._shared: list[SharedParameters] = []
-        self._shards: list[list[ParameterShard]] = []  # of each group, this rank's
+        self._offload = self._new_offload()
+        self._fuses: list[bool] = []  # of each group, whether we have chosen to
+        self._shared: list[SharedParameters | MasterParameters] = []
+        self._shards: list[list[ParameterShard] | list[OffloadedShard]] = []  # of each group, this rank's
         self._local: Optimizer | None = None
         self._kept: KeptState | None = None
         self._moving: tuple[int, dict[int, Any] | None] | None = None  # updates and state, on the way to another group
@@ -137,19 +160,29 @@ class ZeroRedundancyOptimizer(Optimizer):
         undecorated(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
-            check_parameters(group["params"], self.process_group)
+            check_parameters(group["params"], self.process_group, offload=self.offload)
         except BaseException:
             self.param_groups.pop()
             raise
         self._share(group, source=0)
 
-    def _share(self, group: dict[str, Any], source: int) -> None:
+    def _new_offload(self) -> Offload | None:
+        return Offload(self.process_group, cut=self._cut, make_staging=Staging) if self.offload else None
+
+    def _share(self, group: dict[str, Any], source: int, previous: MasterParameters | None = None) -> None:
         """Move a group's parameters, with the values of rank `source`, and build what updates this rank's slices."""
-        shared = SharedParameters(group["params"], self.process_group, source)
-        plan = (plan_cut if self._cut else plan_whole)(shared.extents, self.world_size)
-        shards = [
-            ParameterShard(shared.parameters[part.index], shared.flats[part.index], part) for part in plan[self.rank]
-        ]
+        make_plan = plan_cut if self._cut else plan_whole
+        shared: SharedParameters | MasterParameters
+        shards: list[ParameterShard] | list[OffloadedShard]
+        if self._offload is not None:
+            shared, plan, shards = self._offload.share(group["params"], make_plan, source, previous)
+        else:
+            shared = SharedParameters(group["params"], self.process_group, source)
+            plan = make_plan(shared.extents, self.world_size)
+            shards = [
+                ParameterShard(shared.parameters[part.index], shared.flats[part.index], part)
+                for part in plan[self.rank]
+            ]
         self._shared.append(shared)
         self._shards.append(shards)
         if self._undo is not None:
@@ -157,6 +190,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         mine = {part.index: part for part in plan[self.rank]}
         ask_for_gradients(shared.parameters, None if self.gather_gradients else mine, self.process_group)
         local_group = {**_options(group), "params": [shard.tensor for shard in shards]}
+        fuses = self.offload and may_fuse(self._optimizer_class, {**self._given, **local_group}, group["params"])
+        self._fuses.append(fuses)
+        if fuses:
+            local_group["fused"] = True
         if self._local is None:
             self._local = build_local(self._optimizer_class, local_group, self._given, cuts=self._cut)
             self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
@@ -167,6 +204,12 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _refuse_moved(self) -> None:
         for number, shared in enumerate(self._shared):
             moved = shared.find_moved()
+            if moved is not None and self.offload:
+                raise RuntimeError(
+                    f"ZeroRedundancyOptimizer.step on rank {self.rank}: parameter {moved} of group {number} (shape "
+                    f"{tuple(shared.parameters[moved].shape)}) was moved to another device or dtype. Do that before "
+                    "the optimizer is built."
+                )
             if moved is not None:
                 raise RuntimeError(
                     f"ZeroRedundancyOptimizer.step on rank {self.rank}: parameter {moved} of group {number} (shape "
@@ -201,12 +244,33 @@ class ZeroRedundancyOptimizer(Optimizer):
             self.state.clear()
             self._consolidated = False
         self._pass_options()
-        with self._gradients(), self._undo.step() if self._undo is not None else contextlib.nullcontext():
-            self.optim.step()
-            if self._kept is not None and self._undo is not None:
-                self._kept.save(self._undo.under_way, self.shard_state_dict()["state"])
+        if self._offload is None:
+            with self._gradients(), self._undo.step() if self._undo is not None else contextlib.nullcontext():
+                self.optim.step()
+                self._keep()
+        else:
+            self._step_offloaded(self._offload)
         self._show_options()
         return loss
+
+    def _step_offloaded(self, offload: Offload) -> None:
+        offload.prepare()
+        if self._undo is None:
+            offload.update(self.optim)
+            return
+        try:
+            with self._undo.step():
+                offload.update(self.optim)
+                self._keep()
+        except BaseException:
+            if self.has_updated and self._undo.under_way:  # a rank was lost when all had done their part
+                offload.push_exact()
+            raise
+        offload.push()
+
+    def _keep(self) -> None:
+        if self._kept is not None and self._undo is not None:
+            self._kept.save(self._undo.under_way, self.shard_state_dict()["state"])
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[list[Tensor]]:
@@ -240,17 +304,30 @@ class ZeroRedundancyOptimizer(Optimizer):
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be above zero, or infinity, got {norm_type}")
-        with self._gradients() as tensors:
-            norm = total_norm(tensors, norm_type, self._norm_dtype(), self.process_group, foreach=foreach)
-            if error_if_nonfinite and not norm.isfinite():
-                raise RuntimeError(
-                    f"ZeroRedundancyOptimizer.clip_grad_norm_: the total norm of order {norm_type} is {norm.item()}. "
-                    "To clip with it anyway, leave error_if_nonfinite out."
-                )
-            clip_grads_with_norm_(tensors, max_norm, norm, foreach=foreach)
+        if self._offload is not None:
+            norm = self._norm(self._offload.gradient_slices(), norm_type, error_if_nonfinite, foreach)
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as clip_grads_with_norm_
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            self._offload.scale_gradients(factor, parameters, foreach)
+        else:
+            with self._gradients() as tensors:
+                gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+                norm = self._norm(gradients, norm_type, error_if_nonfinite, foreach)
+                clip_grads_with_norm_(tensors, max_norm, norm, foreach=foreach)
         for parameter, needed in self._needed_slices():
             if parameter.grad is not None and needed.is_mean(parameter.grad):
                 needed.mark(parameter.grad)
+        return norm
+
+    def _norm(
+        self, gradients: list[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> Tensor:
+        norm = total_norm(gradients, norm_type, self._norm_dtype(), self.process_group, foreach=foreach)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer.clip_grad_norm_: the total norm of order {norm_type} is {norm.item()}. "
+                "To clip with it anyway, leave error_if_nonfinite out."
+            )
         return norm
 
     def _norm_dtype(self) -> torch.dtype:
@@ -267,13 +344,16 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _pass_options(self) -> None:
         """What users and schedulers have set, to this rank's optimizer."""
-        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
+        for mine, local, fuses in zip(self.param_groups, self.optim.param_groups, self._fuses, strict=True):
             local.update(_options(mine))
+            if fuses and may_fuse(self._optimizer_class, mine, mine["params"]):
+                local["fused"] = True
 
     def _show_options(self) -> None:
         """What this rank's optimizer has set, its defaults above all, to the users."""
-        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=False):
-            mine.update(_options(local))
+        for mine, local, fuses in zip(self.param_groups, self.optim.param_groups, self._fuses, strict=False):
+            chosen = {"fused": mine.get("fused")} if fuses else {}  # what we have chosen is not what the user has
+            mine.update({**_options(local), **chosen})
 
     # -- when ranks are lost -------------------------------------------------------------------------------------
 
@@ -335,9 +415,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self._undo = Undo(process_group) if self.world_size > 1 else None
-        self._shared, self._shards, self._local, self._kept = [], [], None, None
-        for group in self.param_groups:
-            self._share(group, source)
+        masters = [one if isinstance(one, MasterParameters) else None for one in self._shared]
+        masters += [None] * (len(self.param_groups) - len(masters))  # the last attempt was interrupted
+        self._offload = self._new_offload()
+        self._shared, self._shards, self._local, self._kept, self._fuses = [], [], None, None, []
+        for group, previous in zip(self.param_groups, masters, strict=True):
+            self._share(group, source, previous)
         if self._undo is not None:
             self._undo.start_from(num_updates)
 
@@ -363,8 +446,10 @@ class ZeroRedundancyOptimizer(Optimizer):
                 )
         self.optim.state.clear()
         for number, part in state.items():
-            self.optim.state[shards[number].tensor] = dict(part["state"])
+            self._set_state(shards[number], dict(part["state"]))
         self._moving = None
+        if self._offload is not None:
+            self._offload.keep_state_here(self.optim, anew=True)
         self._pass_options()
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -381,7 +466,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 state[numbers[shard.parameter]] = {
                     "start": shard.part.start,
                     "stop": shard.part.stop,
-                    "state": dict(self.optim.state[shard.tensor]),
+                    "state": {**self.optim.state[shard.tensor], **_master_of(shard)},
                 }
         return {
             "param_groups": [
@@ -439,26 +524,56 @@ class ZeroRedundancyOptimizer(Optimizer):
         Raises:
             ValueError: it is the state of other groups or parameters.
         """
-        undecorated(Optimizer.load_state_dict)(
-            self, state_dict
-        )  # checks, converts dtypes, calls the user's hooks; the state is all there
+        with self._as_masters() as parameter_of:  # whose dtype and device the state takes
+            # Checks, converts dtypes, calls the user's hooks; the state is all there.
+            undecorated(Optimizer.load_state_dict)(self, state_dict)
         self._consolidated = False
         whole, self.state = self.state, defaultdict(dict)
-        self._take_state(whole)
+        self._take_state({parameter_of.get(like, like): state for like, state in whole.items()})
+
+    @contextlib.contextmanager
+    def _as_masters(self) -> Iterator[dict[Any, Tensor]]:
+        """With offload, masters in place of the parameters; yields the parameter of each."""
+        parameter_of: dict[Any, Tensor] = {}
+        given = [group["params"] for group in self.param_groups]
+        try:
+            if self._offload is not None:
+                for group, shared in zip(self.param_groups, self._shared, strict=True):
+                    group["params"] = [shared.shaped(number) for number in range(len(group["params"]))]
+                    parameter_of.update(zip(group["params"], shared.parameters, strict=True))
+            yield parameter_of
+        finally:
+            for group, parameters in zip(self.param_groups, given, strict=True):
+                group["params"] = parameters
 
     def _take_state(self, whole: Mapping[Tensor, Any]) -> None:
         """This rank's part of the whole state, which is by parameter; and the options of now."""
         self.optim.state.clear()
         for shard in (shard for group in self._shards for shard in group):
             if state := whole.get(shard.parameter):
-                self.optim.state[shard.tensor] = cut_state(state, shard.parameter, shard.part.start, shard.part.stop)
+                self._set_state(shard, cut_state(state, shard.parameter, shard.part.start, shard.part.stop))
         self._pass_options()
+        if self._offload is not None:
+            self._offload.keep_state_here(self.optim, anew=True)
+
+    def _set_state(self, shard: ParameterShard | OffloadedShard, state: dict[str, Any]) -> None:
+        if isinstance(shard, OffloadedShard):
+            shard.load_master(state.pop(_MASTER, None))
+        if state:
+            self.optim.state[shard.tensor] = state
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "ZeroRedundancyOptimizer can't be pickled or copied: it holds a process group and memory shared with other "
             "ranks. Save its state_dict() after consolidate_state_dict()"
         )
+
+
+def _master_of(shard: ParameterShard | OffloadedShard) -> dict[str, Tensor]:
+    """What is to be saved with a state that was made of more precise parameters than the model has."""
+    if isinstance(shard, OffloadedShard) and shard.tensor.dtype != shard.parameter.dtype:
+        return {_MASTER: shard.tensor.detach()}
+    return {}
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class ShardedStrategy(MirroredStrategy):
             per host); "model": also gradients and parameters (PyTorch's FSDP2, `fully_shard`), for models that are
             too large for one device.
         gather_gradients: False leaves large means in slices, which saves a copy (of ZeroRedundancyOptimizer).
+        offload: True keeps the optimizer's state in the host's memory and updates there, for models on GPUs; of
+            ZeroRedundancyOptimizer, on one host, and of FSDP2 (its `CPUOffloadPolicy`) with shard="model".
         devices, launch, timeout: as of MirroredStrategy.
         options: of DistributedDataParallel, or of fully_shard.
 
@@ -38,6 +40,7 @@ class ShardedStrategy(MirroredStrategy):
         shard: Literal["optimizer", "model"] = "optimizer",
         *,
         gather_gradients: bool = True,
+        offload: bool = False,
         devices: int | Sequence[str] | None = None,
         launch: bool = True,
         timeout: float = 1800.0,
@@ -47,6 +50,7 @@ class ShardedStrategy(MirroredStrategy):
             raise ValueError(f"ShardedStrategy: shard must be 'optimizer' or 'model', got {shard!r}")
         self.shard = shard
         self._gather_gradients = gather_gradients
+        self._offloads = offload
         self.is_elastic = shard == "optimizer"  # nobody else has the part of the model that a lost rank had
         self.evaluates_together = shard == "model"
         super().__init__(devices, launch=launch, timeout=timeout, **options)
@@ -63,14 +67,19 @@ class ShardedStrategy(MirroredStrategy):
         wrapped = DistributedDataParallel(model, **self._options)
         groups = recipe.make_groups(dict(model.named_parameters()))
         return wrapped, ZeroRedundancyOptimizer(
-            groups, recipe.kind, gather_gradients=self._gather_gradients, **recipe.defaults
+            groups, recipe.kind, gather_gradients=self._gather_gradients, offload=self._offloads, **recipe.defaults
         )
 
     def _shard_model(self, model: nn.Module) -> nn.Module:
         """`fully_shard` of each block of a list or sequence of blocks, and of what is left."""
-        from torch.distributed.fsdp import fully_shard  # half a second to import: only who needs it pays
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            fully_shard,
+        )  # half a second to import: only who needs it pays
 
         options = {"mesh": self._mesh(), **self._options}
+        if self._offloads:
+            options.setdefault("offload_policy", CPUOffloadPolicy(pin_memory=self.device.type != "cpu"))
         for block in _blocks(model):
             fully_shard(block, **options)
         fully_shard(model, **options)

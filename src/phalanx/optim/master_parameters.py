@@ -1,0 +1,171 @@
+"""Parameters of devices, once more in the host's memory and in full precision: what an offloaded optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.optim.plan import Slice
+from phalanx.optim.shared_parameters import SharedBlock
+from phalanx.optim.staging import Staging
+
+_HALF = {torch.float16, torch.bfloat16}
+
+
+class MasterParameters(SharedBlock):
+    """Masters of `parameters` in one block of the host's memory, once for all ranks; parameters stay where they are.
+
+    Masters of float16 and bfloat16 are float32, all others of the parameter's own dtype. All ranks' parameters take the
+    values of rank `source`, of `previous` in its precision if the parameter has not been written since. Of frozen
+    parameters there is no master before one is needed: its room is not touched. Collective.
+
+    rounded   the masters as the parameters' own dtype, where that is another
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        stagings: Mapping[torch.device, Staging],
+        source: int = 0,
+        previous: MasterParameters | None = None,
+    ) -> None:
+        super().__init__(parameters, [master_dtype(p.dtype) for p in parameters], group)
+        self._stagings = stagings
+        self._is_half = [p.dtype in _HALF for p in parameters]
+        self._rounded: SharedBlock | None = None
+        if any(self._is_half):
+            self._rounded = SharedBlock(parameters, [p.dtype for p in parameters], group)
+        self._masters = [self.shaped(number) for number in range(len(self.parameters))]
+        self._seen: list[tuple[int, int] | None] = [None] * len(self.parameters)  # None: not what the master says
+        self._keep = [True] * len(self.parameters)  # whether what the master has beyond the parameter's precision is so
+        self._live = [p.requires_grad for p in parameters]
+        frozen = None if all(self._live) else SharedBlock(parameters, [p.dtype for p in parameters], group)
+        if group.rank() == source:
+            for number, parameter in enumerate(self.parameters):
+                if self._live[number]:
+                    values = parameter.detach() if previous is None else previous.values(number)
+                    self._masters[number].copy_(values)
+                    self.round(Slice(number, 0, parameter.numel()))
+                elif frozen is not None:
+                    frozen.shaped(number).copy_(parameter.detach())
+        dist.barrier(group=group)
+        for number, parameter in enumerate(self.parameters):
+            if not self._live[number] and frozen is not None:
+                parameter.detach().copy_(frozen.shaped(number))
+        self._lock()
+        self.push_exact()
+        dist.barrier(group=group)  # nobody updates what another still reads
+
+    def _lock(self) -> None:
+        """Page-lock what is copied to devices."""
+        for device, staging in self._stagings.items():
+            for block, is_half in ((self, False), (self._rounded, True)):
+                if block is not None:
+                    staging.lock(
+                        block.memory,
+                        [
+                            block.byte_range(Slice(number, 0, parameter.numel()))
+                            for number, parameter in enumerate(self.parameters)
+                            if parameter.device == device and self._is_half[number] == is_half and self._live[number]
+                        ],
+                    )
+
+    def values(self, number: int) -> Tensor:
+        """A parameter's values in the master's precision, on the host: of the master, where it rounds to them."""
+        parameter, master = self.parameters[number], self._masters[number]
+        now = parameter.detach().cpu()
+        if not self._is_half[number] or not self._live[number]:
+            return now
+        return torch.where(master.to(now.dtype) == now, master, now.to(master.dtype))
+
+    def take(self, part: Slice) -> None:
+        """See to it that this rank's slice of a master says what the parameter does, whoever has written that."""
+        number = part.index
+        parameter = self.parameters[number]
+        if not self._live[number] or self._seen[number] == _mark(parameter):
+            return
+        master = self.flats[number][part.start : part.stop]
+        now = _in_memory_order(parameter)[part.start : part.stop].cpu()
+        if self._is_half[number] and self._keep[number]:
+            master.copy_(torch.where(master.to(now.dtype) == now, master, now.to(master.dtype)))
+        else:
+            master.copy_(now)
+        self.round(part)
+
+    def load(self, part: Slice, values: Tensor | None) -> None:
+        """Set this rank's slice of a master, to what the parameter has, if None; the parameter has the last word."""
+        self._keep[part.index] = values is not None
+        self._seen[part.index] = None
+        if values is not None:
+            self.flats[part.index][part.start : part.stop].copy_(values.reshape(-1))
+
+    def has_more(self, number: int) -> bool:
+        """Whether the master is more precise than the parameter."""
+        return self._is_half[number]
+
+    def round(self, part: Slice) -> None:
+        """Have this rank's slice ready for the devices."""
+        if self._is_half[part.index] and self._rounded is not None:
+            master = self.flats[part.index][part.start : part.stop]
+            self._rounded.flats[part.index][part.start : part.stop].copy_(master)
+
+    def settle(self) -> None:
+        """Wait until this rank reads no master any more."""
+        for staging in self._stagings.values():
+            staging.settle()
+
+    def revive(self) -> None:
+        """Note which parameters are frozen no longer."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and not self._live[number]:
+                self._live[number], self._keep[number] = True, False
+
+    def push(self, numbers: Set[int] | None = None) -> None:
+        """Begin to copy to the devices what has been rounded, and the masters of all others."""
+        rounded = self._rounded
+        self._copy(
+            [
+                (number, rounded.shaped(number) if rounded is not None and self._is_half[number] else master)
+                for number, master in enumerate(self._masters)
+                if numbers is None or number in numbers
+            ]
+        )
+
+    def push_exact(self) -> None:
+        """Copy the masters to the devices, whatever has been rounded so far."""
+        self._copy(list(enumerate(self._masters)))
+        self.settle()
+
+    def _copy(self, pairs: Sequence[tuple[int, Tensor]]) -> None:
+        for device, staging in self._stagings.items():
+            here = [(n, host) for n, host in pairs if self._live[n] and self.parameters[n].device == device]
+            staging.to_device([self.parameters[n].detach() for n, _ in here], [host for _, host in here])
+            for number, _ in here:
+                self._seen[number], self._keep[number] = _mark(self.parameters[number]), True
+
+    def find_moved(self) -> int | None:
+        """The first parameter that changed its device or dtype, if there is one."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.device not in self._stagings or master_dtype(parameter.dtype) != self.dtypes[number]:
+                return number
+            if self._is_half[number] != (parameter.dtype in _HALF):
+                return number
+        return None
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which precision a parameter of this dtype is updated."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    """Changes with every write that autograd would notice."""
+    return parameter.data_ptr(), parameter._version
+
+
+def _in_memory_order(parameter: Tensor) -> Tensor:
+    return parameter.detach().as_strided((parameter.numel(),), (1,))

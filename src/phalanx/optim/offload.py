@@ -1,0 +1,173 @@
+"""`ZeroRedundancyOptimizer(offload=True)`: parameters on their devices, all that updates them in the host's memory.
+
+              device                                host, each rank its slices
+backward      gradients ──────────────────────────▶ copies of them, as buckets are reduced
+------------- sync: nobody reads masters any more ---------------
+step                                                masters and state: the user's optimizer, wave by wave
+------------- sync: everybody has written -----------------------
+then          parameters ◀───────────────────────── all masters, rounded
+
+Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in memory that its ranks share, are ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from phalanx.optim.master_parameters import MasterParameters
+from phalanx.optim.offloaded_shard import OffloadedShard
+from phalanx.optim.plan import Extent, Plan, plan_waves
+from phalanx.optim.shared_state import SharedState
+from phalanx.optim.staging import Staging
+
+# While a wave is updated the gradients of the next come in, and the parameters of the one before go out. In float32 its
+# gradients are a temporary copy, and a wave costs one call of the optimizer.
+WAVE_BYTES = 32 << 20
+
+_FUSED = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
+
+
+def may_fuse(optimizer_class: type[Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor]) -> bool:
+    """Whether to update by one fused kernel of the processor's where the user has said nothing about it."""
+    return (
+        optimizer_class in _FUSED
+        and options.get("fused") is None
+        and options.get("foreach") is None
+        and not options.get("capturable")
+        and all(parameter.is_floating_point() for parameter in parameters)
+    )
+
+
+class Offload:
+    """The masters of all groups of parameters, and this rank's slices of them.
+
+    `cut`: parameters may be cut, and updated in waves; else the optimizer sees all of them in each call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, cut: bool, make_staging: Callable[[torch.device], Staging]) -> None:
+        self._group = group
+        self._cut = cut
+        self._make_staging = make_staging
+        self._stagings: dict[torch.device, Staging] = {}
+        self._masters: list[MasterParameters] = []
+        self._shards: list[list[OffloadedShard]] = []
+        self._states: list[SharedState] = []
+        self._num_with_state = 0
+
+    def share(
+        self,
+        parameters: Sequence[Tensor],
+        plan: Callable[[Sequence[Extent], int], Plan],
+        source: int,
+        previous: MasterParameters | None,
+    ) -> tuple[MasterParameters, Plan, list[OffloadedShard]]:
+        """Make masters for one more group of parameters, with the values of rank `source`. Collective."""
+        for device in {parameter.device for parameter in parameters}:
+            if device not in self._stagings:
+                self._stagings[device] = self._make_staging(device)
+        masters = MasterParameters(parameters, self._group, self._stagings, source, previous)
+        parts = plan(masters.extents, self._group.size())
+        shards = [
+            OffloadedShard(
+                parameters[part.index],
+                masters,
+                part,
+                self._stagings[parameters[part.index].device],
+                alone=self._group.size() == 1,
+            )
+            for part in parts[self._group.rank()]
+        ]
+        self._masters.append(masters)
+        self._shards.append(shards)
+        self._states.append(SharedState(masters.extents, parts, self._group))
+        return masters, parts, shards
+
+    def prepare(self) -> None:
+        """Before an update: wait until this rank reads no masters, and begin to copy gradients that no copy is of."""
+        for masters in self._masters:
+            masters.settle()
+            masters.revive()
+        for _, shard in self._all():
+            shard.stage()
+        for staging in self._stagings.values():
+            staging.follow()
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Update this rank's slices of the masters; a process that is alone sends them to their devices at once."""
+        pairs = list(self._all())
+        for masters, shard in pairs:
+            masters.take(shard.part)
+        with_gradient = [pair for pair in pairs if pair[1].parameter.grad is not None]
+        sizes = [(shard.part.stop - shard.part.start) * shard.tensor.element_size() for _, shard in with_gradient]
+        waves = plan_waves(sizes, WAVE_BYTES) if self._cut else [range(len(with_gradient))]
+        for wave in waves:
+            self._update_wave(optimizer, [with_gradient[position] for position in wave])
+        self.keep_state_here(optimizer)
+
+    def _update_wave(self, optimizer: Optimizer, wave: Sequence[tuple[MasterParameters, OffloadedShard]]) -> None:
+        try:
+            for _, shard in wave:
+                shard.take_gradient()
+            optimizer.step()
+        finally:
+            for _, shard in wave:
+                shard.drop_gradient()
+        for masters, shard in wave:
+            masters.round(shard.part)
+        if self._group.size() == 1:
+            for masters in self._masters:
+                masters.push({shard.part.index for owner, shard in wave if owner is masters})
+
+    def keep_state_here(self, optimizer: Optimizer, *, anew: bool = False) -> None:
+        """Move state that the optimizer has made to the host's shared memory; look only if there is more, or `anew`."""
+        if len(optimizer.state) == self._num_with_state and not anew:
+            return
+        self._num_with_state = len(optimizer.state)
+        for shards, memory in zip(self._shards, self._states, strict=True):
+            for shard in shards:
+                if shard.tensor in optimizer.state:
+                    memory.adopt(shard.part.index, optimizer.state[shard.tensor])
+
+    def push(self) -> None:
+        """After the update of all ranks: begin to copy all parameters to their devices."""
+        for masters in self._masters:
+            masters.push()
+
+    def push_exact(self) -> None:
+        """As `push`, where not every rank may have rounded its part; done on return."""
+        for masters in self._masters:
+            masters.push_exact()
+
+    def gradient_slices(self) -> list[Tensor]:
+        """This rank's slices of the gradients, on their devices."""
+        slices = (shard.gradient_slice() for _, shard in self._all())
+        return [gradient for gradient in slices if gradient is not None]
+
+    def scale_gradients(self, factor: Tensor, parameters: Sequence[Tensor], foreach: bool | None) -> None:
+        """Multiply all gradients by `factor`, and the copies of slices that have been made of them."""
+        copied = [(shard, copy) for _, shard in self._all() if (copy := shard.staged_copy()) is not None]
+        tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        tensors += [copy for _, copy in copied]
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for (device, _), alike in kinds.items():
+            if foreach is False:
+                for tensor in alike:
+                    tensor.mul_(factor.to(device))
+            else:
+                torch._foreach_mul_(alike, factor.to(device))
+        for shard, _ in copied:
+            shard.note_scaled()
+
+    def _all(self) -> Iterator[tuple[MasterParameters, OffloadedShard]]:
+        return itertools.chain.from_iterable(
+            ((masters, shard) for shard in shards) for masters, shards in zip(self._masters, self._shards, strict=True)
+        )

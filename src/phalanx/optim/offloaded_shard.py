@@ -1,0 +1,160 @@
+"""What a rank updates of a parameter that lies on a device: a slice of its master, with a copy of the gradient."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from phalanx.backend.gradient_listeners import tell_mean
+from phalanx.optim.master_parameters import MasterParameters
+from phalanx.optim.parameter_shard import in_memory_order
+from phalanx.optim.plan import Slice
+from phalanx.optim.staging import Staging
+
+
+class OffloadedShard:
+    """As `ParameterShard`, of a master. The gradient is copied as soon as it is known to hold its mean.
+
+    A copy counts if `.grad` is the very tensor that it was made of, unchanged, when the update comes; else it is made
+    anew. `alone`: there is nobody to average with, so a gradient that autograd has written is the mean.
+    """
+
+    def __init__(
+        self, parameter: Tensor, masters: MasterParameters, part: Slice, staging: Staging, *, alone: bool
+    ) -> None:
+        self.parameter = parameter
+        self.part = part
+        self._masters = masters
+        self.is_whole = part.stop - part.start == parameter.numel()
+        flat = masters.flats[part.index]
+        whole = masters.shaped(part.index)
+        self.tensor = (whole if self.is_whole else flat[part.start : part.stop]).requires_grad_()
+        self._staging = staging
+        self._host: Tensor | None = None
+        self._wait: Callable[[], object] | None = None  # for the copy that is under way, or was made
+        self._copied: tuple[weakref.ref[Tensor], int] | None = None  # of which gradient
+        self._is_told = False
+        tell_mean(parameter, self)
+        if alone and parameter.device.type != "cpu" and parameter.requires_grad:
+            handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _hook(weakref.ref(self))
+            )
+            weakref.finalize(self, handle.remove)
+
+    # -- while backward runs -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def on_launch(self, mean: Tensor, wait: Callable[[], object]) -> None:
+        """Copy this rank's slice of what is being reduced, when it has been."""
+        self._is_told = True
+        self._copied = None
+        with self._staging.beside(wait):
+            self._begin(mean)
+
+    @torch.no_grad()
+    def on_mean(self) -> None:
+        """Copy this rank's slice of the gradient, unless that has begun already."""
+        self._is_told = True
+        if self._wait is not None and self._copied is None:
+            self._note()
+        else:
+            self.stage()
+
+    @torch.no_grad()
+    def on_written(self) -> None:
+        """Autograd has written the gradient; unless somebody else says when it is the mean, it is."""
+        if not self._is_told:
+            self.stage()
+
+    # -- the update ----------------------------------------------------------------------------------------------
+
+    def stage(self) -> None:
+        """Begin to copy the gradient's slice, if what was copied does not count.
+
+        Raises:
+            RuntimeError: the gradient is sparse.
+        """
+        gradient = self.parameter.grad
+        if gradient is None:
+            self.forget()
+        elif not self.is_staged:
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"ZeroRedundancyOptimizer: a parameter of shape {tuple(gradient.shape)} has a sparse gradient, "
+                    "which offload=True does not copy. Make the gradient dense (sparse=False), or leave offload out."
+                )
+            with self._staging.beside():
+                self._begin(gradient)
+            self._note()
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a copy of the gradient of now has been made, or is under way."""
+        gradient = self.parameter.grad
+        if self._copied is None or gradient is None:
+            return False
+        source, version = self._copied
+        return source() is gradient and gradient._version == version
+
+    def _begin(self, gradient: Tensor) -> None:
+        if self._host is None:
+            self._host = torch.empty(self.part.stop - self.part.start, dtype=self.parameter.dtype)
+            self._staging.lock(self._host, [(0, self._host.nbytes)])
+        flat = in_memory_order(gradient, self.parameter)
+        self._wait = self._staging.to_host(self._host, flat[self.part.start : self.part.stop])
+
+    def _note(self) -> None:
+        gradient = self.parameter.grad
+        self._copied = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def take_gradient(self) -> None:
+        """Wait for the copy, and show it to the optimizer in the master's precision."""
+        self.tensor.grad = None
+        if self.parameter.grad is None or self._host is None or self._wait is None:
+            return
+        self._wait()
+        gradient = self._host.to(self.tensor.dtype)
+        self.tensor.grad = gradient.as_strided(self.tensor.shape, self.tensor.stride())
+
+    def drop_gradient(self) -> None:
+        """Let go of what the optimizer saw; the next update takes the gradient anew."""
+        self.tensor.grad = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let no copy count that was made so far."""
+        self._wait = self._copied = None
+
+    def load_master(self, values: Tensor | None) -> None:
+        """Set the slice of the master to what was saved with the state; the parameter's own values if nothing was."""
+        self._masters.load(self.part, values)
+
+    def gradient_slice(self) -> Tensor | None:
+        """This rank's slice of the gradient, on its device; a copy if its strides are not the parameter's."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None
+        return in_memory_order(gradient, self.parameter)[self.part.start : self.part.stop]
+
+    def staged_copy(self) -> Tensor | None:
+        """The copy of the gradient's slice, if one counts; what is done to the gradient is to be done to it as well."""
+        if not self.is_staged or self._wait is None:
+            return None
+        self._wait()
+        return self._host
+
+    def note_scaled(self) -> None:
+        """The gradient and the copy that counted have been changed alike."""
+        self._note()
+
+
+def _hook(shard: weakref.ref[OffloadedShard]) -> Callable[[Tensor], None]:
+    def hook(_parameter: Tensor) -> None:
+        alive = shard()
+        if alive is not None:
+            alive.on_written()
+
+    return hook

@@ -1,0 +1,48 @@
+"""A device whose copies come as late as they may, on tensors of the CPU: what does not wait for them sees it."""
+
+from typing import ClassVar
+
+import torch
+
+from phalanx.optim.staging import Staging
+
+
+class LateStaging(Staging):
+    """Copies to the host are made when somebody waits; copies to the device when it computes, or somebody waits."""
+
+    made: ClassVar = []
+
+    def __init__(self, device):
+        super().__init__(device)
+        self._to_host, self._to_device = [], []
+        LateStaging.made.append(self)
+
+    def to_host(self, host, tensor):
+        host.fill_(float("nan"))
+        copy = (host, tensor.detach())
+        self._to_host.append(copy)
+
+        def wait():
+            if any(copy is other for other in self._to_host):
+                self._to_host = [other for other in self._to_host if other is not copy]
+                host.copy_(tensor)
+
+        return wait
+
+    def follow(self):
+        """Here it has no say: whoever changes a gradient that is being copied has waited."""
+
+    def to_device(self, tensors, host):
+        self._to_device += list(zip(tensors, host, strict=True))
+
+    def settle(self):
+        copies, self._to_device = self._to_device, []
+        with torch.no_grad():
+            for tensor, host in copies:
+                tensor.copy_(host)
+
+    @classmethod
+    def compute(cls, module, _inputs=None):
+        """Before a forward: the device gets to it in order."""
+        for staging in cls.made:
+            staging.settle()

@@ -1,0 +1,405 @@
+"""Offloading changes where the update happens, not one bit of what it gives."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.optim.late_staging import LateStaging
+from tests.optim.models import Uneven, backward, batch, same, train, values, wrapped
+from torch import nn, optim
+
+import phalanx
+from phalanx import ZeroRedundancyOptimizer, strategies
+from phalanx.optim import merge_state_dicts, offload, zero
+from phalanx.optim.plan import plan_waves
+from phalanx.optim.staging import plan_pages
+from phalanx.testing import run_ranks
+
+STEPS = 3
+CASES = [
+    (optim.AdamW, {"fused": True}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": True}),
+    (optim.Adam, {"amsgrad": True, "weight_decay": 0.01, "foreach": True}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    (optim.Adafactor, {}),  # gets whole parameters
+]
+
+
+def _late(monkeypatch, wave_bytes=1000):
+    """Copies as late as they may be, and many waves. In a rank: the patch goes with its process."""
+    monkeypatch.setattr(zero, "Staging", LateStaging)
+    monkeypatch.setattr(offload, "WAVE_BYTES", wave_bytes)
+
+
+def _offloaded(make_model=wrapped):
+    model = make_model()
+    model.register_forward_pre_hook(LateStaging.compute)
+    return model
+
+
+def _settled(module):
+    LateStaging.compute(module)
+    return values(module)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_are_bitwise_those_without_offload_however_late_copies_come(world_size, monkeypatch):
+    def trained(rank, world_size):
+        _late(monkeypatch)
+        different = []
+        for made, options in CASES:
+            plain, kept, away = wrapped(), wrapped(), _offloaded()
+            expected = train(plain, made(plain.parameters(), **options), rank, STEPS)
+            sharded = train(kept, ZeroRedundancyOptimizer(kept.parameters(), made, **options), rank, STEPS)
+            optimizer = ZeroRedundancyOptimizer(away.parameters(), made, offload=True, **options)
+            train(away, optimizer, rank, STEPS)
+            if not (same(_settled(away), expected) and same(sharded, expected)):
+                different.append((made.__name__, options))
+        return different
+
+    assert run_ranks(trained, world_size) == [[]] * world_size
+
+
+def test_weights_are_those_of_one_process_with_the_whole_batch_of_gradients():
+    def trained(rank, world_size):
+        away = wrapped()
+        optimizer = ZeroRedundancyOptimizer(away.parameters(), optim.AdamW, offload=True)  # fused, as nobody says else
+        alone = Uneven()
+        reference = optim.AdamW(alone.parameters(), fused=True)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(away, rank, step)
+            for mine, theirs in zip(alone.parameters(), away.parameters(), strict=True):
+                mine.grad = None if theirs.grad is None else theirs.grad.clone()
+            optimizer.step()
+            reference.step()
+        return (
+            same(values(away), values(alone)),
+            optimizer.param_groups[0]["fused"],
+            optimizer.optim.param_groups[0]["fused"],
+        )
+
+    assert run_ranks(trained, 2) == [(True, None, True)] * 2
+
+
+def _half_parameters():
+    torch.manual_seed(0)
+    made = [torch.randn(37, 5).to(torch.bfloat16), torch.randn(700).half(), torch.randn(41), torch.randn(9).double()]
+    return [nn.Parameter(one) for one in (*made, torch.randn(33, dtype=torch.complex64))]
+
+
+def _give_gradients(parameters, step):
+    torch.manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, dtype=torch.float64).to(parameter.dtype)
+
+
+def test_half_parameters_are_updated_in_float32_and_all_others_as_they_are(monkeypatch):
+    def mixed(rank, world_size):
+        _late(monkeypatch)
+        parameters = _half_parameters()
+        optimizer = ZeroRedundancyOptimizer(parameters, optim.Adam, offload=True, lr=0.01)
+        full = [p.detach().float() if p.dtype.itemsize == 2 else p.detach().clone() for p in parameters]
+        reference = optim.Adam([nn.Parameter(one) for one in full], lr=0.01)
+        references = reference.param_groups[0]["params"]
+        for step in range(20):
+            _give_gradients(parameters, step)
+            for mine, theirs in zip(references, parameters, strict=True):
+                mine.grad = theirs.grad.to(mine.dtype)
+            optimizer.step()
+            reference.step()
+            LateStaging.compute(None)
+        rounded = [mine.detach().to(theirs.dtype) for mine, theirs in zip(references, parameters, strict=True)]
+        return same(rounded, [p.detach() for p in parameters])
+
+    assert run_ranks(mixed, 3) == [True] * 3
+
+
+def test_what_happens_to_gradients_after_backward_counts(monkeypatch):
+    """Copies have been made by then, and must not be what is updated with."""
+
+    def changed(rank, world_size):
+        _late(monkeypatch)
+        results = []
+        for away in (False, True):
+            ddp = _offloaded()
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, offload=away, fused=True)
+            for step in range(6):
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                if step == 1:  # accumulated
+                    with ddp.no_sync():
+                        backward(ddp, rank, 50)
+                backward(ddp, rank, step)
+                if step == 2:
+                    nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+                if step == 3:
+                    ddp.module.scale.grad = ddp.module.scale.grad * 2
+                    ddp.module.head.weight.grad = None
+                if step == 4:
+                    norm = optimizer.clip_grad_norm_(0.01)
+                    optimizer.clip_grad_norm_(0.005)
+                    ddp.module.head.weight.grad.mul_(3.0)
+                if step == 5:
+                    backward(ddp, rank, 60)  # a second round adds to the mean of the first
+                optimizer.step()
+            results.append((_settled(ddp), norm, [p.grad for p in ddp.parameters() if p.grad is not None]))
+        return [
+            same(results[0][0], results[1][0]),
+            torch.equal(results[0][1], results[1][1]),
+            same(results[0][2], results[1][2]),
+        ]
+
+    assert run_ranks(changed, 2) == [[True] * 3] * 2
+
+
+def test_what_is_written_into_parameters_between_steps_counts():
+    def written(rank, world_size):
+        results = []
+        for away in (False, True):
+            ddp = wrapped()
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, offload=away, lr=0.1, momentum=0.9)
+            if not away:
+                optimizer.param_groups[0]["fused"] = True
+            train(ddp, optimizer, rank, 2)
+            dist.barrier()
+            if away or rank == 0:
+                with torch.no_grad():
+                    ddp.module.head.weight.clamp_(-0.05, 0.05)
+            if away:
+                ddp.module.hidden.load_state_dict(copy.deepcopy(results[0][1]))
+            else:
+                loaded = copy.deepcopy(Uneven(5).hidden.state_dict())
+                results.append((None, loaded))
+                ddp.module.hidden.load_state_dict(loaded)
+            dist.barrier()
+            train(ddp, optimizer, rank, 2, first=2)
+            results.append((values(ddp), None))
+        return same(results[1][0], results[2][0])
+
+    assert run_ranks(written, 2) == [True] * 2
+
+
+def test_groups_frozen_parameters_and_those_without_gradients(monkeypatch):
+    def grouped(rank, world_size):
+        _late(monkeypatch)
+        results = []
+        for away in (False, True):
+            ddp = _offloaded(lambda: phalanx.DistributedDataParallel(Uneven(), find_unused_parameters=True))
+            model = ddp.module
+            optimizer = ZeroRedundancyOptimizer(
+                [
+                    {"params": [*model.conv.parameters(), model.frozen], "nesterov": True},
+                    {"params": model.hidden.parameters(), "lr": 0.01, "momentum": 0.0},
+                ],
+                optim.SGD,
+                offload=away,
+                lr=0.1,
+                momentum=0.9,
+                fused=True,
+            )
+            train(ddp, optimizer, rank, 2)
+            optimizer.add_param_group({"params": [model.scale, *model.head.parameters()], "momentum": 0.5})
+            train(ddp, optimizer, rank, 2, first=2)
+            model.frozen.requires_grad_()  # nobody averages it: the same gradient on all ranks
+            for _ in range(2):
+                optimizer.zero_grad()
+                model.frozen.grad = torch.full_like(model.frozen, 0.25)
+                optimizer.step()
+            results.append(_settled(ddp))
+        return same(*results)
+
+    assert run_ranks(grouped, 2) == [True] * 2
+
+
+def test_a_closure_a_scheduler_and_pytorchs_ddp(monkeypatch):
+    def closed(rank, world_size):
+        _late(monkeypatch)
+        results = []
+        for away in (False, True):
+            model = Uneven()
+            model.frozen.requires_grad_(False)
+            ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=away)
+            ddp.register_forward_pre_hook(LateStaging.compute)
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, offload=away, fused=True)
+            scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+            losses = []
+            for step in range(4):
+
+                def closure(step=step, ddp=ddp, optimizer=optimizer):
+                    optimizer.zero_grad()
+                    loss = ddp(batch(rank, step)).square().mean()
+                    loss.backward()
+                    return loss
+
+                losses.append(optimizer.step(closure).item())
+                scheduler.step()
+            results.append((_settled(ddp), losses))
+        return same(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+    assert run_ranks(closed, 2) == [True] * 2
+
+
+def test_state_is_that_of_the_plain_optimizer_and_loads_everywhere():
+    def saved(rank, world_size):
+        plain, away = wrapped(), wrapped()
+        reference = optim.AdamW(plain.parameters(), fused=True)
+        optimizer = ZeroRedundancyOptimizer(away.parameters(), optim.AdamW, offload=True)
+        train(plain, reference, rank, 2)
+        train(away, optimizer, rank, 2)
+        optimizer.consolidate_state_dict(to=0)
+        wholes = [optimizer.state_dict() if rank == 0 else None]
+        dist.broadcast_object_list(wholes)
+        (whole,) = wholes
+        expected = reference.state_dict()
+        assert whole["param_groups"] == [{**expected["param_groups"][0], "fused": None}]
+        assert whole["state"].keys() == expected["state"].keys()
+        for number, state in expected["state"].items():
+            assert all(torch.equal(value, whole["state"][number][key]) for key, value in state.items())
+            assert state.keys() == whole["state"][number].keys()
+        shards = [None] * world_size
+        dist.all_gather_object(shards, optimizer.shard_state_dict())
+        assert merge_state_dicts(shards)["state"].keys() == whole["state"].keys()
+        results = []
+        for make in (
+            lambda params: optim.AdamW(params, fused=True),
+            lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, fused=True),
+            lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, offload=True),
+        ):
+            model = wrapped()
+            again = make(model.parameters())
+            again.load_state_dict(copy.deepcopy(whole))
+            for group in again.param_groups:
+                group["fused"] = True
+            model.module.load_state_dict(away.module.state_dict())
+            dist.barrier()
+            results.append(train(model, again, rank, 2, first=2))
+        return [same(result, train(plain, reference, rank, 2, first=2)) for result in results[:1]] + [
+            same(result, results[0]) for result in results
+        ]
+
+    assert run_ranks(saved, 2) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_masters_of_half_parameters_are_saved_and_come_back_to_the_bit(model_first):
+    def resumed(rank, world_size):
+        parameters = _half_parameters()
+        optimizer = ZeroRedundancyOptimizer(parameters, optim.Adam, offload=True, lr=1e-3)
+        for step in range(5):
+            _give_gradients(parameters, step)
+            optimizer.step()
+        optimizer.consolidate_state_dict(to=rank if world_size == 1 else 0)
+        wholes = [optimizer.state_dict() if rank == 0 else None]
+        dist.broadcast_object_list(wholes)
+        weights = values_of(parameters)
+        again = [nn.Parameter(torch.zeros_like(p)) for p in parameters]
+        other = ZeroRedundancyOptimizer(again, optim.Adam, offload=True, lr=1e-3)
+
+        def load_model():
+            with torch.no_grad():
+                for mine, saved in zip(again, weights, strict=True):
+                    mine.copy_(saved)
+
+        if model_first:
+            load_model()
+        other.load_state_dict(wholes[0])
+        if not model_first:
+            load_model()
+        for step in range(5, 15):
+            for each, by in ((parameters, optimizer), (again, other)):
+                _give_gradients(each, step)
+                by.step()
+        masters = [one.optim.param_groups[0]["params"] for one in (optimizer, other)]
+        plain = _half_parameters()
+        optim.Adam(plain).load_state_dict(wholes[0])  # casts, as always, and steps:
+        _give_gradients(plain, 0)
+        optim.Adam(plain).step()
+        return same(values_of(parameters), values_of(again)) and same(*masters)
+
+    def values_of(parameters):
+        return [p.detach().clone() for p in parameters]
+
+    assert run_ranks(resumed, 2) == [True] * 2
+
+
+def test_the_state_lies_in_the_memory_of_the_host_and_parameters_do_not():
+    def placed(rank, world_size):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, offload=True)
+        train(ddp, optimizer, rank, 2)
+        holds = dist.group.WORLD.symm_mem.holds
+        state = [v for s in optimizer.optim.state.values() for key, v in s.items() if key != "step"]
+        masters = optimizer.optim.param_groups[0]["params"]
+        mine = sum(value.numel() for value in state)
+        return (
+            all(holds(value.data_ptr()) for value in (*state, *masters) if value.dim()),
+            any(holds(p.data_ptr()) for p in ddp.parameters()),
+            mine,
+            sum(p.numel() for p in ddp.parameters() if p.requires_grad),
+        )
+
+    results = run_ranks(placed, 3)
+    assert [result[:2] for result in results] == [(True, False)] * 3
+    assert sum(result[2] for result in results) == 2 * results[0][3]
+
+
+def test_gather_gradients_false_and_strategies_take_it_too():
+    def sharded(rank, world_size):
+        results = []
+        for away in (False, True):
+            strategy = strategies.ShardedStrategy(gather_gradients=False, offload=away, launch=False)
+            torch.manual_seed(0)
+            model = nn.Linear(600, 300)
+            ddp, optimizer = strategy.setup(model, lambda params: optim.SGD(params, lr=0.1, momentum=0.9, fused=True))
+            assert isinstance(optimizer, ZeroRedundancyOptimizer)
+            assert optimizer.offload is away
+            for step in range(3):
+                optimizer.zero_grad()
+                ddp(
+                    torch.randn(4, 600, generator=torch.Generator().manual_seed(rank + 2 * step))
+                ).square().mean().backward()
+                optimizer.clip_grad_norm_(0.1)
+                optimizer.step()
+            results.append(values(ddp))
+        return same(*results)
+
+    assert run_ranks(sharded, 2) == [True] * 2
+
+
+def test_what_it_does_not_do_is_refused_with_the_reason():
+    def refused(rank, world_size):
+        parameters = [nn.Parameter(torch.randn(4, 6).t()[::2])]
+        with pytest.raises(ValueError, match=r"parameter 0 is torch.strided on cpu with strides \(2, 6\), but offload"):
+            ZeroRedundancyOptimizer(parameters, optim.SGD, offload=True)
+        embedding = nn.Embedding(5, 3, sparse=True)
+        optimizer = ZeroRedundancyOptimizer(embedding.parameters(), optim.SGD, offload=True)
+        embedding(torch.tensor([1])).sum().backward()
+        with pytest.raises(RuntimeError, match="sparse gradient, which offload=True does not copy"):
+            optimizer.step()
+        linear = nn.Linear(2, 2)
+        optimizer = ZeroRedundancyOptimizer(linear.parameters(), optim.SGD, offload=True)
+        linear.double()
+        with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 .* was moved to another device or dtype"):
+            optimizer.step()
+
+    run_ranks(refused, 1)
+
+    def over_gloo(rank, world_size):
+        with pytest.raises(ValueError, match="offload=True needs a process group of backend 'phalanx'"):
+            ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), optim.SGD, offload=True)
+        dist.barrier()
+
+    run_ranks(over_gloo, 1, backend="gloo")
+
+
+def test_waves_hold_as_much_as_they_may_and_every_gradient_is_in_one():
+    assert plan_waves([], 10) == [range(0)]
+    assert plan_waves([3, 3, 3, 3], 6) == [range(2), range(2, 4)]
+    assert plan_waves([30, 1, 1, 30], 6) == [range(1), range(1, 3), range(3, 4)]
+
+
+def test_a_page_is_locked_once_whatever_lies_in_it():
+    assert plan_pages(4096, []) == []
+    assert plan_pages(4096 + 100, [(0, 10), (10, 10), (20, 30)]) == [(4096, 8192)]
+    assert plan_pages(8192, [(4096, 8193), (0, 1), (20000, 20001)]) == [(8192, 20480), (24576, 28672)]
