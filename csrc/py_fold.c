@@ -1,53 +1,8 @@
 /* Pairs of keys and values into a dict: the inner loop of phalanx.mapreduce, which is the same in Python (fold.py). */
+#include "py_pairs.h"
 #include "py_types.h"
 
 enum { LIST, ADD, COMBINE };
-
-/* The pairs of one record. A tuple is taken apart as it comes, so that its memory is that of the next. */
-typedef struct {
-  PyObject **items; /* key and value in turns; what is no tuple of two stands there whole, with NULL behind it */
-  Py_ssize_t count, room;
-} Pairs;
-
-static void clear(Pairs *pairs) {
-  for (Py_ssize_t i = 0; i < 2 * pairs->count; i++) Py_XDECREF(pairs->items[i]);
-  pairs->count = 0;
-}
-
-static int push(Pairs *pairs, PyObject *key, PyObject *value) {
-  if (pairs->count == pairs->room) {
-    Py_ssize_t room = pairs->room ? 2 * pairs->room : 64;
-    PyObject **items = PyMem_Realloc(pairs->items, (size_t)room * 2 * sizeof *items);
-    if (items == NULL) {
-      PyErr_NoMemory();
-      return -1;
-    }
-    pairs->items = items;
-    pairs->room = room;
-  }
-  Py_INCREF(key);
-  Py_XINCREF(value);
-  pairs->items[2 * pairs->count] = key;
-  pairs->items[2 * pairs->count + 1] = value;
-  pairs->count++;
-  return 0;
-}
-
-/* What iterates over one record's pairs, to its end. */
-static int collect(Pairs *pairs, PyObject *mapped) {
-  PyObject *iterator = PyObject_GetIter(mapped), *pair;
-  int status = iterator == NULL ? -1 : 0;
-  while (status == 0 && (pair = PyIter_Next(iterator)) != NULL) {
-    if (PyTuple_CheckExact(pair) && PyTuple_Size(pair) == 2) {
-      status = push(pairs, PyTuple_GetItem(pair, 0), PyTuple_GetItem(pair, 1));
-    } else {
-      status = push(pairs, pair, NULL);
-    }
-    Py_DECREF(pair);
-  }
-  Py_XDECREF(iterator);
-  return PyErr_Occurred() ? -1 : status;
-}
 
 static int put(PyObject *values, PyObject *key, PyObject *value, int how, PyObject *combine) {
   PyObject *old = PyDict_GetItemWithError(values, key), *new;
@@ -77,7 +32,7 @@ static int put(PyObject *values, PyObject *key, PyObject *value, int how, PyObje
 /* All of one record, or, with an exception, what is before the mistake. */
 static int put_all(PyObject *values, const Pairs *pairs, int how, PyObject *combine) {
   for (Py_ssize_t i = 0; i < pairs->count; i++) {
-    PyObject *key = pairs->items[2 * i], *value = pairs->items[2 * i + 1];
+    PyObject *key = pairs->items[i].key, *value = pairs->items[i].value;
     if (value != NULL) {
       if (put(values, key, value, how, combine) != 0) return -1;
       continue;
@@ -95,30 +50,6 @@ static int put_all(PyObject *values, const Pairs *pairs, int how, PyObject *comb
   return 0;
 }
 
-/* As Python has them, for who describes the mistake. */
-static PyObject *as_list(const Pairs *pairs) {
-  PyObject *list = PyList_New(0);
-  for (Py_ssize_t i = 0; list != NULL && i < pairs->count; i++) {
-    PyObject *key = pairs->items[2 * i], *value = pairs->items[2 * i + 1];
-    PyObject *pair = value == NULL ? Py_NewRef(key) : PyTuple_Pack(2, key, value);
-    if (pair == NULL || PyList_Append(list, pair) != 0) Py_CLEAR(list);
-    Py_XDECREF(pair);
-  }
-  return list;
-}
-
-static int say(PyObject *progress, Py_ssize_t records, Py_ssize_t count, PyObject *mistaken) {
-  PyObject *said[3] = {PyLong_FromSsize_t(records), PyLong_FromSsize_t(count), mistaken};
-  int status = said[0] == NULL || said[1] == NULL || mistaken == NULL ? -1 : 0;
-  for (Py_ssize_t i = 0; i < 3; i++) {
-    if (status == 0)
-      status = PyList_SetItem(progress, i, said[i]); /* takes the reference */
-    else
-      Py_XDECREF(said[i]);
-  }
-  return status;
-}
-
 /* fold_pairs(values, mapped, combine, adds, limit, progress): put what `mapped` gives, the pairs of one record after
  * another, into the dict `values`: by combine(old, value); by old + value where `adds`; or, if it is None, into lists;
  * up to the record with which it is `limit` pairs. A record whose pairs cannot all be had leaves no trace; the exception
@@ -128,7 +59,7 @@ static int say(PyObject *progress, Py_ssize_t records, Py_ssize_t count, PyObjec
  * be put: no pairs, no keys, or `combine` has failed. */
 static PyObject *core_fold_pairs(PyObject *module, PyObject *args) {
   PyObject *values, *mapped, *combine, *progress, *one;
-  Pairs pairs = {NULL, 0, 0};
+  Pairs pairs = {0};
   Py_ssize_t records = 0, count = 0, limit;
   int adds, status = 0;
   (void)module;
@@ -142,13 +73,13 @@ static PyObject *core_fold_pairs(PyObject *module, PyObject *args) {
   int how = combine == Py_None ? LIST : adds ? ADD : COMBINE;
   PyObject *mistaken = Py_NewRef(Py_None);
   while (status == 0 && count < limit && (one = PyIter_Next(mapped)) != NULL) {
-    status = collect(&pairs, one);
+    status = py_pairs_collect(&pairs, one);
     Py_DECREF(one);
     if (status == 0 && put_all(values, &pairs, how, combine) != 0) {
       PyObject *type, *value, *trace;
       PyErr_Fetch(&type, &value, &trace);
       Py_DECREF(mistaken);
-      mistaken = as_list(&pairs);
+      mistaken = py_pairs_list(&pairs);
       PyErr_Clear();
       PyErr_Restore(type, value, trace);
       status = -1;
@@ -156,12 +87,12 @@ static PyObject *core_fold_pairs(PyObject *module, PyObject *args) {
       records++;
       count += pairs.count;
     }
-    clear(&pairs);
+    py_pairs_clear(&pairs);
   }
-  PyMem_Free(pairs.items);
+  py_pairs_free(&pairs);
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
-  if (say(progress, records, count, mistaken) != 0) {
+  if (py_pairs_report(progress, records, count, mistaken) != 0) {
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(trace);

@@ -17,7 +17,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 LAYERS = """
     futex  word  copy  interpose
     layout  ready
-    reduce  pool  group
+    reduce  pool  group  sums
     wait
     sync  recorder  p2p
     agreement  mailbox
@@ -27,9 +27,10 @@ LAYERS = """
     early
     uneven
     py_arguments
+    py_pairs
     py_call
     py_group.h  py_types
-    py_collectives  py_messages  py_state  py_pool  py_memory  py_ready  py_fold  py_numbers
+    py_collectives  py_messages  py_state  py_pool  py_memory  py_ready  py_fold  py_sums  py_numbers
     py_group.c
     py_reducer
     py_module

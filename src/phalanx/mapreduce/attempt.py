@@ -19,7 +19,6 @@ from typing import Any
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.log import get_logger
 from phalanx.mapreduce.board import Board
-from phalanx.mapreduce.columns import unpack
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.errors import TaskError
 from phalanx.mapreduce.exchange import exchange
@@ -334,7 +333,7 @@ def _reduce(job: Job, held: Held, buckets: Iterator[bytes], board: Board) -> Run
         grouper = Grouper(runs, job.memory_bytes // 4, listed=job.combine is None, adds=job.adds)
         for data in buckets:
             board.team.check_peers()
-            grouper.add(*unpack(data))
+            grouper.add_packed(data)
         return write_blocks(held.done, _reduced(job, grouper, board), job.memory_bytes // 128)
     except BaseException:
         held.done.truncate(begin)

@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.mapreduce.columns import pack, unpack
 from phalanx.mapreduce.sizes import plan_next_look, size_of, size_of_lists
 from phalanx.mapreduce.spool import Extent, Spool
+from phalanx.mapreduce.sums import new_sums, sorted_items
 
 _FAN_IN = 16
 _BLOCK_BYTES = 512 << 10
@@ -64,10 +65,26 @@ class Grouper:
         self._listed = listed
         self._adds = adds and not listed
         self._values: dict[Any, Any] = {}  # lists, and sums that are no list
+        self._sums = new_sums() if self._adds else None  # until a bucket comes that is no text with integers
         self._added = 0
         self._next_look = 1
         self._block_bytes = max(4096, min(limit_bytes // (2 * _FAN_IN), _BLOCK_BYTES))
         self._runs: list[tuple[int, Run]] = []  # with how often they were merged
+
+    def add_packed(self, data: bytes) -> None:
+        """What one bucket holds, packed.
+
+        Raises:
+            TypeError: two keys cannot be compared.
+        """
+        if self._sums is not None:
+            if self._sums.add(data):
+                if self._sums.held_bytes() >= self._limit_bytes:
+                    self._spill()
+                return
+            self._spill()
+            self._sums = None
+        self.add(*unpack(data))
 
     def add(self, keys: list[Any], values: list[Any]) -> None:
         """What one bucket holds.
@@ -133,6 +150,10 @@ class Grouper:
             TypeError: two keys cannot be compared.
         """
         values = self._values
+        if not self._runs and self._sums:
+            for key, value in sorted_items(self._sums):
+                yield key, iter((value,))
+            return
         if not self._runs:
             for key in _sorted(values):
                 value = values.pop(key)
@@ -146,6 +167,9 @@ class Grouper:
     def _spill(self) -> None:
         values, self._values = self._values, {}
         self._added, self._next_look = 0, 1
+        if self._sums:
+            sums, self._sums = self._sums, new_sums()
+            self._runs.append((0, self._write((key, [value]) for key, value in sorted_items(sums))))
         if values:
             self._runs.append((0, self._write(_entries(values, self._block_bytes))))
         while len(self._runs) >= _FAN_IN and self._runs[-1][0] == self._runs[-_FAN_IN][0]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
-from phalanx.mapreduce.columns import pack
+from phalanx.mapreduce.buckets import pack_buckets
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.job import Job
-from phalanx.mapreduce.keys import find_kinds, partitions_of
+from phalanx.mapreduce.keys import find_kinds
 from phalanx.mapreduce.records import read_blocks
 from phalanx.mapreduce.splits import Split
 from phalanx.mapreduce.spool import Extent, Spool
@@ -22,7 +19,6 @@ from phalanx.mapreduce.table import Table
 
 _SLICE_S = 0.05
 _GC_THRESHOLD = 50_000
-_BUCKETS = 32  # a bucket holds at most such a part of the memory
 
 
 @dataclass
@@ -71,56 +67,18 @@ def run_map_task(split: Split, job: Job, spool: Spool, is_wanted: Callable[[], b
 
 
 def _write_run(table: Table, job: Job, spool: Spool, output: MapOutput) -> None:
-    values, held = table.drain()
-    if not values:
+    types, contents = table.drain()
+    if not len(contents):
         return
-    types = set(map(type, values))
     output.kinds |= find_kinds(types)
-    partitions = partitions_of(values, types, job.partitions)
-    order = np.argsort(partitions, kind="stable")
-    keys = np.fromiter(values, object, len(values))[order]
-    listed = np.fromiter(values.values(), object, len(values))[order]
-    values.clear()
-    counts = np.fromiter(map(len, listed), np.int64, len(listed)) if job.combine is None else np.ones(len(listed))
-    most = max(1, int(job.memory_bytes // _BUCKETS * counts.sum() / held))  # pairs of a bucket
     runs: list[list[Extent]] = [[]]
-    start = 0
-    for partition, end in enumerate(np.cumsum(np.bincount(partitions, minlength=job.partitions)).tolist()):
-        parts: Iterable[tuple[list[Any], list[Any]]] = ((keys[start:end].tolist(), listed[start:end].tolist()),)
-        if counts[start:end].sum() > most:
-            parts = _cut(*next(iter(parts)), most, listed=job.combine is None)
-        for number, (some, theirs) in enumerate(parts if end > start else ()):
-            if number == len(runs):
-                runs.append([])
-            runs[number] += [Extent(0, 0)] * (partition - len(runs[number]))
-            data = pack(some, theirs, listed=job.combine is None)
-            runs[number].append(spool.append(data))
-            output.counters.bucket_bytes += len(data)
-        start = end
+    for partition, number, data in pack_buckets(contents, types, job):
+        if number == len(runs):
+            runs.append([])
+        runs[number] += [Extent(0, 0)] * (partition - len(runs[number]))
+        runs[number].append(spool.append(data))
+        output.counters.bucket_bytes += len(data)
     output.runs += [run + [Extent(0, 0)] * (job.partitions - len(run)) for run in runs]
-
-
-def _cut(keys: list[Any], values: list[Any], most: int, *, listed: bool) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Parts of at most so many pairs each; of a key with many values, too."""
-    if not listed:
-        for start in range(0, len(keys), most):
-            yield keys[start : start + most], values[start : start + most]
-        return
-    some: list[Any] = []
-    theirs: list[Any] = []
-    room = most
-    for key, own in zip(keys, values, strict=True):
-        start = 0
-        while start < len(own):
-            some.append(key)
-            theirs.append(own[start : start + room])
-            start += len(theirs[-1])
-            room -= len(theirs[-1])
-            if not room:
-                yield some, theirs
-                some, theirs, room = [], [], most
-    if some:
-        yield some, theirs
 
 
 @contextlib.contextmanager

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from phalanx.mapreduce.buckets import Values
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.fold import fold_pairs
 from phalanx.mapreduce.job import Job
 from phalanx.mapreduce.records import Block
 from phalanx.mapreduce.sizes import plan_next_look, size_of_lists, size_of_table
+from phalanx.mapreduce.sums import TextSums, new_sums
 
 
 class NotPairsError(Exception):
@@ -19,7 +21,8 @@ class NotPairsError(Exception):
 class Table:
     """Keys and values in memory, up to a limit; `spill` is called when it is reached, and empties it with `drain`.
 
-    Where that is follows from the data: it is asked between two records, after so many pairs.
+    Where that is follows from the data: of a dict it is asked between two records, after so many pairs. Where integers
+    are added up by text, which is known to be so until another pair comes, there is no dict.
     """
 
     def __init__(self, job: Job, counters: Counters, limit_bytes: int, spill: Callable[[Table], None]) -> None:
@@ -27,7 +30,8 @@ class Table:
         self._counters = counters
         self._limit_bytes = limit_bytes
         self._spill = spill
-        self.values: dict[Any, Any] = {}
+        self._values: dict[Any, Any] = {}
+        self._sums = new_sums() if job.adds else None
         self._pairs = 0  # since it was empty
         self._next_look = 1
 
@@ -43,11 +47,12 @@ class Table:
         mapped = map(self._job.map, records)  # after an exception it goes on with the next
         self._counters.records += stop - start
         progress: list[Any] = [0, 0, None]
+        mapped_before: list[Any] | None = None  # the pairs of a record that are still to be folded
         while start < stop:
-            limit = self._next_look - self._pairs
             problem: Exception | None = None
+            is_new = mapped_before is None
             try:
-                fold_pairs(self.values, mapped, self._job.combine, self._job.adds, limit, progress)
+                self._fold(mapped if is_new else iter([mapped_before]), progress)
             except MemoryError:
                 raise
             except Exception as error:
@@ -56,34 +61,62 @@ class Table:
                 problem = error
             start += progress[0]
             self._pairs += progress[1]
-            if progress[1] >= limit:
+            mapped_before = progress[2]
+            if mapped_before is not None:
+                self._leave_sums()
+            elif self._is_due():
                 self._look()
-            elif start < stop:
+            elif start < stop and is_new:
                 # What ends a loop without a word is an exception as well.
                 problem = problem or RuntimeError("map raised StopIteration")
                 self._counters.count_bad(block.locate(start), block.items[start], problem)
                 start += 1
 
+    def _fold(self, mapped: Iterator[Any], progress: list[Any]) -> None:
+        if self._sums is not None:
+            self._sums.fold(mapped, self._limit_bytes, progress)
+        else:
+            fold_pairs(self._values, mapped, self._job.combine, self._job.adds, self._next_look - self._pairs, progress)
+
+    def _leave_sums(self) -> None:
+        """A pair came that is no text with an integer: from here on there is a dict."""
+        if self._sums:
+            self._spill(self)
+        self._sums = None
+
+    def _is_due(self) -> bool:
+        if self._sums is not None:
+            return self._sums.held_bytes() >= self._limit_bytes
+        return self._pairs >= self._next_look
+
     def _look(self) -> None:
+        if self._sums is not None:
+            self._spill(self)
+            return
         held = self._size()
         room = self._limit_bytes - held
         if room <= 0:
             self._spill(self)
         else:
-            count = self._pairs if self._job.combine is None else len(self.values)
+            count = self._pairs if self._job.combine is None else len(self._values)
             self._next_look = self._pairs + plan_next_look(count, room / (held / count)) - count
 
     def _size(self) -> int:
-        return size_of_lists(self.values) if self._job.combine is None else size_of_table(self.values)
+        return size_of_lists(self._values) if self._job.combine is None else size_of_table(self._values)
 
-    def drain(self) -> tuple[dict[Any, Any], int]:
-        """What is there, and how many bytes it holds; empty afterwards."""
-        held = self._size()
-        values, self.values = self.values, {}
+    def drain(self) -> tuple[set[type], Values | TextSums]:
+        """The types of the keys, and what is there; empty afterwards."""
+        contents: Values | TextSums
+        if self._sums is not None:
+            contents, self._sums = self._sums, new_sums()
+            types = {contents.key_type()}
+        else:
+            contents, self._values = Values(self._values, self._size()), {}
+            types = set(map(type, contents.by_key))
         self._counters.pairs += self._pairs
-        self._counters.combined_pairs += len(values)
+        self._counters.combined_pairs += len(contents)
         self._pairs, self._next_look = 0, 1
-        return values, held
+        return types, contents
 
 
 def _describe(pairs: list[Any], error: Exception) -> str:

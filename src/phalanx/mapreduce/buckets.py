@@ -1,0 +1,91 @@
+"""What a full table becomes: packed columns of keys and values, some for each partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.mapreduce.columns import pack
+from phalanx.mapreduce.job import Job
+from phalanx.mapreduce.keys import partitions_of
+from phalanx.mapreduce.sums import TextSums
+
+_BUCKETS = 32  # a bucket holds at most such a part of the memory
+_PAIR_BYTES = 150  # of a short text and an integer in a dict, the text itself not counted
+
+
+@dataclass
+class Values:
+    """Values by key, folded or listed, and the bytes that they hold."""
+
+    by_key: dict[Any, Any]
+    held_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+
+def pack_buckets(contents: Values | TextSums, types: set[type], job: Job) -> Iterator[tuple[int, int, bytes]]:
+    """The partition, a number within it, and the bucket, partition after partition. Empties `contents`.
+
+    `types`: of the keys. A partition has several buckets if it holds more than a part of the memory.
+    """
+    most = job.memory_bytes // _BUCKETS
+    if isinstance(contents, Values):
+        return _pack_values(contents, types, job, most)
+    return _pack_sums(contents, job.partitions, most)
+
+
+def _pack_sums(sums: TextSums, partitions: int, most_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+    most = max(1, most_bytes // (_PAIR_BYTES + sums.text_bytes() // len(sums)))
+    start = 0
+    for partition, end in enumerate(sums.partition(partitions)):
+        for number, at in enumerate(range(start, end, most)):
+            stop = min(at + most, end)
+            yield partition, number, sums.pack(at, stop) if sums.is_packable() else pack(*sums.items(at, stop))
+        start = end
+
+
+def _pack_values(contents: Values, types: set[type], job: Job, most_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+    values, listed = contents.by_key, job.combine is None
+    partitions = partitions_of(values, types, job.partitions)
+    order = np.argsort(partitions, kind="stable")
+    keys = np.fromiter(values, object, len(values))[order]
+    theirs = np.fromiter(values.values(), object, len(values))[order]
+    values.clear()
+    counts = np.fromiter(map(len, theirs), np.int64, len(theirs)) if listed else np.ones(len(theirs))
+    most = max(1, int(most_bytes * counts.sum() / contents.held_bytes))  # pairs of a bucket
+    start = 0
+    for partition, end in enumerate(np.cumsum(np.bincount(partitions, minlength=job.partitions)).tolist()):
+        parts: Iterable[tuple[list[Any], list[Any]]] = ((keys[start:end].tolist(), theirs[start:end].tolist()),)
+        if counts[start:end].sum() > most:
+            parts = _cut(*next(iter(parts)), most, listed=listed)
+        for number, (some, own) in enumerate(parts if end > start else ()):
+            yield partition, number, pack(some, own, listed=listed)
+        start = end
+
+
+def _cut(keys: list[Any], values: list[Any], most: int, *, listed: bool) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Parts of at most so many pairs each; of a key with many values, too."""
+    if not listed:
+        for start in range(0, len(keys), most):
+            yield keys[start : start + most], values[start : start + most]
+        return
+    some: list[Any] = []
+    theirs: list[Any] = []
+    room = most
+    for key, own in zip(keys, values, strict=True):
+        start = 0
+        while start < len(own):
+            some.append(key)
+            theirs.append(own[start : start + room])
+            start += len(theirs[-1])
+            room -= len(theirs[-1])
+            if not room:
+                yield some, theirs
+                some, theirs, room = [], [], most
+    if some:
+        yield some, theirs
