@@ -3,6 +3,7 @@
 #   make demo PYTHON=python3.12                use this Python
 #   make test ARGS="tests/ddp -k bucket"       hand arguments to pytest (or to the demo, or to each benchmark)
 #   make test WORKERS=0                        one test after another, in one process (ARGS="-x --pdb" wants that)
+#   make freeze TEST=tests/rpc N=10 SEED=7     ten times, with the seeds 7 to 16
 #   make demo TORCH_INDEX=<address>            take PyTorch from this package index as well: on Linux, the default
 #                                              index serves the build for NVIDIA GPUs (gigabytes), and the "CPU" address
 #                                              of PyTorch's "Get started" page serves the small one; where both are
@@ -13,6 +14,11 @@ TORCH_INDEX ?=
 ARGS ?=
 # Tests wait more than they compute: three for each two cores, side by side.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(16, len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) * 3 // 2))')
+
+# What `make freeze` runs, how often, and from which seed on.
+TEST ?= tests
+N ?= 1
+SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +34,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint bench sanitize clean
+.PHONY: help setup demo test freeze lint bench sanitize clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +44,10 @@ demo: setup ## Train a small network on two ranks, evaluate it, write a checkpoi
 
 test: setup ## Run all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+freeze: setup ## Run the tests in TEST N times while their processes freeze for moments (as root)
+	@$(BIN)/python -m tests.freezing.run --runs $(N) --seed $(SEED) -- \
+	    $(BIN)/python -m pytest -p no:cacheprovider -n 1 $(TEST) $(ARGS)
 
 lint: setup ## Check style, format and types
 	@$(BIN)/ruff check .
