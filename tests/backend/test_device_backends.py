@@ -245,24 +245,6 @@ def test_a_group_inside_is_made_with_the_first_tensor_of_its_device_and_ends_wit
         assert ends == ("shutdown", "shutdown")
 
 
-def _on_one_gpu(rank, world_size, path):
-    _join(
-        rank, world_size, path, DeviceBackend("NCCL", lambda: True, Counting, lambda device: "GPU-7", find_shared_gpu)
-    )
-    with pytest.raises(ValueError, match="takes one rank per GPU") as caught:
-        dist.all_reduce(torch.empty(3, device="meta"))
-    dist.all_reduce(total := torch.ones(1))  # CPU tensors go on
-    return str(caught.value).splitlines()[0], total.item(), dist.group.WORLD._inside["meta"].calls
-
-
-def test_ranks_on_one_gpu_are_told_before_the_engine_is_asked(tmp_path) -> None:
-    for rank, (message, total, calls) in enumerate(run_ranks(_on_one_gpu, 2, str(tmp_path / "s"), init=False)):
-        assert message == (
-            f"allreduce on meta in group '0' on rank {rank}: ranks 0, 1 use GPU-7, and NCCL takes one rank per GPU."
-        )
-        assert (total, calls) == (2.0, [])
-
-
 def _one_stays_away(rank, world_size, path):
     _join(rank, world_size, path, _counting(rank), timeout_s=1.0)
     if rank == 0:

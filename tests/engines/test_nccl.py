@@ -13,9 +13,7 @@ from phalanx.testing import run_ranks
 def test_one_rank_per_gpu_is_well_and_every_shared_one_is_named() -> None:
     assert find_shared_gpu([]) == find_shared_gpu(["GPU-a"]) == find_shared_gpu(["GPU-a", "GPU-b"]) == ""
     assert find_shared_gpu(["GPU-a", "GPU-b", "GPU-a", "GPU-b", "GPU-c"]) == (
-        "ranks 0, 2 use GPU-a; ranks 1, 3 use GPU-b, and NCCL takes one rank per GPU.\n"
-        "Call torch.cuda.set_device(local_rank) before the first CUDA tensor, start no more ranks than there are GPUs, "
-        "or keep the tensors on the CPU."
+        "ranks 0, 2 use GPU-a; ranks 1, 3 use GPU-b, and NCCL takes one rank per GPU."
     )
 
 

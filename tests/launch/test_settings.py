@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from phalanx.errors import LaunchError
@@ -154,6 +156,32 @@ def test_all_problems_are_told_at_once() -> None:
 )
 def test_words_for_the_number_of_ranks(nproc: str, cpus: int, gpus: int, ranks: int) -> None:
     assert decide_num_ranks(nproc, cpus, gpus) == ranks
+
+
+@pytest.mark.parametrize(
+    ("nproc", "gpus", "per_gpu", "ranks"), [("auto", 2, 3, 6), ("gpu", 1, 4, 4), ("4", 1, 4, 4), ("3", 2, 2, 3)]
+)
+def test_ranks_that_share_gpus_are_counted_by_gpus(nproc: str, gpus: int, per_gpu: int, ranks: int) -> None:
+    assert decide_num_ranks(nproc, 1, gpus, per_gpu) == ranks
+
+
+@pytest.mark.parametrize(
+    ("nproc", "gpus", "message"),
+    [
+        ("auto", 0, "--ranks-per-gpu 2: this host has no GPU that CUDA could use"),
+        ("cpu", 1, "--ranks-per-gpu 2 and --nproc-per-node cpu: ranks are counted by GPUs or by cores"),
+        ("5", 1, "1 GPU has room for 2 ranks, and --nproc-per-node asks for 5. Give --ranks-per-gpu 5."),
+        ("5", 2, "2 GPUs have room for 4 ranks, and --nproc-per-node asks for 5. Give --ranks-per-gpu 3."),
+    ],
+)
+def test_more_ranks_than_the_gpus_are_to_have_are_refused(nproc: str, gpus: int, message: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(message)) as caught:
+        decide_num_ranks(nproc, 8, gpus, 2)
+    assert caught.value.exit_code == 2
+
+
+def test_no_gpu_has_no_ranks_at_all() -> None:
+    assert "--ranks-per-gpu: must be from 1 to 64, got '0'" in refuse("--ranks-per-gpu", "0", "x.py")
 
 
 def test_gpu_without_a_gpu_is_refused() -> None:

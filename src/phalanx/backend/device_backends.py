@@ -16,15 +16,16 @@ from phalanx.engines import nccl
 class DeviceBackend:
     """An engine for the tensors of one type of device.
 
-    `open(store, rank, world_size, timeout, name, global_ranks)` gives one of torch's process groups. `identify` names
-    a device for all ranks, and `problem` says what is wrong with ranks that use these, by rank, or nothing.
+    `open(store, rank, world_size, timeout, name, global_ranks)` gives one of torch's process groups; None where only
+    the host's memory leads from rank to rank. `identify` names a device for all ranks, and `obstacle` says why the
+    engine cannot carry tensors between ranks that use these, by rank, or nothing.
     """
 
     engine: str
     is_available: Callable[[], bool]
-    open: Callable[..., Any]
+    open: Callable[..., Any] | None
     identify: Callable[[torch.device], str]
-    problem: Callable[[Sequence[str]], str]
+    obstacle: Callable[[Sequence[str]], str]
 
 
 DEVICE_BACKENDS = {
@@ -49,8 +50,8 @@ def find_device(arguments: Sequence[Any]) -> torch.device | None:
     return None
 
 
-def no_backend_for(device: torch.device, operation: str) -> str:
-    """The error for a tensor that is where no engine reaches, with the ways out."""
+def no_backend_for(device: torch.device, operation: str, other: torch.device | None = None) -> str:
+    """The error for a tensor that is where no engine reaches, with the ways out; `other`: where one of its call is."""
     device_backend = DEVICE_BACKENDS.get(device.type)
     here = f"{operation}: the tensor is on {device}; "
     if device_backend is None:
@@ -59,7 +60,8 @@ def no_backend_for(device: torch.device, operation: str) -> str:
             f"Move it with .cpu(), or make a group whose backend carries {device.type} tensors: new_group(backend=...)."
         )
     if device_backend.is_available():
-        return f"{here}others of the same call are on the CPU.\nPut all tensors of one call on one device."
+        where = "the CPU" if other is None or other.type == "cpu" else str(other)
+        return f"{here}others of the same call are on {where}.\nPut all tensors of one call on one device."
     return (
         f"{here}{device_backend.engine} would carry it, but this PyTorch ({torch.__version__}) has none, "
         "or sees no device.\n"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from phalanx.backend.rendezvous import join, join_siblings
+from phalanx.backend.rendezvous import join, join_siblings, ranks_per_gpu
 from phalanx.coordination.launchers import Launch, find_incomplete_environment, find_launch
 from phalanx.deadline import Deadline
 
@@ -153,7 +153,26 @@ def _local_rank() -> int:
 
 
 def _device(local_rank: int) -> torch.device:
-    """The device for a rank: the CPU, which is what backend 'phalanx' moves; a GPU where the group is NCCL's."""
-    if dist.get_backend() == "nccl" and torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return decide_device(
+        local_rank, _ranks_here(), torch.cuda.device_count(), ranks_per_gpu(), is_nccl=dist.get_backend() == "nccl"
+    )
+
+
+def _ranks_here() -> int:
+    """How many ranks of the job this host has; all of them, if nobody says how many."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    launch = find_launch(os.environ)
+    return int(told) if told.isdecimal() else (launch.local_size if launch is not None else 0) or dist.get_world_size()
+
+
+def decide_device(local_rank: int, ranks_here: int, gpus: int, ranks_per_gpu: int, *, is_nccl: bool) -> torch.device:
+    """The device for a rank of a host with `gpus`: `ranks_per_gpu` neighbours share one.
+
+    Where there are more ranks than that leaves room for, they were not counted by GPUs, and get the CPU; with NCCL,
+    which knows nothing else, a GPU in turn.
+    """
+    if gpus and (is_nccl or ranks_here <= gpus * ranks_per_gpu):
+        return torch.device("cuda", local_rank // ranks_per_gpu % gpus)
     return torch.device("cpu")

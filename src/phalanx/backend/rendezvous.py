@@ -85,6 +85,7 @@ def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: An
     raise RuntimeError(_NOT_AGAIN)
 
 
+_RANKS_PER_GPU = "PHALANX_RANKS_PER_GPU"
 _NOT_AGAIN = "env:// cannot rendezvous again; destroy the group and initialise anew"
 
 
@@ -421,3 +422,14 @@ def _missing(launch: Launch, error: DeadlineError) -> DeadlineError:
         f"{advice.get(launch.launcher, mpi)}",
         missing=error.missing,
     )
+
+
+def ranks_per_gpu() -> int:
+    """How many ranks the launcher has put on a GPU, as `phalanx run --ranks-per-gpu` does."""
+    text = os.environ.get(_RANKS_PER_GPU, "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
+def ranks_share_gpus() -> bool:
+    """Whether the launcher has put several ranks on a GPU."""
+    return ranks_per_gpu() > 1

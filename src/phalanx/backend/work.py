@@ -147,10 +147,16 @@ class PhalanxWork(dist.Work):
         """A future whose value is the list of output tensors."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = self._new_future()
                 if self._settled:
-                    self._future.set_result(list(self._values()))
+                    self._fulfil(self._future, list(self._values()))
             return self._future.then(self._unwrap)
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+    def _fulfil(self, future: torch.futures.Future[Any], outputs: list[Any]) -> None:
+        future.set_result(outputs)
 
     def _unwrap(self, future: torch.futures.Future[Any]) -> Any:
         if self._error is not None:
@@ -182,7 +188,7 @@ class PhalanxWork(dist.Work):
             self.executor = None
         if future is None:
             return None
-        return lambda: future.set_result(list(outputs))
+        return lambda: self._fulfil(future, list(outputs))
 
     def release(self) -> None:
         """Wake up whoever waits."""

@@ -51,15 +51,11 @@ def identify(device: torch.device) -> str:
 
 
 def find_shared_gpu(gpus: Sequence[str]) -> str:
-    """What is wrong with ranks that use these GPUs, by rank, or nothing: NCCL takes one rank per GPU."""
+    """Why NCCL cannot carry tensors between ranks that use these GPUs, by rank, or nothing."""
     users: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         users.setdefault(gpu, []).append(rank)
     shared = [f"{name_ranks(ranks)} use {gpu}" for gpu, ranks in users.items() if len(ranks) > 1]
     if not shared:
         return ""
-    return (
-        f"{'; '.join(shared)}, and NCCL takes one rank per GPU.\n"
-        "Call torch.cuda.set_device(local_rank) before the first CUDA tensor, start no more ranks than there are GPUs, "
-        "or keep the tensors on the CPU."
-    )
+    return f"{'; '.join(shared)}, and NCCL takes one rank per GPU."

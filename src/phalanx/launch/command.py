@@ -88,10 +88,11 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
     """
     problems = []
     cpus = share_cpus(find_cpus(), *settings.share)
-    gpus = count_gpus(environ) if settings.nproc in ("auto", "gpu") else 0
+    by_gpu = settings.nproc in ("auto", "gpu") or settings.ranks_per_gpu is not None
+    gpus = count_gpus(environ) if by_gpu else 0
     num_ranks = 0
     try:
-        num_ranks = decide_num_ranks(settings.nproc, len(cpus), gpus)
+        num_ranks = decide_num_ranks(settings.nproc, len(cpus), gpus, settings.ranks_per_gpu)
     except LaunchError as error:
         problems.append(str(error))
     else:
@@ -111,6 +112,8 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
     variables = {name: value for name, value in chosen.items() if value is not None}
     if settings.report is not None:
         variables["PHALANX_REPORT"] = os.path.abspath(settings.report)
+    if settings.ranks_per_gpu is not None:
+        variables["PHALANX_RANKS_PER_GPU"] = str(settings.ranks_per_gpu)
     return JobPlan(
         settings,
         num_ranks,

@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.launch.environment import RANK_VARIABLES
 
 _MAX_SECONDS = 365 * 24 * 3600
+_MAX_RANKS_PER_GPU = 64
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ def _read_nproc(text: str) -> str:
     if len(text) > 9:
         raise ValueError(f"must be below a thousand million, got {text}")
     return str(int(text))
+
+
+def _read_ranks_per_gpu(text: str) -> int:
+    count = _read_count(text)
+    if not 1 <= count <= _MAX_RANKS_PER_GPU:
+        raise ValueError(f"must be from 1 to {_MAX_RANKS_PER_GPU}, got {text!r}")
+    return count
 
 
 def _read_nnodes(text: str) -> tuple[int, int]:
@@ -197,6 +205,9 @@ def _read_streams(text: str) -> Streams:
 OPTIONS = (
     Option("nproc-per-node", "nproc", "Ranks on this host: a number; gpu; cpu (one per core that this command may use) "
            "or auto (gpu if there are GPUs, else cpu; the default).", "N|auto|cpu|gpu", _read_nproc),
+    Option("ranks-per-gpu", "ranks_per_gpu", "Ranks that share a GPU (default 1): phalanx.init().device is the same "
+           "for so many neighbours, whose CUDA tensors are exchanged through the host's memory, as NCCL takes one rank "
+           "per GPU.", "N", _read_ranks_per_gpu, torchruns=False),
     Option("module", "kind:module", "Run a module, as `python -m` does.", short="m"),
     Option("no-python", "kind:program", "Run a program directly instead of a Python script."),
     Option("log-dir", "log_dir", "Also keep each rank's lines in a file, DIR/rank_0.log, …, and what the ranks' "

@@ -31,6 +31,7 @@ class Settings:
 
     target: Target
     nproc: str = "auto"
+    ranks_per_gpu: int | None = None  # None: nobody has said so, and it is one
     log_dir: str | None = None
     report: str | None = None
     redirects: Streams = NO_STREAMS
@@ -162,12 +163,14 @@ def _read_environment(environ: Mapping[str, str], given: dict[str, Any], problem
             problems.append(f"{name} in the environment: must be 0 or 1, got {text!r}")
 
 
-def decide_num_ranks(nproc: str, cpus: int, gpus: int) -> int:
-    """How many ranks `nproc` means on a host with so many usable cores and GPUs.
+def decide_num_ranks(nproc: str, cpus: int, gpus: int, ranks_per_gpu: int | None = None) -> int:
+    """How many ranks `nproc` means on a host with so many usable cores and GPUs; `ranks_per_gpu` if that was given.
 
     Raises:
-        LaunchError: gpu without a GPU, or more ranks than any use could explain.
+        LaunchError: gpu without a GPU, more ranks than the GPUs are to have, or than any use could explain.
     """
+    if ranks_per_gpu is not None:
+        return _decide_ranks_on_gpus(nproc, gpus, ranks_per_gpu)
     if nproc == "gpu" and gpus == 0:
         raise LaunchError(
             "phalanx run: --nproc-per-node gpu: this host has no GPU that CUDA could use "
@@ -185,3 +188,24 @@ def decide_num_ranks(nproc: str, cpus: int, gpus: int) -> int:
             exit_code=USAGE_EXIT_CODE,
         )
     return count
+
+
+def _decide_ranks_on_gpus(nproc: str, gpus: int, ranks_per_gpu: int) -> int:
+    asked = f"phalanx run: --ranks-per-gpu {ranks_per_gpu}"
+    most = gpus * ranks_per_gpu
+    if gpus == 0:
+        problem = (
+            f"{asked}: this host has no GPU that CUDA could use (the driver shows none, or CUDA_VISIBLE_DEVICES hides "
+            "them). Leave it out for ranks on the CPU; `nvidia-smi` shows what the driver sees."
+        )
+    elif nproc == "cpu":
+        problem = f"{asked} and --nproc-per-node cpu: ranks are counted by GPUs or by cores. Give one of the two."
+    elif nproc.isdecimal() and int(nproc) > most:
+        have = "1 GPU has" if gpus == 1 else f"{gpus} GPUs have"
+        problem = (
+            f"{asked}: {have} room for {most} ranks, and --nproc-per-node asks for {nproc}. "
+            f"Give --ranks-per-gpu {-(-int(nproc) // gpus)}."
+        )
+    else:
+        return int(nproc) if nproc.isdecimal() else most
+    raise LaunchError(problem, exit_code=USAGE_EXIT_CODE)

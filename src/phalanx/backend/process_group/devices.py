@@ -1,16 +1,18 @@
 """The process group where tensors may be on other devices: each call goes to the engine of its tensor's device.
 
     all_reduce(cpu tensor)   ──▶  shared memory, and the engine between hosts
-    all_reduce(cuda tensor)  ──▶  a group inside, of the same ranks, over NCCL
+    all_reduce(cuda tensor)  ──▶  a group inside, of the same ranks, over NCCL; or, where ranks share a GPU, which NCCL
+                                  refuses: copied to the host, carried as the CPU's tensors are, and copied back
     barrier, objects         ──▶  the CPU's way, unless a device is asked for
 
 The group inside is made with the first tensor of its device. At their first collective on it the ranks tell each other
-which device each uses, in the CPU's way: who is missing, or uses another's GPU, is told by name and at once.
+which device each uses, in the CPU's way: who is missing is told by name and at once, and all decide alike who carries
+that device's tensors. What goes through the host has its place among the CPU's collectives: one order, one fingerprint,
+the same errors and the same bits.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,7 +24,10 @@ from torch._C import _distributed_c10d as c10d
 from phalanx.backend.device_backends import DeviceBackend, available, find_device, no_backend_for
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.process_group.staged import StagedProcessGroup
+from phalanx.backend.rendezvous import ranks_share_gpus
 from phalanx.diagnostics.failure_report import closed
+from phalanx.log import get_logger, warn_once
 
 _IDENTITY_BYTES = 128  # of a device, in UTF-8
 
@@ -35,8 +40,10 @@ _COLLECTIVES = (
 )  # fmt: skip
 _MESSAGES = ("send", "recv", "recv_anysource")
 
+_logger = get_logger(__name__)
 
-class RoutedProcessGroup(PhalanxProcessGroup):
+
+class RoutedProcessGroup(StagedProcessGroup):
     """A `PhalanxProcessGroup` in a process with devices that an engine reaches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +51,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         self._device_backends = available()
         self._inside: dict[str, Any] = {}
         self._agreed: set[str] = set()
-        self._opening = threading.Lock()
+        self._staged: set[str] = set()  # types of device whose tensors go through the host's memory
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -52,11 +59,9 @@ class RoutedProcessGroup(PhalanxProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         kind = torch.device(device).type
-        return (
-            self._group_inside(kind)._get_backend(device)
-            if kind in self._device_backends
-            else super()._get_backend(device)
-        )
+        if kind in self._device_backends:
+            return self if self._is_staged(kind) else self._group_inside(kind)._get_backend(device)
+        return super()._get_backend(device)
 
     def _group_inside(self, kind: str) -> Any:
         """The group for the tensors of that type of device; talks to nobody."""
@@ -64,7 +69,9 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             if self._closed:
                 raise closed(self._name)
             if kind not in self._inside:
-                self._inside[kind] = self._device_backends[kind].open(
+                opened = self._device_backends[kind].open
+                assert opened is not None
+                self._inside[kind] = opened(
                     self._store,
                     self._rank,
                     self._size,
@@ -74,22 +81,24 @@ class RoutedProcessGroup(PhalanxProcessGroup):
                 )
             return self._inside[kind]
 
+    def _is_staged(self, kind: str) -> bool:
+        """Whether tensors of that type of device go through the host, as far as this rank knows without asking."""
+        return kind in self._staged or self._device_backends[kind].open is None or ranks_share_gpus()
+
     def _route(self, device: torch.device, operation: str, *, collective: bool) -> Any:
-        """The group that carries tensors on `device`."""
+        """The group that carries tensors on `device`; None if they go through the host."""
         device_backend = self._device_backends.get(device.type)
         if device_backend is None:
             raise ValueError(no_backend_for(device, operation))
-        group = self._group_inside(device.type)
         if collective and device.type not in self._agreed:
-            self._agree(device_backend, device, operation)
+            self._agree(device_backend, device)
             self._agreed.add(device.type)
-        return group
+        return None if self._is_staged(device.type) else self._group_inside(device.type)
 
-    def _agree(self, device_backend: DeviceBackend, device: torch.device, operation: str) -> None:
-        """Tell all ranks which device this one uses, once.
+    def _agree(self, device_backend: DeviceBackend, device: torch.device) -> None:
+        """Tell all ranks which device this one uses, once; all decide alike who carries its tensors.
 
         Raises:
-            ValueError: the ranks' devices do not go together; on every rank.
             DeadlineError, PeerLostError, MismatchError: not every rank came with a tensor of this device.
         """
         mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
@@ -100,28 +109,46 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         options.asyncOp = False
         super().allgather([theirs], [mine], options).wait()
         names = [bytes(block.tolist()).rstrip(b"\0").decode(errors="replace") for block in theirs]
-        if problem := device_backend.problem(names):
-            raise ValueError(f"{operation} on {device} in group {self._name!r} on rank {self._rank}: {problem}")
+        obstacle = device_backend.obstacle(names)
+        if obstacle or self._is_staged(device.type):
+            if obstacle and not ranks_share_gpus():
+                warn_once(
+                    _logger,
+                    f"group {self._name!r}: {obstacle}\nTensors on {device.type} go through the host's memory. If that "
+                    "is not meant, call torch.cuda.set_device(local_rank) first, or start no more ranks than GPUs; if "
+                    "it is, `phalanx run --ranks-per-gpu` says so.",
+                )
+            self._open_host_memory(device.type)
+            self._staged.add(device.type)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Over when every rank has come; with a device (`device_ids`) also what is queued on it."""
         device = getattr(opts, "device", None)
         if device is None or torch.device(device).type not in self._device_backends:
             return super().barrier(opts)
-        work: dist.Work = self._route(device, "barrier", collective=True).barrier(opts)
+        group = self._route(device, "barrier", collective=True)
+        if group is None:
+            self._await_device(device)
+            return super().barrier(opts)
+        work: dist.Work = group.barrier(opts)
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if torch.device(device).type in self._device_backends:
-            self._route(device, "coalescing", collective=False)._start_coalescing(device)
+        if (group := self._coalescing_group(device)) is not None:
+            group._start_coalescing(device)
         else:
             super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        if torch.device(device).type in self._device_backends:
-            work: dist.Work = self._route(device, "coalescing", collective=False)._end_coalescing(device)
+        if (group := self._coalescing_group(device)) is not None:
+            work: dist.Work = group._end_coalescing(device)
             return work
         return super()._end_coalescing(device)
+
+    def _coalescing_group(self, device: torch.device) -> Any:
+        if torch.device(device).type not in self._device_backends:
+            return None
+        return self._route(torch.device(device), "coalescing", collective=False)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations may take from now on, on every device."""
@@ -157,7 +184,10 @@ def _routed(name: str, *, collective: bool) -> Callable[..., dist.Work]:
         if device is None:
             work: dist.Work = here(self, *args, **kwargs)
             return work
-        carried: dist.Work = getattr(self._route(device, name, collective=collective), name)(*args, **kwargs)
+        group = self._route(device, name, collective=collective)
+        if group is None:
+            return self._through_host(name, here, device, args, kwargs)
+        carried: dist.Work = getattr(group, name)(*args, **kwargs)
         return carried
 
     call.__name__, call.__doc__ = name, here.__doc__

@@ -48,6 +48,7 @@ class JobSpec:
     preload: bool
     max_restarts: int | None
     local_rank_argument: bool
+    ranks_per_gpu: int | None
     environment: dict[str, str]
     version: int = VERSION
 
@@ -62,7 +63,7 @@ class JobSpec:
             rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, settings.role, settings.log_dir,
             settings.report, settings.redirects, settings.tee, settings.shown_ranks, settings.grace_s,
             settings.exit_timeout_s, settings.evict_after_s, settings.affinity, settings.preload, settings.max_restarts,
-            settings.local_rank_argument,
+            settings.local_rank_argument, settings.ranks_per_gpu,
             choose_environment(environ, settings.environment),
         )  # fmt: skip
 
@@ -109,6 +110,7 @@ class JobSpec:
             preload=self.preload,
             max_restarts=self.max_restarts,
             local_rank_argument=self.local_rank_argument,
+            ranks_per_gpu=own.ranks_per_gpu or self.ranks_per_gpu,
         )
 
 

@@ -23,7 +23,7 @@ from phalanx.launch.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, parse
 
 _OWN_OPTIONS = (
-    "nproc-per-node", "key-file", "node-rank", "local-addr", "log-dir", "role", "no-affinity", "env",
+    "nproc-per-node", "ranks-per-gpu", "key-file", "node-rank", "local-addr", "log-dir", "role", "no-affinity", "env",
 )  # fmt: skip
 _JOIN_TIMEOUT_S = 600.0
 _TELL_S = 5.0

@@ -1,0 +1,9 @@
+"""Tensors of a device through the host's memory: how they come there and back, in the order of the device's streams."""
+
+from __future__ import annotations
+
+from phalanx.transport.staging.host_memory import HostMemory
+from phalanx.transport.staging.staged_call import StagedCall
+from phalanx.transport.staging.streams import CopyStream, open_copy_stream
+
+__all__ = ["CopyStream", "HostMemory", "StagedCall", "open_copy_stream"]

@@ -1,0 +1,86 @@
+"""Memory of the host from which a device copies fast: page-locked, and best seen by all ranks.
+
+small                       from PyTorch's own cache of page-locked memory, where the device is CUDA
+64 KiB and more             in the ranks' symmetric memory, where they have some: a collective reads the other ranks'
+                            staged tensors where they lie, and nothing is copied between ranks before it is reduced
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.log import get_logger, warn_once
+from phalanx.symmetric_memory.scratch import Scratch
+
+_logger = get_logger(__name__)
+_PAGE = 4096
+_LARGE_BYTES = 1 << 16
+_LARGEST_BYTES = 1 << 34  # addresses; what nobody uses has no pages
+
+
+def staging_bytes(heap_bytes: int) -> int:
+    """How large a piece of a rank's heap is taken."""
+    return min(_LARGEST_BYTES, heap_bytes // 8) // _PAGE * _PAGE
+
+
+def block_bytes(nbytes: int) -> int:
+    """What is taken for a tensor of `nbytes`: a power of two, so that blocks serve again, in whole pages."""
+    return max(_PAGE, 1 << (nbytes - 1).bit_length())
+
+
+class HostMemory:
+    """Where tensors of a device are staged. `piece` are bytes of this rank's symmetric heap; None without one.
+
+    Blocks of it are page-locked when they are first used, and stay so until `close`.
+    """
+
+    def __init__(self, device_type: str, piece: Tensor | None = None) -> None:
+        self._is_cuda = device_type == "cuda"
+        self._lock = threading.Lock()
+        self._page_locked: dict[int, int] = {}
+        self._scratch: Scratch | None = None
+        if piece is not None:
+            skip = -piece.data_ptr() % _PAGE
+            self._scratch = Scratch(piece[skip : skip + (piece.numel() - skip) // _PAGE * _PAGE])
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised, contiguous tensor of the host."""
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        if self._scratch is None or nbytes < _LARGE_BYTES:
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._is_cuda)
+        with self._lock:
+            block = self._scratch.allocate(block_bytes(nbytes), torch.uint8)
+            if self._is_cuda:
+                self._lock_pages(block)
+        return block[:nbytes].view(dtype).view(tuple(shape))
+
+    def _lock_pages(self, block: Tensor) -> None:
+        at = block.data_ptr()
+        if at in self._page_locked:
+            return
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(cudart.cudaHostRegister(at, block.numel(), 0))
+        if error:
+            warn_once(
+                _logger,
+                f"memory for staging could not be page-locked (CUDA error {error}); copies from and to the GPU are "
+                "slower. A limit on locked memory (ulimit -l) may be the reason.",
+            )
+        self._page_locked[at] = error
+
+    def close(self) -> None:
+        """Let the pages go, before the memory does."""
+        with self._lock:
+            blocks, self._page_locked = self._page_locked, {}
+            self._scratch = None
+        for at, error in blocks.items():
+            if not error:
+                cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                cudart.cudaHostUnregister(at)

@@ -1,0 +1,112 @@
+"""One operation on a device's tensors: staged in the host's memory, carried out there, and written back.
+
+caller                              whoever carries the operation out            caller
+read: device to host is queued ──▶  await the copy, carry out, queue the     ──▶ its stream waits for the copies
+                                    copies back; an error: nothing is copied
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.transport.base import CallContext
+from phalanx.transport.staging.host_memory import HostMemory
+from phalanx.transport.staging.streams import CopyStream
+
+Operation = Callable[[CallContext], None]
+
+
+class InFlight:
+    """Staged tensors that the device still reads."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self._stream = stream
+        self._held: deque[tuple[Any, list[Tensor]]] = deque()
+
+    def hold(self, mark: Any, tensors: list[Tensor]) -> None:
+        """Keep `tensors` until what came before `mark` is over, or a little longer."""
+        while self._held and self._stream.is_over(self._held[0][0]):
+            self._held.popleft()
+        self._held.append((mark, tensors))
+
+
+class StagedCall:
+    """The tensors of one operation in both places."""
+
+    def __init__(self, stream: CopyStream, memory: HostMemory, in_flight: InFlight) -> None:
+        self.stream = stream
+        self._memory = memory
+        self._in_flight = in_flight
+        self._written: list[tuple[Tensor, Tensor]] = []
+        self._read_mark: Any = None
+        self._done_mark: Any = None
+        stream.follow_caller()
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """The device's tensors that receive results; empty once they have."""
+        return [tensor for tensor, _ in self._written]
+
+    def stage(self, tensor: Tensor, *, read: bool, written: bool) -> Tensor:
+        """The host's tensor for `tensor`: it holds its elements once `await_inputs` has returned, if it is `read`."""
+        if tensor.layout is not torch.strided:  # its sizes are only known once the device has come there
+            host = tensor.detach().cpu()
+        elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)) and written:
+            # The caller's check refuses it, in words that name its strides.
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        else:
+            host = self._memory.empty(tensor.shape, tensor.dtype)
+            if read and tensor.numel():
+                with self.stream.queueing(), torch.no_grad():
+                    host.copy_(tensor.detach(), non_blocking=True)
+                self.stream.keep(tensor)
+        if read:
+            self._read_mark = self.stream.mark()
+        if written:
+            self._written.append((tensor, host))
+        return host
+
+    def around(self, operation: Operation) -> Operation:
+        """`operation` on the host's tensors, with what comes before and after it."""
+
+        def carry_out(ctx: CallContext) -> None:
+            self.await_inputs()
+            operation(ctx)
+            self.write_back()
+
+        return carry_out
+
+    def await_inputs(self) -> None:
+        """Return when the host's tensors hold what the device's held at the time of the call."""
+        if self._read_mark is not None:
+            self.stream.await_on_host(self._read_mark)
+
+    def write_back(self) -> None:
+        """Queue the copies to the device."""
+        written, self._written = self._written, []
+        with self.stream.queueing():
+            for tensor, host in written:
+                if tensor.numel() or host.numel():
+                    _copy(tensor, host)
+                    self.stream.keep(tensor)
+        self._done_mark = self.stream.mark()
+        self._in_flight.hold(self._done_mark, [host for _, host in written])
+
+    def order_caller(self) -> None:
+        """What the caller queues from now on comes after the results; the host does not wait for them."""
+        if self._done_mark is not None:
+            self.stream.await_on_device(self._done_mark)
+
+
+def _copy(tensor: Tensor, host: Tensor) -> None:
+    # Only inference mode may write to its tensors, and it belongs to the thread: this may be another than the caller's.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        if tensor.layout is torch.strided:
+            tensor.copy_(host, non_blocking=True)
+        else:
+            tensor.copy_(host.to(tensor.device))

@@ -1,0 +1,135 @@
+"""The stream on which a device's tensors are copied from and to the host, beside the one that computes.
+
+    the caller's stream   ── kernels ──┐                                    ┌── kernels that read the result
+    the copy stream                    └─▶ device to host ─▶ ·····  host to device ─┘
+    the host                                                 the collective
+
+`torch.get_device_module` gives the streams and events of any accelerator that has some, under CUDA's names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class CopyStream(Protocol):
+    """Where the copies of one device are queued."""
+
+    @property
+    def future_devices(self) -> list[int | str | torch.device]:
+        """What a future must be told whose value lies on the device."""
+
+    def follow_caller(self) -> None:
+        """What is queued from now on comes after all that the calling thread has queued on its own stream."""
+
+    def queueing(self) -> contextlib.AbstractContextManager[None]:
+        """What the block does with the device's tensors is queued here."""
+
+    def mark(self) -> Any:
+        """A point after all that has been queued here."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """The memory of `tensor` is not given to others before what is queued here is over."""
+
+    def await_on_host(self, mark: Any) -> None:
+        """Return when what came before `mark` is over."""
+
+    def is_over(self, mark: Any) -> bool:
+        """Whether what came before `mark` is over."""
+
+    def await_on_device(self, mark: Any) -> None:
+        """What the calling thread queues on its own stream from now on comes after `mark`; the host goes on."""
+
+
+class InOrder:
+    """A device whose operations are over when they return."""
+
+    @property
+    def future_devices(self) -> list[int | str | torch.device]:
+        """None that has streams."""
+        return []
+
+    def follow_caller(self) -> None:
+        """Nothing is under way."""
+
+    @contextlib.contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Done at once."""
+        yield
+
+    def mark(self) -> Any:
+        """Now."""
+        return True
+
+    def keep(self, tensor: Tensor) -> None:
+        """Nothing uses it any longer."""
+
+    def await_on_host(self, mark: Any) -> None:
+        """It is over."""
+
+    def is_over(self, mark: Any) -> bool:
+        """It is."""
+        return True
+
+    def await_on_device(self, mark: Any) -> None:
+        """It is over."""
+
+
+class DeviceStream:
+    """A stream of its own on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stream: Any = self._module.Stream(device=device)
+
+    @property
+    def future_devices(self) -> list[int | str | torch.device]:
+        """This one."""
+        return [self._device]
+
+    def follow_caller(self) -> None:
+        """The copy stream waits for the caller's; the host does not."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
+
+    def queueing(self) -> contextlib.AbstractContextManager[None]:
+        """Make it this thread's stream for a while."""
+        block: contextlib.AbstractContextManager[None] = self._module.stream(self._stream)
+        return block
+
+    def mark(self) -> Any:
+        """An event behind what is queued."""
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
+
+    def keep(self, tensor: Tensor) -> None:
+        """Tell the device's allocator."""
+        if tensor.layout is torch.strided:
+            tensor.record_stream(self._stream)
+
+    def await_on_host(self, mark: Any) -> None:
+        """Block this thread; others go on."""
+        mark.synchronize()
+
+    def is_over(self, mark: Any) -> bool:
+        """Ask the device, and go on."""
+        over: bool = mark.query()
+        return over
+
+    def await_on_device(self, mark: Any) -> None:
+        """The caller's stream waits for the event; the host does not."""
+        self._module.current_stream(self._device).wait_event(mark)
+
+
+def open_copy_stream(device: torch.device) -> CopyStream:
+    """The copy stream for `device`, a new one; in order where the device has no streams."""
+    module: Any = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
+    if module is None or not (hasattr(module, "Stream") and hasattr(module, "Event")):
+        return InOrder()
+    return DeviceStream(device)

@@ -1,0 +1,193 @@
+"""Tensors of a device go through the host's memory where no engine carries them between the ranks. No GPU is needed.
+
+`float64` tensors stand for those of a device, all ranks' on the same GPU, which NCCL refuses: every collective then
+goes the staged way, with values, and must leave the bits that the CPU's own way leaves for `float32`. What needs a real
+device (memory that the host must not touch, streams) is in tests/gpu.
+"""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.gpu.collectives import all_collectives
+
+import phalanx
+from phalanx.backend import device_backends
+from phalanx.backend.device_backends import DeviceBackend
+from phalanx.backend.job import decide_device
+from phalanx.engines.nccl import find_shared_gpu
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError
+from phalanx.testing import RankFailed, run_ranks
+
+CPU = torch.device("cpu")
+LARGE = 100_003  # in the ranks' symmetric memory
+
+
+def _of_float64(arguments):
+    for argument in arguments[:2]:
+        while isinstance(argument, (list, tuple)) and argument:
+            argument = argument[0]
+        if isinstance(argument, torch.Tensor):
+            return CPU if argument.dtype == torch.float64 else None
+    return None
+
+
+def _join(rank, world_size, path, timeout_s=60.0):
+    """A group whose float64 tensors are staged."""
+    from phalanx.backend.process_group import devices
+
+    opened = None if world_size == 1 else lambda *_: pytest.fail("NCCL was asked")
+    device_backends.DEVICE_BACKENDS["cpu"] = DeviceBackend(
+        "NCCL", lambda: True, opened, lambda device: "GPU-7", find_shared_gpu
+    )
+    devices.find_device = _of_float64
+    store = dist.FileStore(path, world_size)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def _everything(rank, world_size, path):
+    _join(rank, world_size, path)
+    plain, staged = (all_collectives(CPU, dtype, rank, world_size) for dtype in (torch.float32, torch.float64))
+    group = dist.group.WORLD
+    before = group.transport.seq
+    large = torch.full((LARGE,), rank + 1.0, dtype=torch.float64)
+    works = [dist.all_reduce(one, async_op=True) for one in (large, torch.ones(3), large.clone())]  # one order for all
+    for work in works:
+        work.wait()
+    return plain, staged, group.transport.seq - before, large[0].item(), sorted(group._staged), group._inside
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_collective_leaves_the_same_through_the_hosts_memory_as_on_the_cpu(tmp_path, world_size) -> None:
+    for plain, staged, collectives, total, kinds, inside in run_ranks(
+        _everything, world_size, str(tmp_path / "s"), init=False
+    ):
+        assert plain == staged
+        assert len(plain) >= 20
+        assert collectives == 3  # none of them hidden from the order that all share
+        assert total == world_size * (world_size + 1) / 2
+        assert inside == {}
+        assert kinds == ["cpu"]
+
+
+def _refused(rank, world_size, path):
+    _join(rank, world_size, path)
+    messages = []
+
+    def refuse(kind, call, *args, **kwargs):
+        with pytest.raises(kind) as caught:
+            call(*args, **kwargs)
+        messages.append(str(caught.value).splitlines()[0])
+
+    f64 = {"dtype": torch.float64}
+    dist.all_reduce(torch.ones(1, **f64))
+    refuse(ValueError, dist.all_reduce, torch.ones(1, **f64).expand(3))
+    refuse(ValueError, dist.all_gather, [torch.ones(2, **f64)], torch.ones(2, **f64))
+    refuse(ValueError, dist.broadcast, torch.empty(2, **f64), src=5)
+    freed = torch.ones(2, **f64)
+    freed.untyped_storage().resize_(0)
+    refuse(ValueError, dist.all_reduce, freed)
+    dist.all_reduce(total := torch.ones(1, **f64))  # the group goes on
+    mine = torch.full((2 + rank,), 7.0, **f64)
+    with pytest.raises(MismatchError) as caught:
+        dist.all_reduce(mine)
+    return messages, total.item(), str(caught.value), mine.tolist()
+
+
+def test_wrong_calls_are_refused_in_the_cpus_words_and_change_nothing(tmp_path) -> None:
+    for messages, total, mismatch, mine in run_ranks(_refused, 2, str(tmp_path / "s"), init=False):
+        assert "share memory, so no result can be written to it" in messages[0]
+        assert messages[1] == "all_gather: tensor_list holds 1 tensors, the group has 2 ranks"
+        assert "5" in messages[2]
+        assert "its storage was freed" in messages[3]
+        assert total == 2.0
+        assert "rank 0: all_reduce(SUM) of float64 (2,) at " in mismatch
+        assert "rank 1: all_reduce(SUM) of float64 (3,) at " in mismatch
+        assert set(mine) == {7.0}
+
+
+def _one_leaves(rank, world_size, path):
+    _join(rank, world_size, path)
+    dist.all_reduce(torch.ones(1, dtype=torch.float64))
+    if rank == 1:
+        raise RuntimeError("out of memory")
+    work = dist.all_reduce(torch.ones(LARGE, dtype=torch.float64), async_op=True)
+    with pytest.raises(PeerLostError) as caught:
+        work.wait()
+    future = work.get_future()
+    with pytest.raises(RuntimeError, match="rank 1"):
+        future.wait()
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_is_named_to_those_who_wait_for_it(tmp_path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_one_leaves, 2, str(tmp_path / "s"), init=False)
+    assert list(caught.value.errors) == [1]
+
+
+def _receive_until_it_gives_up():
+    while True:
+        dist.recv(torch.empty(1, dtype=torch.float64), 0)
+
+
+def _one_is_late(rank, world_size, path):
+    _join(rank, world_size, path, timeout_s=1.0)
+    dist.all_reduce(torch.ones(1, dtype=torch.float64))
+    if rank == 0:
+        with pytest.raises(DeadlineError) as caught:
+            dist.all_reduce(torch.ones(3, dtype=torch.float64))
+        message = str(caught.value)
+    else:
+        message = None
+        with pytest.raises((DeadlineError, PeerLostError)):
+            _receive_until_it_gives_up()
+    return message
+
+
+def test_a_rank_that_does_not_come_in_time_is_named(tmp_path) -> None:
+    message, _ = run_ranks(_one_is_late, 2, str(tmp_path / "s"), init=False)
+    assert "all_reduce #" in message
+    assert "rank 1" in message
+
+
+def _train(rank, world_size, path):
+    _join(rank, world_size, path)
+    trained = []
+    for wrap in (phalanx.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel):
+        torch.manual_seed(0)
+        model = wrap(torch.nn.Linear(300, 3).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(10 * rank + step)).double()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        trained.append([p.detach().clone() for p in model.parameters()])
+    return all(map(torch.equal, *trained)), trained[0][1].tolist()
+
+
+def test_models_are_trained_over_staged_collectives(tmp_path) -> None:
+    results = run_ranks(_train, 2, str(tmp_path / "s"), init=False)
+    assert [same for same, _ in results] == [True, True]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "ranks_here", "gpus", "per_gpu", "is_nccl", "device"),
+    [
+        (0, 1, 0, 1, False, "cpu"),
+        (0, 1, 1, 1, False, "cuda:0"),
+        (3, 4, 4, 1, False, "cuda:3"),
+        (3, 4, 1, 4, False, "cuda:0"),
+        (3, 4, 2, 2, False, "cuda:1"),
+        (3, 16, 8, 1, False, "cpu"),  # a rank per core
+        (3, 4, 1, 1, True, "cuda:0"),
+    ],
+)
+def test_neighbours_share_a_gpu_and_ranks_that_were_counted_by_cores_have_none(
+    local_rank, ranks_here, gpus, per_gpu, is_nccl, device
+) -> None:
+    assert decide_device(local_rank, ranks_here, gpus, per_gpu, is_nccl=is_nccl) == torch.device(device)
