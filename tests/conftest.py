@@ -39,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--mapreduce-kills", type=int, default=4, help="ranks of map_reduce killed, at random from the fifth on"
     )
+    parser.addoption(
+        "--simulated-accelerator",
+        metavar="FOLDER",
+        help="run tests/gpu on a simulated device as well, which is built in this folder",
+    )
     parser.addoption("--elastic-kills", type=int, default=6, help="ranks of elastic jobs killed at random places")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from phalanx.doctor.facts import Facts, Probe, Torch
+from phalanx.doctor.finding import Finding, Status
+from phalanx.doctor.gpu_checks import judge_gpus
 from phalanx.engines.interfaces import is_public
 from phalanx.launch.limits import needed_open_files
 
@@ -20,24 +20,6 @@ _SHM_BYTES = 256 << 20
 _OPEN_FILES = 1024
 _PROCESSES_PER_CORE = 16
 _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
-
-
-class Status(enum.Enum):
-    """`PROBLEM` means that training would not work; `WARNING` that it would, with a loss."""
-
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check says. `advice` is what to do; it is empty only where all is well."""
-
-    topic: str
-    status: Status
-    fact: str
-    advice: str = ""
 
 
 def check_cores(facts: Facts) -> Finding:
@@ -410,8 +392,9 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """Every check's finding, in the order of CHECKS."""
-    return [check(facts) for check in CHECKS]
+    """Every check's finding, in the order of CHECKS; where there are GPUs, theirs before the training's."""
+    findings = [check(facts) for check in CHECKS]
+    return [*findings[:-1], *judge_gpus(facts), findings[-1]]
 
 
 def would_train(findings: list[Finding]) -> bool:

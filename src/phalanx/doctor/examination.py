@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.doctor.driver import ask_driver
 from phalanx.doctor.facts import Facts
 from phalanx.doctor.host import examine_host
 from phalanx.doctor.kernel import examine_kernel
@@ -11,4 +12,4 @@ from phalanx.doctor.trial import try_training
 def examine() -> Facts:
     """Everything that the checks look at; takes the seconds that importing PyTorch takes."""
     torch, training = try_training()
-    return Facts(host=examine_host(), kernel=examine_kernel(), torch=torch, training=training)
+    return Facts(examine_host(), examine_kernel(), torch, training, ask_driver())

@@ -58,6 +58,30 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver tells of it; None where it does not."""
+
+    name: str
+    uuid: str = ""
+    mig: bool | None = None
+    exclusive: bool | None = None
+    clock_mhz: int | None = None
+    max_clock_mhz: int | None = None
+    slowed_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVIDIA's driver, asked through NVML. `apart`: pairs of GPUs of which neither reads the other's memory."""
+
+    nvml: Probe = field(default_factory=lambda: Probe(False, "there is no libnvidia-ml.so.1"))
+    version: str = ""
+    cuda: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Torch:
     """PyTorch as it imports here. `cuda` says whether it can use a GPU now, or why not."""
 
@@ -66,6 +90,9 @@ class Torch:
     registered: bool
     cuda_version: str | None = None
     cuda: Probe = field(default_factory=lambda: Probe(False, "built without CUDA"))
+    nccl: str = ""
+    pinned: Probe | None = None  # memory of the host that is page-locked, tried; None without a GPU
+    ipc: Probe | None = None  # memory of a GPU that another process maps, tried
 
 
 @dataclass(frozen=True)
@@ -76,3 +103,4 @@ class Facts:
     kernel: Kernel
     torch: Torch | str
     training: Probe
+    driver: Driver = field(default_factory=Driver)

@@ -8,8 +8,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.doctor.checks import Finding, Status, would_train
+from phalanx.doctor.checks import would_train
 from phalanx.doctor.facts import Facts
+from phalanx.doctor.finding import Finding, Status
 
 _COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from phalanx.doctor.facts import Probe, Torch
@@ -21,6 +22,7 @@ from phalanx.testing import RankFailed, run_ranks
 _PATIENCE_S = 60.0
 _STEP_PATIENCE_S = 30.0
 _REPEATS = 25
+_COPIED_BYTES = 64 << 20
 
 
 def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
@@ -41,18 +43,27 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
         return reason, Probe(False, reason)
     said = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     torch: Torch | str = f"{how}: {_last_line(complaint)}" if complaint else how
-    for words in said:
-        if "torch" in words:
-            torch = _read_torch(words["torch"])
-        if "training" in words:
-            return torch, Probe(**words["training"])
+    words: dict[str, Any] = {name: value for line in said for name, value in line.items()}
+    if "torch" in words:
+        torch = _read_torch(words["torch"])
+    if "training" in words:
+        if isinstance(torch, Torch) and torch.cuda.works:
+            untold = Probe(False, f"{how} while it was tried")
+            gpu = words.get("gpu", {"nccl": torch.nccl})
+            pinned, ipc = (Probe(**gpu[name]) if name in gpu else untold for name in ("pinned", "ipc"))
+            torch = replace(torch, nccl=gpu["nccl"], pinned=pinned, ipc=ipc)
+        return torch, Probe(**words["training"])
     return torch, Probe(False, f"{how} before two ranks had taken a step\n{complaint.strip()}".strip())
 
 
 def main() -> None:
-    """The process: one line for PyTorch, one for the training."""
+    """The process: one line for PyTorch, one for the training, and where PyTorch uses a GPU one for that."""
     _say(torch=_examine_torch())
     _say(training=_train())
+    import torch
+
+    if torch.cuda.is_available():
+        _say(gpu=_try_gpu())
 
 
 def _say(**words: Any) -> None:
@@ -79,6 +90,50 @@ def _examine_torch() -> dict[str, Any]:
         "cuda_version": torch.version.cuda,
         "cuda": {"works": usable, "detail": detail},
     }
+
+
+def _try_gpu() -> dict[str, Any]:
+    """What exchanging tensors of a GPU needs, each tried for real on the first one."""
+    import torch
+
+    nccl: Any = getattr(torch.cuda, "nccl", None)
+    return {
+        "nccl": ".".join(map(str, nccl.version())) if _has("nccl") and nccl is not None else "",
+        "pinned": _try(_copy_pinned),
+        "ipc": _try(_export_memory),
+    }
+
+
+def _try(what: Callable[[], str]) -> dict[str, Any]:
+    try:
+        return {"works": True, "detail": what()}
+    except Exception as error:
+        return {"works": False, "detail": f"{type(error).__name__}: {error}".partition("\n")[0]}
+
+
+def _copy_pinned() -> str:
+    import torch
+
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_gpu = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        on_gpu.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    if not bool((on_gpu == 1).all()):
+        raise RuntimeError("a copy to the GPU arrived wrong")
+    return f"{_COPIED_BYTES / min(times) / 1e9:.1f} GB/s to the GPU"
+
+
+def _export_memory() -> str:
+    import torch
+
+    storage: Any = torch.ones(1 << 20, dtype=torch.uint8, device="cuda").untyped_storage()
+    storage._share_cuda_()
+    return "memory can be handed to other processes"
 
 
 def _has(backend: str) -> bool:
