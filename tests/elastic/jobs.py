@@ -122,6 +122,8 @@ def build(job: Job) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(1)
     norm = nn.LayerNorm(16) if job.layer_norm else nn.BatchNorm1d(16)
     model = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.3 if job.draws else 0.0), nn.Linear(16, 1))
+    if job.optimizer == "offload":  # in half precision: what is lost with a master's last bits shows in later steps
+        model.bfloat16().register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
     kinds: dict[str, Callable[..., Any]] = {
         "adam": torch.optim.Adam,
         "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
@@ -133,8 +135,10 @@ def build(job: Job) -> tuple[nn.Module, Any, Any]:
         ddp: nn.Module = nn.parallel.DistributedDataParallel(model)
     else:
         ddp = phalanx.DistributedDataParallel(model, check=False)
-    if job.optimizer == "zero":
-        optimizer: Any = phalanx.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
+    if job.optimizer in ("zero", "offload"):
+        optimizer: Any = phalanx.ZeroRedundancyOptimizer(
+            ddp.parameters(), torch.optim.Adam, lr=0.01, offload=job.optimizer == "offload"
+        )
     else:
         optimizer = kinds[job.optimizer](ddp.parameters(), lr=0.01)
     return ddp, optimizer, model

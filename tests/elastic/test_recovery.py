@@ -123,12 +123,18 @@ def test_every_kind_of_step_goes_on_where_it_was(kind: str, tmp_path: Path, undi
     check(dataclasses.replace(KINDS[kind], strikes=strikes), world_size, tmp_path, undisturbed, losses=2)
 
 
-@pytest.mark.parametrize("place", ["backward", "update", "updated", "commit", "rebind", "restore"])
+@pytest.mark.parametrize(
+    ("place", "optimizer"),
+    [
+        *((place, "zero") for place in ("backward", "update", "updated", "commit", "rebind", "restore")),
+        *((place, "offload") for place in ("update", "updated", "rebind")),
+    ],
+)
 def test_an_optimizer_in_shards_loses_the_owner_of_a_slice_and_no_bit(
-    place: str, tmp_path: Path, undisturbed: Any
+    place: str, optimizer: str, tmp_path: Path, undisturbed: Any
 ) -> None:
     strikes = (Strike(0, "backward", 6), Strike(0, place, -1) if place in points.POINTS[1:] else Strike(1, place, 3))
-    check(Job("", strikes, optimizer="zero"), 2, tmp_path, undisturbed, losses=2)
+    check(Job("", strikes, optimizer=optimizer), 2, tmp_path, undisturbed, losses=2)
 
 
 def test_with_fewer_ranks_the_rest_of_the_epoch_is_shared_among_those_who_are_there(tmp_path: Path) -> None:
