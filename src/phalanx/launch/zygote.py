@@ -2,7 +2,8 @@
 
     agent ──control socket──▶ zygote ──fork──▶ rank 0, 1, 2 …        (each becomes `python script.py`)
 
-It holds no CUDA context, starts no thread and never runs user code. It adopts every orphan below it, and when the
+It holds no CUDA context (an import that makes one has it begin again, without), starts no thread and never runs user
+code. It adopts every orphan below it, and when the
 agent's end of the socket closes, for whatever reason, it kills all that descends from it before it ends itself. When
 the zygote dies, the kernel kills the ranks (their death signal) and the agent adopts and kills what they leave.
 
@@ -35,6 +36,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.launch import control_protocol
+from phalanx.launch.cuda_context import close_devices, describe, find_own_cuda_use
 from phalanx.launch.folder import remove
 from phalanx.launch.processes import (
     ENDING_SIGNALS,
@@ -47,6 +49,7 @@ from phalanx.launch.processes import (
 )
 from phalanx.launch.title import set_command
 from phalanx.launch.worker import Assignment, run_worker
+from phalanx.launch.zygote_command import plan_zygote_code
 
 # What a rank imports when it begins to train. The first costs every process half a second and more, and any optimizer
 # of torch's imports it: a rank that takes the place of another one would keep all waiting for that.
@@ -75,10 +78,22 @@ def main(control: int, agent: int, preload: bool, warm: bool = False, sessions: 
         _import_torch()
     if warm:
         _import_for_training()
+    if use := find_own_cuda_use():
+        print(describe(use, preloads=preload), file=sys.stderr, flush=True)
+        if preload:
+            _begin_again(control, agent, sessions)
     gc.freeze()  # and for the ranks' collector the pages of the modules stay shared
     gc.enable()
     assignment = _Zygote(socket.socket(fileno=control), agent, sessions).serve()
     run_worker(assignment)
+
+
+def _begin_again(control: int, agent: int, sessions: Sequence[int]) -> None:
+    """Be a zygote that imports nothing; with what this one has imported its forks can't use a GPU."""
+    close_devices()
+    own, room = sys.orig_argv.index("-c"), sys.orig_argv[-1]
+    code = plan_zygote_code(control, agent, preload=False, warm=False, sessions=sessions)
+    os.execv(sys.executable, [*sys.orig_argv[:own], "-c", code, room])
 
 
 def _import_torch() -> None:

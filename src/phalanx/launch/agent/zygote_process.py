@@ -13,13 +13,7 @@ from typing import Any
 from phalanx.launch import control_protocol
 from phalanx.launch.processes import SUPPORTED
 from phalanx.launch.target import Target
-
-# Run by `python -c`, so that below the script there are as few frames as can be. The empty entry is the working
-# directory, which must not shadow modules (the user's `random.py`) while torch is imported.
-_BOOT = (
-    "import sys; '' in sys.path and sys.path.remove(''); "
-    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload}, {warm}, {sessions})"
-)
+from phalanx.launch.zygote_command import plan_zygote_code
 
 _MAX_ROOM = 1 << 14
 
@@ -47,15 +41,14 @@ class ZygoteProcess:
         self.has_forked = False  # or was told to
         self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
         self._told: list[dict[str, Any]] = []  # what a zygote after this one must know, too
-        numbers = tuple(sessions)
-        boot = _BOOT.format(control=theirs.fileno(), agent=os.getpid(), preload=preload, warm=warm, sessions=numbers)
+        code = plan_zygote_code(theirs.fileno(), os.getpid(), preload=preload, warm=warm, sessions=sessions)
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
         stdin = subprocess.DEVNULL if os.isatty(0) else None
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *flags, "-c", boot, " " * min(room, _MAX_ROOM)],
+                [sys.executable, *flags, "-c", code, " " * min(room, _MAX_ROOM)],
                 env=dict(environment),
                 pass_fds=[theirs.fileno()],
                 stdin=stdin,

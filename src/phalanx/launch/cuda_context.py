@@ -1,0 +1,81 @@
+"""Whether this process has used CUDA, so that a fork of it can't."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from typing import Any
+
+_DEVICES = "/dev/nvidia"
+
+
+def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str:
+    """What tells that CUDA has been initialised, by the modules of a process and what its descriptors lead to; or "".
+
+    The driver opens its devices in cuInit, whoever calls that, and torch says so of itself; asking initialises nothing.
+    """
+    torch = modules.get("torch")
+    try:
+        if torch is not None and torch.cuda.is_initialized():
+            return "torch.cuda.is_initialized()"
+    except AttributeError:
+        pass  # its import has failed half way
+    opened = sorted({path for path in descriptors if path.startswith(_DEVICES)})
+    return f"open: {', '.join(opened)}" if opened else ""
+
+
+def find_own_cuda_use() -> str:
+    """As `find_cuda_use`, of this process."""
+    return find_cuda_use(sys.modules, _descriptors().values())
+
+
+def close_devices() -> None:
+    """Let go of the driver's devices, before another program takes over this process."""
+    for fd, path in _descriptors().items():
+        if path.startswith(_DEVICES):
+            os.close(fd)
+
+
+def describe(use: str, *, preloads: bool) -> str:
+    """The line for the user. `preloads`: without the early import of torch it need not happen."""
+    suspects = _plugins()
+    who = f" Suspects: {', '.join(suspects)}." if suspects else ""
+    said = (
+        f"phalanx run: CUDA was initialised ({use}) in the process from which the ranks are forked, "
+        f"{'while torch was imported' if preloads else 'as Python started'}, and a fork of it can't use a GPU.{who}"
+    )
+    if preloads:
+        return (
+            f"{said} So each rank imports torch by itself, which takes longer. Initialise CUDA at the first use, not "
+            "in an import; --no-preload says nothing and does the same."
+        )
+    return (
+        f"{said} Look for it in sitecustomize, usercustomize and .pth files. Ranks that use no GPU run all the same; "
+        "for those that do, start the script without `phalanx run`, or initialise CUDA later."
+    )
+
+
+def _plugins() -> list[str]:
+    """What torch's import runs of other packages, apart from ours."""
+    try:
+        found = metadata.entry_points(group="torch.backends")
+    except Exception:
+        return []  # a broken package; it is only about a hint
+    return [f"{one.name} ({one.value})" for one in found if not one.value.startswith("phalanx")]
+
+
+def _descriptors() -> dict[int, str]:
+    """Where each descriptor of this process leads, where the system tells."""
+    found = {}
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return {}
+    for name in names:
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the listing's own
+    return found
