@@ -91,6 +91,25 @@ def test_pipelines_beside_each_other_share_the_batch(alone):
         torch.testing.assert_close(losses, alone)
 
 
+def test_stages_are_on_the_devices_that_are_named():
+    """`devices` of a pipeline only counted: which they were made no difference, nor whether there were any."""
+
+    def run(rank, world_size):
+        strategy = strategies.PipelineStrategy(devices=["cpu:0", "cpu:1"], micro_batches=2)
+        assert strategy.device == torch.device("cpu")
+        with torch.device("meta"):
+            model = make_model()
+        pipe, _ = strategy.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        assert {one.device for one in pipe.parameters()} == {torch.device("cpu")}
+        # Where a host has no second kind of device: the stage is where the pipeline is told, not where the model was.
+        elsewhere = strategies.PipelineStrategy(micro_batches=2)
+        elsewhere.device = elsewhere._pipeline_options["device"] = torch.device("meta")
+        pipe, _ = elsewhere.setup(make_model(), lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
+        assert {one.device.type for one in pipe.parameters()} == {"meta"}
+
+    run_ranks(run, 2)
+
+
 def test_rounds_of_one_step_with_sgd_are_data_parallel():
     def run(rank, world_size):
         seen = []
@@ -154,16 +173,50 @@ def test_values_of_replicas_are_reduced_and_gathered_as_in_tf_distribute():
         assert rows[:, 0].tolist() == columns[0].tolist() == [0, 1, 1, 2, 2, 2]
 
 
-def test_reductions_that_make_no_sense_are_refused_and_without_a_scope_there_is_no_strategy():
+def test_reductions_that_make_no_sense_are_refused():
+    """An axis that is not there was an IndexError of a tuple, no number torch's own words; and `args=(x)` gave the
+    function the rows of x. Sums of truths were truths.
+    """
     strategy = strategies.SingleDeviceStrategy("cpu")
     assert strategy.reduce("mean", [3, 4.0]) == [3.0, 4.0]
     with pytest.raises(ValueError, match="reduce_op must be 'sum' or 'mean', got 'max'"):
         strategy.reduce("max", 1)
     with pytest.raises(ValueError, match="a tensor without axes"):
         strategy.gather(torch.tensor(1))
-    assert not strategies.has_strategy()
-    with pytest.raises(RuntimeError, match="no strategy is in scope"):
-        strategies.get_strategy()
+    ones = torch.ones(2, 3)
+    for call, error, words in [
+        (lambda: strategy.reduce("sum", ones, axis=2), ValueError, r"reduce: a tensor of shape \(2, 3\) has no axis 2"),
+        (lambda: strategy.reduce("sum", ones, axis=(0, -3)), ValueError, r"shape \(2, 3\) has no axis -3"),
+        (lambda: strategy.reduce("sum", ones, axis="0"), TypeError, "reduce: axis must be a number, got '0'"),
+        (lambda: strategy.reduce("sum", [1, "a"]), TypeError, "it adds tensors and numbers, and a value is a str"),
+        (lambda: strategy.reduce("sum", {"a": None}), TypeError, "a value is a NoneType"),
+        (lambda: strategy.gather(ones, axis=2), ValueError, r"gather: a tensor of shape \(2, 3\) has no axis 2"),
+        (lambda: strategy.gather([ones]), TypeError, "gather: it needs a tensor, got a list"),
+        (lambda: strategy.run(torch.neg, args=(ones)), ValueError, r"as args=\(x,\), got a Tensor"),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
+    assert strategy.reduce("sum", [True, torch.tensor(True)]) == [1, torch.tensor(1)]
+
+
+def test_where_no_strategy_is_in_scope_each_process_is_one_replica_and_two_do_not_mix():
+    """As in tf.distribute, where a function may ask for the strategy whether there is one or not. It was refused."""
+
+    def run(rank, world_size):
+        assert not strategies.has_strategy()
+        default = strategies.get_strategy()
+        assert (default.num_replicas_in_sync, default.reduce("sum", rank), default.is_main) == (1, rank, True)
+        assert strategies.get_replica_context().merge_call(lambda one, x: one.reduce("sum", x), (rank,)) == rank
+        strategy = strategies.MirroredStrategy()
+        with strategy.scope(), strategy.scope():
+            for enter in (default.scope, lambda: default.run(int)):
+                with pytest.raises(
+                    RuntimeError, match=r"DefaultStrategy.* in the scope of another .*Mirrored.*: leave"
+                ):
+                    enter().__enter__()
+        assert not strategies.has_strategy()
+
+    run_ranks(run, 2)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -356,11 +409,23 @@ def test_wrong_names_numbers_and_devices_are_refused():
         (lambda: strategies.MirroredStrategy(0), "devices must be 1 or more, got 0"),
         (lambda: strategies.MirroredStrategy(["cpu:0", "oven"]), "devices=.*oven"),
         (lambda: strategies.MirroredStrategy([]), "must name one or more of one kind"),
+        (
+            lambda: strategies.MirroredStrategy(["cpu", "meta"]),
+            "device 'meta': strategies train on 'cpu' and on 'cuda'",
+        ),
+        (lambda: strategies.MirroredStrategy(["cpu", "cuda:99"]), "device 'cuda:99' is not there: this host has"),
+        (
+            lambda: strategies.PipelineStrategy(devices=["/gpu:0"]),
+            "device '/gpu:0': PyTorch's name of a GPU is 'cuda:0'",
+        ),
+        (lambda: strategies.OneDeviceStrategy("cuda:99"), "SingleDeviceStrategy: device 'cuda:99' is not there"),
         (lambda: strategies.ShardedStrategy("all"), "shard must be 'optimizer' or 'model'"),
         (lambda: strategies.ParameterServerStrategy(0), "num_servers must be 1 or more, got 0"),
     ]:
         with pytest.raises(ValueError, match=words):
             call()
+    with pytest.raises(TypeError, match=r"devices must be how many, or a list of names as .* got 'cpu'"):
+        strategies.MirroredStrategy("cpu")
     with pytest.raises(RuntimeError, match=r"2 ranks are asked for, and a .* cannot be started again"):
         strategies.MirroredStrategy(2)
 
@@ -373,6 +438,8 @@ def test_what_does_not_go_with_the_ranks_that_were_launched_is_refused():
             strategies.SingleDeviceStrategy()
         with pytest.raises(ValueError, match="2 ranks do not divide into data=3 pipelines"):
             strategies.PipelineStrategy(data=3)
+        with pytest.raises(ValueError, match="3 devices are asked for, and the launcher has started 2 ranks"):
+            strategies.PipelineStrategy(devices=["cpu"] * 3)
         pipeline = strategies.PipelineStrategy()
         with pytest.raises(ValueError, match="loss_of calls the whole model, of which each rank has a part"):
             pipeline.setup(make_model(), torch.optim.SGD, loss_of=lambda model, batch: model(batch).sum())

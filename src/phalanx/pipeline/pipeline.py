@@ -81,7 +81,7 @@ class Pipeline(StageModule):
         mesh: a mesh with an axis "pipeline" and, if there are several pipelines, one "data" (`phalanx.mesh`): then
             gradients are averaged over it.
         process_group: the ranks, if there is no mesh; default all.
-        device: where a model on the meta device gets its memory; default the CPU.
+        device: where this rank's stages are. Default: where the model is; the CPU if that is the meta device.
         init_fn: called with name and tensor of what was on the meta device and has no `reset_parameters`.
 
     Shape: tensors in inputs and targets have the samples of the mini-batch in their first dimension. The last
@@ -148,6 +148,8 @@ class Pipeline(StageModule):
         ties = find_ties(module, parts, rank_of)
         left: list[Any] = [None] * self._size
         without = materialize(own, torch.device(device or "cpu"), init_fn)
+        if device is not None:
+            own.to(device)
         self._hold(own)
         dist.all_gather_object(left, (without, _made.number), group=self._group)
         self._without_values = [name for names, _ in left for name in names]  # of all ranks: all shall refuse a step

@@ -8,9 +8,9 @@ recipe.py          an optimizer taken apart, to be made again over what a rank h
 
 from phalanx.strategies.choose import STRATEGIES as STRATEGIES
 from phalanx.strategies.choose import get as get
-from phalanx.strategies.current import get_replica_context as get_replica_context
-from phalanx.strategies.current import get_strategy as get_strategy
 from phalanx.strategies.current import has_strategy as has_strategy
+from phalanx.strategies.default import get_replica_context as get_replica_context
+from phalanx.strategies.default import get_strategy as get_strategy
 from phalanx.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from phalanx.strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from phalanx.strategies.pipelined import PipelineStrategy as PipelineStrategy

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from phalanx.strategies.strategy import Strategy
+
+T = TypeVar("T")
 
 _current: ContextVar[Strategy | None] = ContextVar("phalanx.strategies.current", default=None)
 
 
 @contextlib.contextmanager
 def entered(strategy: Strategy) -> Iterator[None]:
-    """`strategy` is the current one."""
+    """`strategy` is the current one.
+
+    Raises:
+        RuntimeError: another one is: which of them builds, or reduces, would be a guess.
+    """
+    other = _current.get()
+    if other is not None and other is not strategy:
+        raise RuntimeError(f"{strategy!r} is entered in the scope of another strategy, {other!r}: leave that one first")
     token = _current.set(strategy)
     try:
         yield
@@ -28,16 +39,9 @@ def has_strategy() -> bool:
     return _current.get() is not None
 
 
-def get_strategy() -> Strategy:
-    """The strategy in whose `scope` or `run` this is.
-
-    Raises:
-        RuntimeError: it is in none.
-    """
-    strategy = _current.get()
-    if strategy is None:
-        raise RuntimeError("get_strategy: no strategy is in scope here; `with strategy.scope():` makes one current")
-    return strategy
+def current_strategy() -> Strategy | None:
+    """The strategy in whose `scope` or `run` this is."""
+    return _current.get()
 
 
 class ReplicaContext:
@@ -52,11 +56,15 @@ class ReplicaContext:
         """`Strategy.reduce` over the replicas. Collective."""
         return self.strategy.reduce(reduce_op, value)
 
+    def all_gather(self, value: Tensor, axis: int) -> Tensor:
+        """`Strategy.gather` of the replicas. Collective."""
+        return self.strategy.gather(value, axis)
 
-def get_replica_context() -> ReplicaContext:
-    """This replica, by the name of tf.distribute.
+    def merge_call(
+        self, merge_fn: Callable[..., T], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> T:
+        """Call `merge_fn(strategy, *args, **kwargs)`, where tf.distribute would leave the replicas.
 
-    Raises:
-        RuntimeError: no strategy is in scope.
-    """
-    return ReplicaContext(get_strategy())
+        Here each replica is a process: all of them call it, each with its own values, which `strategy.reduce` joins.
+        """
+        return merge_fn(self.strategy, *args, **(kwargs or {}))

@@ -12,24 +12,63 @@ def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[tor
     """The devices of one host: all GPUs, else one "cpu" for each core that this process may use.
 
     Raises:
-        ValueError: none, a name that is no device, or kinds that differ.
+        TypeError: neither a number nor a list of names.
+        ValueError: none, one that is not there, or kinds that differ.
     """
     gpus = torch.cuda.device_count()
     if devices is None:
         return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu")] * len(os.sched_getaffinity(0))
-    if isinstance(devices, int):
+    if isinstance(devices, int) and not isinstance(devices, bool):
         if devices < 1:
             raise ValueError(f"{called}: devices must be 1 or more, got {devices}")
         if 0 < gpus < devices:
             raise ValueError(f"{called}: {devices} devices are asked for, and this host has {gpus} GPUs")
         return [torch.device("cuda", i) for i in range(devices)] if gpus else [torch.device("cpu")] * devices
-    try:
-        named = [torch.device(one) for one in devices]
-    except RuntimeError as error:
-        raise ValueError(f"{called}: devices={list(devices)!r}: {str(error).splitlines()[0]}") from None
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise TypeError(f"{called}: devices must be how many, or a list of names as ['cuda:0'], got {devices!r}")
+    named = [read_device(f"{called}: devices={list(devices)!r}", one) for one in devices]
     if not named or len({one.type for one in named}) > 1:
         raise ValueError(f"{called}: devices must name one or more of one kind, got {list(devices)!r}")
     return named
+
+
+def read_device(called: str, name: torch.device | str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        ValueError: this is no name, or there is no such device here.
+    """
+    try:
+        one = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        told = str(error).splitlines()[0]
+        if isinstance(name, str) and name.lower().lstrip("/").startswith("gpu"):
+            told = "PyTorch's name of a GPU is 'cuda:0'"
+        raise ValueError(f"{called}: device {name!r}: {told}") from None
+    if one.type not in ("cpu", "cuda"):
+        raise ValueError(f"{called}: device {str(name)!r}: strategies train on 'cpu' and on 'cuda'")
+    gpus = torch.cuda.device_count()
+    if one.type == "cuda" and (one.index or 0) >= gpus:
+        raise ValueError(f"{called}: device {str(name)!r} is not there: this host has {gpus or 'no'} GPUs")
+    return one
+
+
+def require_as_many(called: str, wanted: int, num_local_ranks: int) -> None:
+    """Refuse other devices than there are ranks on this host.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if wanted != num_local_ranks:
+        raise ValueError(
+            f"{called}: {wanted} devices are asked for, and the launcher has started {num_local_ranks} ranks on this "
+            f"host: leave `devices` out, or start {wanted}"
+        )
+
+
+def default_device() -> torch.device:
+    """Of a process alone."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_of(devices: Sequence[torch.device], local_rank: int) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,28 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from phalanx.data import DistributedSampler
 
 _OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """Whose samples a function of `distribute_datasets_from_function` shall give. Here each replica reads its own."""
+
+    num_replicas_in_sync: int
+    input_pipeline_id: int
+    """Which replica this is."""
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """As many as replicas."""
+        return self.num_replicas_in_sync
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Samples of each replica.
+
+        Raises:
+            ValueError: they can't share the batch evenly.
+        """
+        return divide_batch(global_batch_size, self.num_replicas_in_sync)
 
 
 def divide_batch(batch_size: int, num_replicas: int) -> int:
@@ -53,7 +76,7 @@ def make_loader(
     if isinstance(dataset, IterableDataset):
         raise TypeError(
             f"loader: {type(dataset).__name__} is an IterableDataset, which cannot be divided by index: give a dataset "
-            "with a length, or let it yield each replica's own samples and make its DataLoader yourself"
+            "with a length, or make each replica's own DataLoader in strategy.distribute_datasets_from_function(...)"
         )
     sampler = DistributedSampler(dataset, num_replicas, replica, shuffle, seed, drop_last, padding=padding or drop_last)
     # A generator of its own: a DataLoader draws a number when an epoch begins, which is none of the model's.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.ddp import DistributedDataParallel
-from phalanx.strategies.devices import decide_devices, device_of
+from phalanx.strategies.devices import decide_devices, device_of, require_as_many
 from phalanx.strategies.start import find_cluster, join_or_start, local_world_size
 from phalanx.strategies.strategy import MakeOptimizer, Strategy, has_or_may_get_others, world
 from phalanx.strategies.tf_config import Cluster
@@ -50,11 +50,8 @@ class ReplicatedStrategy(Strategy):
         return world()
 
     def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
-        if wanted is not None and wanted != local:
-            raise ValueError(
-                f"{self._called}: {wanted} devices are asked for, and the launcher has started {local} ranks on this "
-                f"host: leave `devices` out, or start {wanted}"
-            )
+        if wanted is not None:
+            require_as_many(self._called, wanted, local)
 
 
 class MirroredStrategy(ReplicatedStrategy):

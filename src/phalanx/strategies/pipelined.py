@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 import phalanx.backend as backend
 from phalanx.pipeline import Pipeline
-from phalanx.strategies.devices import decide_devices
+from phalanx.strategies.devices import decide_devices, device_of, require_as_many
 from phalanx.strategies.recipe import Recipe
-from phalanx.strategies.start import join_or_start
+from phalanx.strategies.start import join_or_start, local_world_size
 from phalanx.strategies.strategy import MakeOptimizer, Strategy
 
 
@@ -26,11 +26,12 @@ class PipelineStrategy(Strategy):
 
     Arguments:
         data: how many pipelines, each over its part of the ranks.
-        devices, launch, timeout: as of MirroredStrategy; on one or several hosts.
+        devices, launch, timeout: as of MirroredStrategy; on one or several hosts. The stages of a rank are on its
+            device.
         options: of Pipeline: micro_batches, schedule, balance, checkpoint, example, ...
 
     Raises:
-        ValueError: the ranks do not divide into so many pipelines.
+        ValueError: the ranks do not divide into so many pipelines, or are not as many as the devices.
     """
 
     name = "pipeline"
@@ -44,7 +45,10 @@ class PipelineStrategy(Strategy):
         timeout: float = 1800.0,
         **options: Any,
     ) -> None:
-        job = join_or_start(self._called, len(decide_devices(self._called, devices)), launch=launch, timeout=timeout)
+        wanted = decide_devices(self._called, devices)
+        job = join_or_start(self._called, len(wanted), launch=launch, timeout=timeout)
+        if devices is not None:
+            require_as_many(self._called, len(wanted), local_world_size(job))
         if not (isinstance(data, int) and data >= 1 and job.world_size % data == 0):
             raise ValueError(f"PipelineStrategy: {job.world_size} ranks do not divide into data={data!r} pipelines")
         if not dist.is_initialized():
@@ -56,8 +60,8 @@ class PipelineStrategy(Strategy):
             self._mesh = backend.mesh(pipeline=stages, data=data)
             group = self._mesh.get_group("data")
         super().__init__(job, num_replicas=data, replica=job.rank % data, process_group=group)
-        self.device = torch.device("cpu") if self.device.type == "cpu" else self.device
-        self._pipeline_options = options
+        self.device = device_of(wanted, job.local_rank)
+        self._pipeline_options = {"device": self.device, **options}
 
     _moves_model = False
     _skips_together = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,37 +27,72 @@ def is_mean(reduce_op: Reduce) -> bool:
     raise ValueError(f"reduce: reduce_op must be 'sum' or 'mean', got {reduce_op!r}")
 
 
-def reduce_over(group: dist.ProcessGroup | None, reduce_op: Reduce, value: Any, axis: int | None) -> Any:
-    """Reduce `value`, or each leaf of it. Collective over `group`; None is one replica."""
+def reduce_over(
+    group: dist.ProcessGroup | None, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None
+) -> Any:
+    """Reduce `value`, or each leaf of it. Collective over `group`; None is one replica.
+
+    Raises:
+        TypeError: a leaf is no number.
+        ValueError: a leaf has no such axis; nothing was sent.
+    """
     mean = is_mean(reduce_op)
+    axes = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
     leaves, shape = pytree.tree_flatten(value)
-    return pytree.tree_unflatten([_reduce(group, leaf, mean, axis) for leaf in leaves], shape)
+    tensors = [_numbers(leaf) for leaf in leaves]
+    for tensor in tensors:
+        for one in axes:
+            _check_axis("reduce", tensor, one)
+    reduced = [_reduce(group, tensor, mean, axes) for tensor in tensors]
+    results = [
+        one if isinstance(leaf, Tensor) else one.item() if one.dim() == 0 else one
+        for one, leaf in zip(reduced, leaves, strict=True)
+    ]
+    return pytree.tree_unflatten(results, shape)
 
 
-def _reduce(group: dist.ProcessGroup | None, value: Any, mean: bool, axis: int | None) -> Any:
-    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
-    count = torch.ones((), dtype=torch.int64) if axis is None else torch.tensor(tensor.shape[axis])
+def _numbers(value: Any) -> Tensor:
+    """`value` as a tensor; truths as numbers, of which a sum is how many."""
+    try:
+        tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, RuntimeError):
+        raise TypeError(f"reduce: it adds tensors and numbers, and a value is a {type(value).__name__}") from None
+    return tensor.to(torch.int64) if tensor.dtype == torch.bool else tensor
+
+
+def _check_axis(called: str, tensor: Tensor, axis: Any) -> None:
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise TypeError(f"{called}: axis must be a number, got {axis!r}")
+    if not -tensor.dim() <= axis < tensor.dim():
+        raise ValueError(f"{called}: a tensor of shape {tuple(tensor.shape)} has no axis {axis}")
+
+
+def _reduce(group: dist.ProcessGroup | None, tensor: Tensor, mean: bool, axes: tuple[int, ...]) -> Tensor:
+    count = torch.tensor(math.prod(tensor.shape[one] for one in axes))
     if mean and not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.get_default_dtype())
-    total = tensor.clone() if axis is None else tensor.sum(axis)
+    total = tensor.sum(axes) if axes else tensor.clone()
     total = total.contiguous()
     if group is not None:
         dist.all_reduce(total, group=group)
         if mean:
             count = count.to(total.device)
             dist.all_reduce(count, group=group)
-    result = total / count if mean else total
-    return result if isinstance(value, Tensor) else result.item()
+    return total / count if mean else total
 
 
 def gather_over(group: dist.ProcessGroup | None, value: Tensor, axis: int) -> Tensor:
     """Concatenate `value` of all replicas. Collective over `group`.
 
     Raises:
-        ValueError: it has no axis.
+        TypeError: it is no tensor.
+        ValueError: it has no axis, or not this one.
     """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"gather: it needs a tensor, got a {type(value).__name__}")
     if value.dim() == 0:
         raise ValueError("gather: a tensor without axes: give it one with value.reshape(1)")
+    _check_axis("gather", value, axis)
     value = value.detach()
     if group is None:
         return value.clone()

@@ -8,6 +8,7 @@ import torch
 
 from phalanx import backend
 from phalanx.backend import Job
+from phalanx.strategies.devices import default_device, read_device
 from phalanx.strategies.start import is_launched
 from phalanx.strategies.strategy import Strategy
 
@@ -19,7 +20,7 @@ class SingleDeviceStrategy(Strategy):
         device: default the first GPU, else the CPU.
 
     Raises:
-        ValueError: it was launched as one of several ranks.
+        ValueError: it was launched as one of several ranks, or there is no such device.
     """
 
     name = "single_device"
@@ -34,7 +35,7 @@ class SingleDeviceStrategy(Strategy):
                 "or take another strategy"
             )
         super().__init__(job, num_replicas=1, replica=0)
-        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self.device = default_device() if device is None else read_device(self._called, device)
 
 
 OneDeviceStrategy = SingleDeviceStrategy

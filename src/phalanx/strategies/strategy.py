@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 from phalanx.backend import Job, rendezvous
 from phalanx.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
-from phalanx.strategies.current import entered
-from phalanx.strategies.loader import divide_batch, make_loader, options_of, require_divided
+from phalanx.strategies.current import ReplicaContext, entered
+from phalanx.strategies.loader import InputContext, divide_batch, make_loader, options_of, require_divided
 from phalanx.strategies.precision import Precision, autocast_dtype
 from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
 from phalanx.strategies.weights import same_random_state
@@ -225,6 +225,13 @@ class Strategy(ABC):
         """`distribute`, by the name of tf.distribute."""
         return self.distribute(dataset)
 
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[InputContext], T]) -> T:
+        """What `dataset_fn` makes for this replica, as it is: for samples that no index finds, as of a stream.
+
+        It is called once, with whose samples it shall give: `InputContext`.
+        """
+        return dataset_fn(InputContext(self.num_replicas_in_sync, self.replica_id_in_sync_group))
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self, *batch: Any) -> Tensor:
@@ -315,20 +322,29 @@ class Strategy(ABC):
 
     # -- values of all replicas ----------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., T], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> T:
-        """Call `fn` in each replica: here, in this one's. Its result is this replica's own; `reduce` joins them."""
+    def run(self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> T:
+        """Call `fn` in each replica: here, in this one's. Its result is this replica's own; `reduce` joins them.
+
+        Raises:
+            ValueError: `args` is no tuple or list: `args=(x)` is `x`, whose rows would be the arguments.
+        """
+        if not isinstance(args, list | tuple):
+            raise ValueError(f"run: args must be a tuple or a list, as args=(x,), got a {type(args).__name__}")
         with entered(self):
             return fn(*args, **(kwargs or {}))
 
-    def reduce(self, reduce_op: Reduce, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
         """`value` of all replicas, reduced to one, which every rank gets. Collective.
 
         Arguments:
             reduce_op: "sum" or "mean", or torch.distributed.ReduceOp.SUM or AVG.
             value: a tensor or a number, or a list, tuple or dict of them.
-            axis: reduce over this axis as well; replicas may differ in its size, each element counts once.
+            axis: reduce over this axis, or these, as well; replicas may differ in its size, each element counts once.
 
         Shape: that of one replica's value, without `axis`.
+
+        Raises:
+            TypeError, ValueError: a value is no number, or has no such axis; nothing was sent.
         """
         return reduce_over(self.process_group, reduce_op, value, axis)
 
@@ -338,6 +354,10 @@ class Strategy(ABC):
         Shape: sizes along `axis` may differ, all others are the same.
         """
         return gather_over(self.process_group, value, axis)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ReplicaContext], T]) -> T:
+        """What `value_fn` makes for this replica."""
+        return value_fn(ReplicaContext(self))
 
     def experimental_local_results(self, value: T) -> tuple[T]:
         """The values of the replicas of this process: one."""

@@ -1,0 +1,38 @@
+"""Which strategy the code at hand runs under, also where there is none."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.backend import Job
+from phalanx.strategies.current import ReplicaContext, current_strategy
+from phalanx.strategies.devices import default_device
+from phalanx.strategies.single_device import SingleDeviceStrategy
+from phalanx.strategies.strategy import Strategy
+
+
+class DefaultStrategy(SingleDeviceStrategy):
+    """What `get_strategy` is where no strategy is in scope: this process alone, also where it is one of several."""
+
+    def __init__(self) -> None:
+        Strategy.__init__(self, Job(0, 1, 0, torch.device("cpu")), num_replicas=1, replica=0)
+        self.device = default_device()
+
+    @property
+    def training_group(self) -> None:
+        """Nobody else."""
+        return None
+
+
+def get_strategy() -> Strategy:
+    """The strategy in whose `scope` or `run` this is.
+
+    Where it is in none: one of this process alone, as in tf.distribute, so that a function that asks for it runs with
+    and without one. `has_strategy()` tells the two apart.
+    """
+    return current_strategy() or DefaultStrategy()
+
+
+def get_replica_context() -> ReplicaContext:
+    """This replica, by the name of tf.distribute; where no strategy is in scope, the only one."""
+    return ReplicaContext(get_strategy())
