@@ -151,6 +151,26 @@ def test_a_stage_that_dies_is_told_in_every_schedule(schedule):
     assert "rank 1 (pid" in text
 
 
+def test_over_gloo_a_stage_that_dies_is_told_with_the_place_wherever_it_is_noticed():
+    """In a send, a receive that is posted ahead, the wait for one, or behind the end of a rank's own part."""
+
+    def train(rank, world_size, step, micro_batch):
+        x = torch.zeros(8, 3)
+        pipe = phalanx.Pipeline(_model("die", 2), micro_batches=4, balance=[2, 1, 2], loss_fn=functional.mse_loss)
+        for _ in range(step):
+            pipe.step(x, target=x)
+        x[2 * micro_batch] = 1.0
+        with pytest.raises(RuntimeError) as caught:
+            pipe.step(x, target=x)
+        return str(caught.value)
+
+    for step, micro_batch in ((0, 0), (1, 2), (1, 3)):
+        first, _, last = run_ranks(train, 3, step, micro_batch, backend="gloo", lost=[1])
+        for rank, text in ((0, first), (2, last)):
+            assert f"Pipeline: stage {rank} (rank {rank}), micro-batch" in text
+            assert "waiting for stage 1" in text
+
+
 def test_a_stage_that_dies_is_told_with_what_waited_for_it():
     def train(rank, world_size):
         x = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat_interleave(2)[:, None].expand(8, 3).contiguous()

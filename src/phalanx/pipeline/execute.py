@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from phalanx.errors import DeadlineError, PeerLostError
+from phalanx.pipeline.awaited import Awaited, plan_receives
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
 from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage, flat_tensors
 from phalanx.pipeline.values import Forms
-from phalanx.pipeline.wire import Edge, StageFailedError, StageLostError, Step, Wire
+from phalanx.pipeline.wire import AHEAD, Edge, StageFailedError, StageLostError, Step, Wire
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class Executor:
         self.failed_itself = False
         """Whether it was this rank's own action that failed, and not one that it waited for."""
         self._turn = 0.0
+        self._awaited: deque[Awaited] = deque()
+        """What this rank will receive in this step, and has posted no receive for."""
+        self._posted_for: list[int] = []
+        """The places in the order of actions for which receives are posted, those to come."""
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -93,6 +99,7 @@ class Executor:
         try:
             first = min(self.stages)
             self.at = Action("F", first, 0)
+            self._posted_for.clear()
             if first:  # how many micro-batches there are comes with the first
                 self._early = self._receive(first - 1, first)
                 micro_batches = self._early[1].micro_batches
@@ -102,10 +109,16 @@ class Executor:
             for stage in self.stages.values():
                 stage.begin(self.schedule.in_flight(stage.index))
             self._seed = self._random.draw_seed() if work.training else 0
-            for action in self.schedule.orders[self._rank]:
+            order = self.schedule.orders[self._rank]
+            parts = {index: stage.part for index, stage in self.stages.items()}
+            self._awaited = deque(plan_receives(order, parts) if self._wire.posts_ahead else ())
+            if self._awaited and self._early is not None:
+                self._awaited.popleft()
+            for at, action in enumerate(order):
                 self.at = action
+                if self._awaited:
+                    self._post_ahead(at)
                 self._act(action, work)
-            self._wire.settle()
         except BaseException as error:
             raised = self._fail(error)
             if self.failed_itself and self.at is not None:
@@ -118,6 +131,29 @@ class Executor:
             for stage in self.stages.values():
                 stage.in_flight.clear()
             self._local.clear()
+
+    def _post_ahead(self, at: int) -> None:
+        """Start to receive what the action at this place of the order needs, and a little of what is needed next.
+
+        Only what is sure to come: no gradients of values that are still to be made.
+        """
+        self._posted_for = [other for other in self._posted_for if other > at]
+        while self._awaited:
+            awaited = self._awaited[0]
+            if awaited.at > at and len(self._posted_for) >= AHEAD:
+                return
+            if awaited.edge.backward:
+                held = self.stages[awaited.edge.target].in_flight.get(awaited.micro_batch)
+                if held is None:
+                    return
+                if not held.outputs.get(awaited.edge.source):
+                    self._awaited.popleft()
+                    continue
+            self._awaited.popleft()
+            with self._talking_to(awaited.edge.source):
+                self._wire.post(awaited.edge)
+            if awaited.at > at:
+                self._posted_for.append(awaited.at)
 
     def _act(self, action: Action, work: Work) -> None:
         turn = self._turn = time.perf_counter()
@@ -213,7 +249,8 @@ class Executor:
 
     def _send(self, edge: Edge, values: list[Any], needs: list[bool], step: Step) -> None:
         if edge.target not in self.stages:
-            self._wire.send_values(edge, values, needs, step)
+            with self._talking_to(edge.target):
+                self._wire.send_values(edge, values, needs, step)
             return
         wanted = iter(needs)
         own = tree_map(lambda v: v.detach().requires_grad_(next(wanted)) if isinstance(v, Tensor) else v, values)
@@ -262,12 +299,21 @@ class Executor:
             if source in self.stages:
                 self._local[Edge(stage.index, source, True)].append(found)
             else:
-                self._wire.send_gradients(
-                    Edge(stage.index, source, True), found, Step(0, 0, 0, micro_batch=micro_batch)
-                )
+                with self._talking_to(source):
+                    edge = Edge(stage.index, source, True)
+                    self._wire.send_gradients(edge, found, Step(0, 0, 0, micro_batch=micro_batch))
         if not later_weights:
             stage.backward_weights(micro_batch)
         return begin
+
+    @contextlib.contextmanager
+    def _talking_to(self, stage: int) -> Iterator[None]:
+        """Around what waits for nobody: it fails at once where that stage is known to be gone."""
+        try:
+            yield
+        except RuntimeError:
+            self.awaited = stage
+            raise
 
     # -- failure -------------------------------------------------------------------------------------------------
 
@@ -300,6 +346,4 @@ class Executor:
             targets = dict.fromkeys([stage.index + 1, *stage.part.sends])
             edges += [Edge(stage.index, t) for t in targets if t <= last and t not in self.stages]
             edges += [Edge(stage.index, s, True) for s in stage.part.receives if s not in self.stages]
-        if last in self.stages:
-            edges += self._wire.edges_to_ranks(last, self._num_stages, self._rank)
         return edges

@@ -17,10 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.process_group import PhalanxProcessGroup
-from phalanx.errors import DeadlineError, PeerLostError
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.wire import StageFailedError, StageLostError
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ENDED_ALONE = (
+    "Pipeline: this rank has done its part of the step; another was lost before the end, where all meet. Read its log."
+)
 _LOST, _INTERRUPTED = 1e6, 1e12  # each more than all ranks that have the one before
 
 
@@ -45,9 +49,11 @@ class Outcome:
         numbers = [0.0, 0.0] if loss is None else [loss.item(), float(_DTYPES.index(loss.dtype))]
         try:
             (value, dtype), error = self._meet(self._group, numbers, error)
-        except Exception:
+        except Exception as lost:
             self.leave(lost=True)
-            raise
+            if isinstance(lost, PhalanxError):
+                raise
+            raise (with_note(lost, _ENDED_ALONE) if error is None else error) from lost.__cause__
         if replicas and self._data_group is not None:
             try:
                 (total,), error = self._meet(self._data_group, [value], error)

@@ -314,6 +314,7 @@ class Pipeline(StageModule):
             finish=finish(),
         )
         try:
+            self._wire.begin(grad=grad)
             if self._rank == 0:
                 self._cut_inputs(work, args, kwargs)
             if grad:
@@ -335,8 +336,12 @@ class Pipeline(StageModule):
         try:
             loss = self._outcome.share(loss, error, replicas=work.grad)
             self._require_current((work.grad, work.training))
+            self._wire.settle()  # not before all ranks have done their part: one that failed takes no messages
+            self._wire.learn()
             return loss
         except Exception as failure:
+            if self._outcome.all_have_heard:  # and have told all whose receives may be posted
+                self._wire.end_receives()
             self._failed = self._failed or _first_line(failure)
             self._statistics.forget()
             if self._record is not None and self._outcome.all_have_heard:

@@ -42,6 +42,7 @@ class RandomState:
     def set(self, state: Tensor) -> None:
         """Go on from there."""
         size = len(torch.default_generator.get_state()) if self._device.type == "cuda" else len(state)
-        torch.set_rng_state(state[:size])
+        # A copy: torch 2.13 reads what is at the beginning of a tensor's memory, wherever in it the tensor begins.
+        torch.set_rng_state(state[:size].clone())
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(state[size:].clone(), self._device)

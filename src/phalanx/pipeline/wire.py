@@ -1,11 +1,12 @@
 """What goes from stage to stage: values forward, their gradients backward, and the news that a stage failed.
 
-A message is a header of fixed size, then what it announces. Where the header says that a tensor lies in memory that
-both map, nothing follows. The form of the values (how they nest, their dtypes and all dimensions but the first) is sent
-only when it is another than the last time on the same edge.
+A message is a header of fixed size, then what it announces: behind it in the same frame (`frames`), or, where that has
+no room, each part in a message of its own. Where the header says that a tensor lies in memory that both map, nothing
+follows. The form of the values (how they nest, their dtypes and all dimensions but the first) is sent only when it is
+another than the last time on the same edge, in training or in evaluation.
 
     header   status | bytes of the form | of the step: micro-batches, rows of this one, rows of all, seed, has_state
-             | (rows, place) of each tensor
+             | length of the frame, and what it needs | (rows, place) of each tensor
 """
 
 from __future__ import annotations
@@ -26,20 +27,27 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 
 from phalanx.backend.shared import shares_memory
 from phalanx.deadline import Deadline
-from phalanx.errors import PeerLostError, PhalanxError
+from phalanx.errors import MismatchError, PeerLostError, PhalanxError
+from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 
 if TYPE_CHECKING:
     from phalanx.backend.lending import Lending
 
-_WORDS = 64
-_FIXED = 7
-_MOST = (_WORDS - _FIXED) // 2
+_FIXED = 8
+_MOST = (WORDS - _FIXED) // 2
 _TAG = 1_000_000  # above what programs use on the same group
-_STAGES, _NUMBERS = 512, 2048  # stages and ranks, and pipelines, with tags of their own: all fit into 31 bits
+_STAGES, _NUMBERS = 512, 1023  # stages and ranks, and pipelines, with tags of their own: all fit into 30 bits
+_EDGE_TAGS = 4 * _STAGES**2  # there and back, and beside frames
 _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
 _LENT_BYTES = 16 * 1024  # tensors below travel in messages
 _FAREWELL_S = 5.0
+AHEAD = 2
+"""So many messages beyond those of the present action have a receive that is posted: so many actions hide how long a
+notice of it takes to come to the sender. On one host one does it; each takes memory of a message."""
+_HAS_STATE, _INSIDE = 1, 2
+_WORD = 2**31
+_CPU = torch.device("cpu")
 
 
 class Edge(NamedTuple):
@@ -94,6 +102,10 @@ class _Array(NamedTuple):
     needs_grad: bool
 
 
+_Sent = dict[Edge, tuple[Any, list[Any]]]
+_Received = dict[Edge, tuple[_Form, Any]]
+
+
 class Wire:
     """This rank's end of all edges of a pipeline. Sends never wait for the receiver; `settle` does, at the end."""
 
@@ -103,26 +115,48 @@ class Wire:
         `number`: another for each pipeline of a group, so that what one that failed has left is no other's message.
         """
         self._ends = max(_STAGES, len(rank_of))
-        self._tags = _TAG + number % _NUMBERS * 2 * _STAGES**2
+        self._tags = _TAG + number % _NUMBERS * _EDGE_TAGS
         self._group = group
         self._rank_of = rank_of
         self._device = device
-        self._sent: dict[Edge, tuple[Any, list[Any]]] = {}
-        self._forms: dict[Edge, tuple[_Form, Any]] = {}
+        self._known: dict[bool, tuple[_Sent, _Received]] = {False: ({}, {}), True: ({}, {})}
+        """The forms that were sent and received, in evaluation and in training."""
+        self._sent, self._forms = self._known[True]
         self._works: defaultdict[Edge | None, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
         """What is on the way, with the micro-batch, in order on each edge; of tensors without one under None."""
+        self._frames = Frames()
+        self._posted: defaultdict[Edge, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
+        """Receives of frames that nobody has taken yet, in order on each edge."""
         self._farewells: list[tuple[dist.Work, Tensor]] = []
         self._lending: Lending | None = None
+        self.posts_ahead = self._may_post_ahead()
+        """Whether receives are posted before they are needed: it gains nothing in memory that both map."""
         self.sizes: Counter[int] = Counter()
         """How often a tensor of so many bytes went by message, though it is large."""
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on in another group, as one who has sent and learnt nothing. Works of the old one are over, or failed."""
         self._group = group
-        self._sent, self._forms = {}, {}
+        self._known = {False: ({}, {}), True: ({}, {})}
         self._works.clear()
+        self._posted.clear()
+        self._frames = Frames()
+        self.begin(grad=True)
+        self.posts_ahead = self._may_post_ahead()
         self._lending = None  # tensors over its memory keep that
         self.sizes = Counter()
+
+    def _may_post_ahead(self) -> bool:
+        return self._device.type == "cpu" and not shares_memory(self._group)
+
+    def begin(self, *, grad: bool) -> None:
+        """A step begins, with a backward or without one."""
+        self._frames.begin(grad=grad)
+        self._sent, self._forms = self._known[grad]
+
+    def learn(self) -> None:
+        """The step went well on all ranks."""
+        self._frames.learn()
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -151,21 +185,41 @@ class Wire:
         self._post(edge, step, b"", [0] * len(grads), grads)
 
     def _post(self, edge: Edge, step: Step, news: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
-        header = [_VALUES, len(news), step.micro_batches, step.rows, step.all_rows, step.seed, int(step.has_state)]
+        if len(tensors) > _MOST:
+            raise ValueError(f"at most {_MOST} tensors may go from a stage to another, got {len(tensors)}")
         places = [self._place(tensor) for tensor in tensors]
+        messages = [
+            tensor.detach()
+            for tensor, place in zip(tensors, places, strict=True)
+            if tensor is not None and place == _BY_MESSAGE and tensor.numel()
+        ]
+        length = needed = HEADER_BYTES
+        if self.posts_ahead:
+            length, needed = self._frames.length_of(edge), end_of(HEADER_BYTES, [t.nbytes for t in messages])
+            self._frames.note(edge, needed)
+        inside = length > HEADER_BYTES and needed + aligned(len(news)) <= length
+        flags = step.has_state * _HAS_STATE + inside * _INSIDE
+        sizes = length * _WORD + min(needed, _WORD - 1)
+        header = [_VALUES, len(news), step.micro_batches, step.rows, step.all_rows, step.seed, flags, sizes]
         for count, place in zip(rows, places, strict=True):
             header += [count, place]
-        size = max(_WORDS, -(-len(header) // _WORDS) * _WORDS)
         dst, tag = self._rank_of[edge.target], self._tag(edge)
-        if size > _WORDS:
-            raise ValueError(f"at most {_MOST} tensors may go from a stage to another, got {len(tensors)}")
-        parts = [_words(header)]
-        if news:
-            parts.append(torch.frombuffer(bytearray(news), dtype=torch.uint8))
-        for tensor, place in zip(tensors, places, strict=True):
-            if tensor is not None and place == _BY_MESSAGE and tensor.numel():
-                parts.append(tensor.detach().contiguous())
-        self._send(edge, step.micro_batch, parts, dst, tag)
+        if inside:
+            frame = torch.empty(length // 8, dtype=torch.int64)
+            frame[:WORDS] = _words(header)
+            at = HEADER_BYTES
+            if news:
+                tensor_in(frame, at, (len(news),), torch.uint8).copy_(_bytes(news))
+                at += aligned(len(news))
+            for tensor in messages:
+                tensor_in(frame, at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+                at += aligned(tensor.nbytes)
+            self._send(edge, step.micro_batch, [frame], dst, tag)
+            return
+        self._send(edge, step.micro_batch, [_words(header, length)], dst, tag)
+        beside = [_bytes(news)] if news else []
+        beside += [tensor.contiguous() for tensor in messages]
+        self._send(edge, step.micro_batch, beside, dst, self._tag(edge, beside=True))
 
     def _place(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -229,11 +283,9 @@ class Wire:
         Raises:
             StageFailedError, StageLostError: the stage there failed, or lost a peer; the message is its own.
         """
-        header, step, src, tag = self._header(edge)
+        header, step, parts = self._header(edge)
         if header[1]:
-            form: _Form = pickle.loads(
-                self._receive(torch.empty(header[1], dtype=torch.uint8), src, tag).numpy().tobytes()
-            )
+            form: _Form = pickle.loads(parts.take_bytes(header[1]))
             self._forms[edge] = form, treespec_loads(form.tree) if form.tree else None
         form, tree = self._forms[edge]
         words = iter(header[_FIXED:])
@@ -242,7 +294,7 @@ class Wire:
             if isinstance(leaf, _Array):
                 rows, place = next(words), next(words)
                 shape = leaf.trailing if leaf.is_scalar else (rows, *leaf.trailing)
-                tensor = self._take(place, shape, leaf.dtype, src, tag)
+                tensor = self._take(place, shape, leaf.dtype, parts)
                 leaves.append(tensor.requires_grad_() if leaf.needs_grad else tensor)
             else:
                 leaves.append(leaf)
@@ -254,49 +306,66 @@ class Wire:
         Raises:
             StageFailedError: the stage there failed; the message is its own.
         """
-        header, _, src, tag = self._header(edge)
+        header, _, parts = self._header(edge)
         grads: list[Tensor | None] = []
         for at, tensor in enumerate(like):
             place = header[_FIXED + 2 * at + 1]
             absent = place == _ABSENT
-            grads.append(None if absent else self._take(place, tuple(tensor.shape), tensor.dtype, src, tag))
+            grads.append(None if absent else self._take(place, tuple(tensor.shape), tensor.dtype, parts))
         return grads
 
-    def _take(self, place: int, shape: tuple[int, ...], dtype: torch.dtype, src: int, tag: int) -> Tensor:
+    def _take(self, place: int, shape: tuple[int, ...], dtype: torch.dtype, parts: _Parts) -> Tensor:
         if place >= 0:
             assert self._lending is not None
-            return self._lending.borrow(src, place, shape, dtype)
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        return self._receive(tensor, src, tag) if tensor.numel() else tensor
+            return self._lending.borrow(parts.src, place, shape, dtype)
+        return parts.take(shape, dtype, self._device)
 
-    def _header(self, edge: Edge) -> tuple[list[int], Step, int, int]:
-        src, tag = self._rank_of[edge.source], self._tag(edge)
-        header: list[int] = self._receive(torch.empty(_WORDS, dtype=torch.int64), src, tag).tolist()
+    def post(self, edge: Edge) -> None:
+        """Start to receive the next frame there. It must be sure that there will be one, or that its sender fails."""
+        frame = torch.empty(self._frames.length_of(edge) // 8, dtype=torch.int64)
+        work = self._group.recv([frame], self._rank_of[edge.source], self._tag(edge))
+        self._posted[edge].append((work, frame))
+
+    def _header(self, edge: Edge) -> tuple[list[int], Step, _Parts]:
+        posted = self._posted[edge]
+        if not posted:
+            self.post(edge)
+        work, frame = posted[0]
+        work.wait()
+        posted.popleft()
+        header: list[int] = (frame[:WORDS] if len(frame) > WORDS else frame).tolist()
+        src, (length, needed) = self._rank_of[edge.source], divmod(header[7], _WORD)
+        parts = _Parts(self, src, self._tag(edge, beside=True), frame if header[6] & _INSIDE else None)
         if header[0] in (_FAILED, _LOST):
-            text = self._receive(torch.empty(header[1], dtype=torch.uint8), src, tag).numpy().tobytes().decode()
+            text = parts.take_bytes(header[1]).decode()
             raise StageLostError(text) if header[0] == _LOST else StageFailedError(text)
-        return header, Step(header[2], header[3], header[4], header[5], bool(header[6])), src, tag
+        if length != 8 * len(frame):
+            raise MismatchError(
+                f"Pipeline: stage {edge.source} (rank {src}) sends messages of {length} bytes to stage {edge.target}, "
+                f"which expects {8 * len(frame)}: the ranks have not done the same steps."
+            )
+        if self.posts_ahead:
+            self._frames.note(edge, needed)
+        step = Step(header[2], header[3], header[4], header[5], bool(header[6] & _HAS_STATE))
+        return header, step, parts
 
-    def _receive(self, tensor: Tensor, src: int, tag: int) -> Tensor:
+    def receive(self, tensor: Tensor, src: int, tag: int) -> Tensor:
+        """Fill `tensor` with the next message."""
         self._group.recv([tensor], src, tag).wait()
         return tensor
 
-    def _tag(self, edge: Edge) -> int:
-        return self._tags + (edge.source * self._ends + edge.target) * 2 + edge.backward
-
-    def edges_to_ranks(self, source: int, num_stages: int, own: int) -> list[Edge]:
-        """From a stage to each other rank, as the numbers after those of stages name them."""
-        return [Edge(source, at) for at in range(num_stages, len(self._rank_of)) if at != num_stages + own]
+    def _tag(self, edge: Edge, *, beside: bool = False) -> int:
+        return self._tags + ((edge.source * self._ends + edge.target) * 2 + edge.backward) * 2 + beside
 
     # -- between ranks -------------------------------------------------------------------------------------------
 
     def send_tensor(self, tensor: Tensor, rank: int) -> None:
         """A tensor whose form the other rank knows."""
-        self._send(None, 0, [tensor.detach().contiguous()], rank, self._tags + 2 * _STAGES**2 - 1)
+        self._send(None, 0, [tensor.detach().contiguous()], rank, self._tags + _EDGE_TAGS - 1)
 
     def receive_tensor(self, tensor: Tensor, rank: int) -> Tensor:
         """Fill `tensor` with what that rank sends."""
-        return self._receive(tensor, rank, self._tags + 2 * _STAGES**2 - 1)
+        return self.receive(tensor, rank, self._tags + _EDGE_TAGS - 1)
 
     # -- failing -------------------------------------------------------------------------------------------------
 
@@ -306,21 +375,66 @@ class Wire:
         `lost`: it is a rank that is gone; who hears of it shall raise what they would if they had seen it themselves.
         `leaves`: this rank will not meet the others any more, so it waits a little for them to hear it.
         """
-        data = text.encode()
-        header = _words([_LOST if lost else _FAILED, len(data)])
-        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        data, status = text.encode(), _LOST if lost else _FAILED
         try:
             for edge in edges:
-                for tensor in (header, body):
-                    work = self._group.send([tensor], self._rank_of[edge.target], self._tag(edge))
-                    self._farewells.append((work, tensor))
+                self._tell(edge, status, data)
             deadline = Deadline.after(_FAREWELL_S)
             for work, _ in self._farewells if leaves else ():  # where nobody comes for it, Gloo breaks the connection
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
         except RuntimeError:  # a peer is gone, which the others hear anyway
             pass
 
+    def _tell(self, edge: Edge, status: int, data: bytes) -> None:
+        """A frame for each receive that may be posted there, so that none is left; the first one is read."""
+        length = self._frames.length_of(edge)
+        inside = HEADER_BYTES + len(data) <= length
+        header = [status, len(data), 0, 0, 0, 0, inside * _INSIDE, length * _WORD]
+        frame, body = _words(header, length), _bytes(data)
+        if inside:
+            tensor_in(frame, HEADER_BYTES, (len(data),), torch.uint8).copy_(body)
+        dst = self._rank_of[edge.target]
+        sends = [(frame, self._tag(edge))] * (1 + AHEAD * self.posts_ahead)
+        if not inside:
+            sends.insert(1, (body, self._tag(edge, beside=True)))
+        for tensor, tag in sends:
+            self._farewells.append((self._group.send([tensor], dst, tag), tensor))
 
-def _words(header: list[int]) -> Tensor:
-    """A header of its fixed size."""
-    return torch.frombuffer(array("q", header + [0] * (_WORDS - len(header))), dtype=torch.int64)
+    def end_receives(self) -> None:
+        """Wait for those that are posted, once every rank has sent or told all that it will; failed is over, too."""
+        posted = [receive for receives in self._posted.values() for receive in receives]
+        self._posted.clear()
+        for work, _ in posted:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+
+
+class _Parts:
+    """What a header announces: in the frame behind it, or each part in the next message beside."""
+
+    def __init__(self, wire: Wire, src: int, tag: int, frame: Tensor | None) -> None:
+        self.src = src
+        self._wire, self._tag, self._frame = wire, tag, frame
+        self._at = HEADER_BYTES
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+        """The next part."""
+        if self._frame is None:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            return self._wire.receive(tensor, self.src, self._tag) if tensor.numel() else tensor
+        tensor = tensor_in(self._frame, self._at, shape, dtype)
+        self._at += aligned(nbytes_of(shape, dtype))
+        return tensor
+
+    def take_bytes(self, count: int) -> bytes:
+        """The next part, so many bytes of it."""
+        return self.take((count,), torch.uint8).numpy().tobytes()
+
+
+def _words(header: list[int], length: int = HEADER_BYTES) -> Tensor:
+    """A header, of a frame in which nothing else is."""
+    return torch.frombuffer(array("q", header + [0] * (length // 8 - len(header))), dtype=torch.int64)
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

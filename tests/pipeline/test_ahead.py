@@ -1,0 +1,224 @@
+"""Between hosts, receives are posted before they are needed, and header and values come in one message."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import phalanx
+from phalanx.pipeline import frames
+from phalanx.pipeline.awaited import plan_receives
+from phalanx.pipeline.frames import HEADER_BYTES, MOST_BYTES, Frames
+from phalanx.pipeline.schedule import SCHEDULES, plan_schedule
+from phalanx.pipeline.wire import Edge
+from phalanx.testing import run_ranks
+
+
+class Neighbours:
+    """A part whose values go to the next stage, and those of the first one to the last one, too."""
+
+    def __init__(self, index, num_stages):
+        last = num_stages - 1
+        skips = last > 1
+        self.receives = {source: () for source in ([index - 1] if index else []) + [0] * (skips and index == last)}
+        self.sends = {target: () for target in ([index + 1] if index < last else []) + [last] * (skips and index == 0)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 5), (3, 4), (4, 8)])
+def test_receives_are_planned_in_the_order_in_which_their_messages_are_sent(schedule, ranks, micro_batches):
+    """Else what is received for one micro-batch would be another's."""
+    plan = plan_schedule(schedule, ranks, micro_batches)
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, order in enumerate(plan.orders):
+        own = {stage: Neighbours(stage, plan.num_stages) for stage in plan.stages_of(rank)}
+        for kind, stage, micro_batch in order:
+            targets = {"F": own[stage].sends, "W": ()}.get(kind, own[stage].receives)
+            for target in targets:
+                if target not in own:
+                    sent[Edge(stage, target, kind != "F")].append(micro_batch)
+        for awaited in plan_receives(order, own):
+            assert order[awaited.at].micro_batch == awaited.micro_batch
+            assert order[awaited.at].stage == awaited.edge.target
+            received[awaited.edge].append(awaited.micro_batch)
+    assert received == sent
+
+
+def test_a_frame_is_as_long_as_what_it_took_so_far_in_that_mode_and_never_longer_than_allowed():
+    known, edge, other = Frames(), Edge(0, 1), Edge(1, 2)
+    known.begin(grad=True)
+    known.note(edge, 1024)
+    known.note(edge, 700)
+    known.note(other, MOST_BYTES + 64)
+    assert known.length_of(edge) == HEADER_BYTES, "not before the step went well on all ranks"
+    known.learn()
+    assert (known.length_of(edge), known.length_of(other)) == (1024, HEADER_BYTES)
+    known.begin(grad=False)
+    assert known.length_of(edge) == HEADER_BYTES
+    known.note(edge, 4096)
+    known.learn()
+    known.begin(grad=True)
+    known.note(edge, 640)
+    known.begin(grad=True)  # a step that failed before has taught nothing
+    known.learn()
+    assert known.length_of(edge) == 1024
+
+
+class Skips(nn.Module):
+    """A value for the stage after the next, dropout, and integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x):
+        x = self.drop(self.a(x))
+        kinds = x.argmax(1)
+        return self.c(self.b(x)) * kinds[:, None] + x
+
+
+def _train(rank, world_size, most, rows):
+    frames.MOST_BYTES = most
+    torch.manual_seed(1)
+    pipe = phalanx.Pipeline(Skips(), micro_batches=4, balance=["b", "c"], loss_fn=functional.mse_loss)
+    messages, ahead = [], []
+    wire = pipe._wire
+    send, post = wire._send, wire.post
+
+    def counted(edge, number, parts, *args):
+        messages.append(len(parts))
+        send(edge, number, parts, *args)
+
+    def posted(edge):
+        post(edge)
+        ahead.append(sum(map(len, wire._posted.values())))
+
+    wire._send, wire.post = counted, posted
+    found = []
+    for step, count in enumerate(rows):
+        pipe.train(step % 3 != 2)
+        x = torch.randn(count, 4, generator=torch.Generator().manual_seed(step))
+        torch.manual_seed(step)
+        pipe.zero_grad()
+        messages.clear(), ahead.clear()
+        if pipe.training:
+            loss = pipe.step(x, target=x)
+            gradients = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+        else:
+            result, loss, gradients = pipe(x), 0.0, {}
+            loss = 0.0 if result is None else functional.mse_loss(result, x)
+        found.append((sum(messages), max(ahead, default=0), float(loss), gradients))
+        assert not any(wire._posted.values())
+        assert not any(wire._works.values())
+    return found
+
+
+ROWS = (8, 8, 8, 80, 80, 3, 6, 80, 8)  # each third one is an evaluation
+
+
+def test_from_a_second_step_on_each_message_is_one_and_what_has_another_size_comes_beside():
+    told = run_ranks(_train, 3, MOST_BYTES, ROWS, backend="gloo")
+    torch.manual_seed(1)
+    model = Skips()
+    for step, count in enumerate(ROWS):
+        model.train(step % 3 != 2)
+        x = torch.randn(count, 4, generator=torch.Generator().manual_seed(step))
+        torch.manual_seed(step)
+        model.zero_grad()
+        pieces = min(4, count)
+        if model.training:
+            seed = torch.randint(2**62, ()).item()
+            for i, part in enumerate(x.tensor_split(pieces)):
+                torch.manual_seed(seed + i)
+                loss = functional.mse_loss(model(part), part) * len(part) / count
+                loss.backward()
+        for name, parameter in model.named_parameters():
+            if model.training:
+                ours = next(rank[step][3][name] for rank in told if name in rank[step][3])
+                torch.testing.assert_close(ours, parameter.grad, msg=f"step {step}, {name}")
+    sends = [[rank[step][0] for rank in told] for step in range(len(ROWS))]
+    assert sends[1] == [8, 8, 8], "values to two stages; values and gradients; gradients to two stages"
+    assert sends[3][0] > 8, "larger than any before"
+    assert sends[4] == [8, 8, 8], "the same size again"
+    assert sends[7] == sends[1]
+    assert sends[6] == [8, 8, 8], "smaller ones go in what larger ones have learnt"
+    assert sends[5][2] == 0, "an evaluation has no gradients"
+    assert all(rank[1][1] > 1 for rank in told), "more than the one that is waited for"
+    beside = run_ranks(_train, 3, 0, ROWS, backend="gloo")
+    for ours, others in zip(told, beside, strict=True):
+        for one, other in zip(ours, others, strict=True):
+            assert one[2] == other[2], "the same bits, whichever way they came"
+            assert other[0] >= one[0]
+
+
+class Fails(nn.Module):
+    """In the forward or the backward of the samples that begin with a one."""
+
+    def __init__(self, backward):
+        super().__init__()
+        self.layer, self.backward = nn.Linear(3, 3, bias=False), backward
+        nn.init.eye_(self.layer.weight)
+
+    def forward(self, x):
+        if x[0, 0] > 0.5 and not self.backward:
+            raise ArithmeticError("no result today")
+        return Failing.apply(self.layer(x), self.backward)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, backward):
+        ctx.fails = backward and bool(x[0, 0] > 0.5)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ArithmeticError("no result today")
+        return grad, None
+
+
+def _fail_everywhere(rank, world_size, micro_batches, steps):
+    """Each cell of each schedule, after so many steps that went well; then one pipeline more, of the same group."""
+    wrong = []
+    for schedule in SCHEDULES:
+        stages = world_size * (2 if schedule == "interleaved" else 1)
+        for stage in range(stages):
+            for backward in (False, True):
+                for at in range(micro_batches):
+                    layers = [Fails(backward) if index == stage else nn.Linear(3, 3) for index in range(stages)]
+                    for layer in layers[:stage]:
+                        nn.init.eye_(layer.weight), nn.init.zeros_(layer.bias)
+                    pipe = phalanx.Pipeline(
+                        nn.Sequential(*layers), micro_batches=micro_batches, schedule=schedule,
+                        loss_fn=functional.mse_loss,
+                    )  # fmt: skip
+                    x = torch.zeros(2 * micro_batches, 3)
+                    for _ in range(steps):
+                        pipe.step(x, target=x)
+                    x[2 * at, 0] = 1.0
+                    try:
+                        pipe.step(x, target=x)
+                        text = "no error"
+                    except (ArithmeticError, phalanx.PhalanxError) as error:
+                        text = str(error)
+                    where = f"stage {stage} (rank {stage % world_size}), micro-batch {at},"
+                    if "no result today" not in text or where not in text or any(pipe._wire._posted.values()):
+                        wrong.append((schedule, stage, backward, at, text))
+    pipe = phalanx.Pipeline(nn.Sequential(*(nn.Linear(3, 3) for _ in range(world_size))), loss_fn=functional.mse_loss)
+    x = torch.ones(8, 3)
+    return wrong, [float(pipe.step(x, target=x)) for _ in range(2)]
+
+
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 0), (2, 1), (3, 1)])
+def test_over_gloo_a_failure_in_any_cell_is_told_on_every_rank_and_leaves_no_receive(world_size, steps):
+    """Who had done its part waited until its messages were received, before it heard that the receiver had failed in
+    its last backward: both waited until the timeout, which ended the group. A receive that is left in Gloo when its
+    memory goes stops the whole connection."""
+    told = run_ranks(_fail_everywhere, world_size, 3, steps, backend="gloo", timeout=110)
+    for wrong, losses in told:
+        assert not wrong, f"{len(wrong)} of the cells: {wrong[:3]}"
+        assert losses == told[0][1]
