@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from phalanx.testing import leaks
 from phalanx.testing.namespaces import enter_own_network, why_no_hosts
+
+USUAL_RESUMPTIONS = (25, 57, 102)  # cases of tests/trainer/resumption.py
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FOLDER",
         help="run tests/gpu on a simulated device as well, which is built in this folder",
     )
+    parser.addoption("--resumptions", type=int, default=0, help="random jobs of a Trainer ended and taken up again")
+    parser.addoption("--resumptions-seed", type=int, default=0, help="by which they are drawn")
     parser.addoption("--elastic-kills", type=int, default=6, help="ranks of elastic jobs killed at random places")
 
 
@@ -88,6 +92,13 @@ def num_strangers(request: pytest.FixtureRequest) -> int:
 def trees(request: pytest.FixtureRequest) -> int:
     """How many random states are saved."""
     return int(request.config.getoption("trees"))
+
+
+@pytest.fixture
+def resumptions(request: pytest.FixtureRequest) -> Iterable[int]:
+    """Which random jobs of a Trainer are ended and taken up again."""
+    first, count = (request.config.getoption(name) for name in ("resumptions_seed", "resumptions"))
+    return range(first, first + count) if count else USUAL_RESUMPTIONS
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from phalanx import strategies
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 from phalanx.trainer import Callback, EarlyStopping, LambdaCallback
-from phalanx.trainer.metrics import Means
+from phalanx.trainer.metrics import Sums
 
 
 def make_data(size=90):
@@ -326,11 +326,17 @@ def test_all_that_makes_no_sense_is_said_at_once(tmp_path):
 
 
 def test_means_count_each_sample_once():
-    means = Means(torch.device("cpu"))
-    means.add({"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor(2.0)}, 3)
-    means.add({"a": torch.tensor([[4.0]]), "b": torch.tensor(6.0)}, 1)
-    assert means.compute(["a", "b"], None) == {"a": 2.5, "b": 3.0}
+    sums = Sums(torch.device("cpu"))
+    for a, b, count in ((torch.tensor([1.0, 2.0, 3.0]), torch.tensor(2.0), 3), (torch.tensor([[4.0]]), 6.0, 1)):
+        sums.add_batch(count)
+        sums.add_mean("a", a, count)
+        sums.add_mean("b", b, count)
+        sums.add("c", torch.tensor([1, count]))
+    count, totals = sums.compute(None)
+    assert {name: (one / count).tolist() for name, one in totals.items()} == {"a": 2.5, "b": 3.0, "c": [0.5, 1.0]}
     with pytest.raises(ValueError, match=r"metric 'a' has shape \(2, 2\) for 3 samples"):
-        means.add({"a": torch.ones(2, 2)}, 3)
+        sums.add_mean("a", torch.ones(2, 2), 3)
+    with pytest.raises(ValueError, match=r"metric 'c' counts shape \(3,\), and had \(2,\) in the batch before"):
+        sums.add("c", torch.ones(3))
     with pytest.raises(ValueError, match="has no sample"):
-        Means(torch.device("cpu")).compute(["a"], None)
+        Sums(torch.device("cpu")).compute(None)

@@ -105,6 +105,21 @@ def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding:
         )
 
 
+def why_empty(loader: DataLoader[Any]) -> str:
+    """Why no replica has a batch of `loader`, which is divided; empty if one has."""
+    sampler: Any = loader.sampler
+    samples = -(-sampler.length // sampler.num_replicas)  # of the first replica, which has most
+    if sampler.drop_last:
+        samples = sampler.length // sampler.num_replicas
+    if samples >= ((loader.batch_size or 1) if loader.drop_last else 1):
+        return ""
+    dropped = ", of which the last is dropped where it is not full" * loader.drop_last
+    return (
+        f"{sampler.length} samples for {sampler.num_replicas} replicas, in batches of {loader.batch_size} on "
+        f"each{dropped}"
+    )
+
+
 def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """What `Strategy.loader` needs to divide `loader`; None if that was done.
 

@@ -16,7 +16,7 @@ from phalanx.pipeline import Pipeline
 from phalanx.strategies.devices import decide_devices, device_of, require_as_many
 from phalanx.strategies.recipe import Recipe
 from phalanx.strategies.start import join_or_start, local_world_size
-from phalanx.strategies.strategy import MakeOptimizer, Strategy
+from phalanx.strategies.strategy import MakeOptimizer, Strategy, require_pair
 
 
 class PipelineStrategy(Strategy):
@@ -65,6 +65,7 @@ class PipelineStrategy(Strategy):
 
     _moves_model = False
     _skips_together = False
+    ranks_differ = True
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         if self._loss_of is not None and self._loss_fn is None:
@@ -84,7 +85,7 @@ class PipelineStrategy(Strategy):
                 "and give more micro_batches"
             )
         pipe = self._pipe()
-        *inputs, target = batch
+        *inputs, target = require_pair(batch)
         with self.autocasting():
             return pipe.step(*inputs, target=target).detach()
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.optim import EASGD, DiLoCo, GossipSGD, LocalSGD, StreamingDiLoCo
 from phalanx.optim.round_plan import Topology
 from phalanx.optim.rounds import Rounds
+from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.mirrored import ReplicatedStrategy
 from phalanx.strategies.strategy import MakeOptimizer, has_or_may_get_others
 
@@ -27,6 +27,7 @@ class _RoundsStrategy(ReplicatedStrategy):
         self.rounds: Rounds | None = None
 
     _skips_together = False
+    ranks_differ = True
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         model, made = super()._set_up(model, optimizer)
@@ -47,7 +48,7 @@ class _RoundsStrategy(ReplicatedStrategy):
         Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
         """
         held = self.held()
-        return held if self.rounds is None else {**held, "rounds": _Replicas(held, self.checkpoint_group)}
+        return held if self.rounds is None else {**held, "rounds": EachRank(held, self.checkpoint_group)}
 
     def finish(self) -> None:
         """Hold the last round: then all ranks have the same model. Collective."""
@@ -59,39 +60,6 @@ class _RoundsStrategy(ReplicatedStrategy):
         """`finish`, if nobody has called it. Collective."""
         self.finish()
         super().close()
-
-
-class _Replicas:
-    """What each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each with its own.
-
-    Loaded by another number of ranks, all go on from what rank 0 had.
-    """
-
-    def __init__(self, held: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
-        self._held, self._process_group = held, process_group
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, on rank 0.
-
-        Its own is among them although "model" and "optimizer" are parts of the checkpoint: where each rank writes its
-        shards, those parts are whichever rank's they are, as of replicas.
-        """
-        rank = dist.get_rank(self._process_group)
-        own = {name: one.state_dict() for name, one in self._held.items()}
-        everyone: list[Any] | None = [None] * dist.get_world_size(self._process_group) if rank == 0 else None
-        dist.gather_object(own, everyone, group=self._process_group, group_dst=0)
-        return {} if everyone is None else {"ranks": everyone}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with this rank's."""
-        if "ranks" not in state_dict:  # a checkpoint of before each rank had its own
-            self._held["rounds"].load_state_dict(state_dict)
-            return
-        ranks = state_dict["ranks"]
-        same = len(ranks) == dist.get_world_size(self._process_group)
-        own = ranks[dist.get_rank(self._process_group) if same else 0]
-        for name, state in own.items():
-            self._held[name].load_state_dict(state)
 
 
 class LocalSGDStrategy(_RoundsStrategy):

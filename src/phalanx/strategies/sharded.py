@@ -52,7 +52,7 @@ class ShardedStrategy(MirroredStrategy):
         self._gather_gradients = gather_gradients
         self._offloads = offload
         self.is_elastic = shard == "optimizer"  # nobody else has the part of the model that a lost rank had
-        self.evaluates_together = shard == "model"
+        self.evaluates_together = self.ranks_differ = shard == "model"
         super().__init__(devices, launch=launch, timeout=timeout, **options)
 
     def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:

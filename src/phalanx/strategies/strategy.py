@@ -58,6 +58,9 @@ class Strategy(ABC):
     is_elastic = True
     """Whether training goes on when a rank is lost, in `phalanx.elastic.run`."""
 
+    ranks_differ = False
+    """Whether ranks hold different models: parts of one, or copies that train apart."""
+
     evaluates_together = False
     """Whether `evaluate` is collective over replicas: all call it equally often."""
 
@@ -252,6 +255,8 @@ class Strategy(ABC):
         with contextlib.nullcontext() if is_last else self.no_sync():
             with self.autocasting():
                 loss = loss_of(model, batch)
+            if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
+                raise _not_a_loss(loss)
             scaled = loss if share == 1.0 else loss * share
             if self.scaler is not None:
                 scaled = self.scaler.scale(scaled)
@@ -312,6 +317,11 @@ class Strategy(ABC):
         assert self._model is not None
         with torch.no_grad(), self.autocasting():
             return self.bare_model(*inputs)
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether `setup` was called."""
+        return self._num_setups != 0
 
     @property
     def bare_model(self) -> nn.Module:
@@ -428,7 +438,37 @@ def _loss_of(loss_fn: LossFn) -> LossOf:
     """The loss of a batch that is the model's arguments and then the target."""
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        *inputs, target = batch
+        *inputs, target = require_pair(batch)
         return loss_fn(model(*inputs), target)
 
     return loss_of
+
+
+def require_pair(batch: Any) -> Sequence[Any]:
+    """`batch`, if it is the model's arguments and then the target.
+
+    Raises:
+        TypeError: it is a dict or a tensor, whose keys or rows nobody meant.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise TypeError(
+            f"a batch is a {type(batch).__name__}{size}; for a loss function it is the model's arguments and then "
+            "the target: (inputs, target); for another give the model a training_step(batch), and no loss"
+        )
+    return batch
+
+
+def _not_a_loss(loss: object) -> Exception:
+    """What is wrong with what a loss function, or a training_step, has returned."""
+    if not isinstance(loss, Tensor):
+        return TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor of one element, to differentiate")
+    if loss.numel() != 1:
+        return ValueError(
+            f"the loss has shape {tuple(loss.shape)}: it must be one number, the mean over the samples: "
+            "reduction='mean', or loss.mean()"
+        )
+    return ValueError(
+        "the loss depends on no parameter that is trained: all of the model's are frozen (requires_grad=False), or it "
+        "was detached or computed under no_grad"
+    )

@@ -10,6 +10,7 @@ _MODULE_OF = {
     "Callback": "phalanx.trainer.callbacks",
     "EarlyStopping": "phalanx.trainer.callbacks",
     "LambdaCallback": "phalanx.trainer.callbacks",
+    "SummedMetric": "phalanx.trainer.metrics",
     "Progress": "phalanx.trainer.progress_display",
     "progress": "phalanx.trainer.progress_display",
 }
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from phalanx.trainer.callbacks import Callback as Callback
     from phalanx.trainer.callbacks import EarlyStopping as EarlyStopping
     from phalanx.trainer.callbacks import LambdaCallback as LambdaCallback
+    from phalanx.trainer.metrics import SummedMetric as SummedMetric
     from phalanx.trainer.progress_display import Progress as Progress
     from phalanx.trainer.progress_display import progress as progress
     from phalanx.trainer.trainer import Trainer as Trainer

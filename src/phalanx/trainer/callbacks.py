@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from phalanx.log import get_logger
+
 if TYPE_CHECKING:
     from phalanx.trainer.trainer import Trainer
+
+
+_logger = get_logger(__name__)
 
 
 class Callback:
@@ -24,9 +29,10 @@ class Callback:
         on_fit_end              also after an early stop
         on_error                in place of on_fit_end
 
-    A callback with `state_dict` and `load_state_dict` is part of checkpoints, and of what a rank that is replaced gets.
-    After the loss of a rank, what comes behind the last step of an epoch is done again, with callbacks as they were at
-    the step; what `on_step_end` has counted since the step before the lost one is forgotten.
+    A callback with `state_dict` and `load_state_dict` is part of checkpoints: the state of rank 0, for all ranks, or
+    where ranks have different models (parts of one, or copies that train apart) that of each. A rank that is replaced
+    gets another one's. After the loss of a rank, what comes behind the last step of an epoch is done again, with
+    callbacks as they were behind the step.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -95,6 +101,11 @@ class EarlyStopping(Callback):
         self.best, self.num_bad = (value, 0) if better else (self.best, self.num_bad + 1)
         self._stop_if_due(trainer)
 
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """Refuse to wait for what never comes."""
+        if not trainer.metrics:
+            raise ValueError(f"EarlyStopping watches {self.monitor!r} of the validation: give fit a val_loader")
+
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self.num_bad >= self.patience:
             trainer.stop(f"{self.monitor} has not got better than {self.best:.6g} for {self.num_bad} validations")
@@ -116,3 +127,30 @@ class LambdaCallback(Callback):
             if not name.startswith("on_") or not hasattr(Callback, name):
                 raise ValueError(f"LambdaCallback: there is no point {name!r} in a fit")
             setattr(self, name, function)
+
+
+class CallbackStates:
+    """The states of callbacks, by their names: a part of checkpoints, of which a callback may lack, or be left over."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks: dict[str, Any] = {}
+        for one in callbacks:
+            if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+                kind = type(one).__qualname__
+                number = sum(name.startswith(f"{kind} ") for name in self._callbacks)
+                self._callbacks[f"{kind} {number}"] = one
+
+    def __bool__(self) -> bool:
+        """Whether one has a state."""
+        return bool(self._callbacks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of each."""
+        return {name: one.state_dict() for name, one in self._callbacks.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load that of each; one that is new begins as it is."""
+        if differing := sorted(state_dict.keys() ^ self._callbacks.keys()):
+            _logger.warning("Trainer: %s: in one of checkpoint and callbacks only", ", ".join(differing))
+        for name in state_dict.keys() & self._callbacks.keys():
+            self._callbacks[name].load_state_dict(state_dict[name])

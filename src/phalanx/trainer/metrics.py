@@ -1,7 +1,9 @@
-"""Means over all samples of all ranks, each counted once."""
+"""Means, and other metrics, over all samples of all ranks, each counted once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,52 +24,83 @@ def num_samples(batch: Any) -> int:
     raise ValueError("a batch without a tensor: nobody can tell how many samples it has")
 
 
-class Means:
-    """Running means by name, exact with uneven last batches and different numbers of batches on the ranks."""
+@dataclass(frozen=True)
+class SummedMetric:
+    """A metric that is no mean over the samples: `compute` of what `count` gives, summed over all batches of all ranks.
+
+        recall = SummedMetric(
+            lambda result, target: torch.stack([(result.argmax(1) * target).sum(), target.sum()]),
+            lambda sums: sums[0] / sums[1],
+        )
+
+    Shape: of what `count` returns any, in each batch the same; `compute` gets it in float64, and returns one number.
+    """
+
+    count: Callable[[Any, Any], Tensor]
+    compute: Callable[[Tensor], Any]
+
+
+class Sums:
+    """What a validation counts, by name; exact with uneven last batches, and other numbers of them on each rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sums: dict[str, Tensor] = {}
-        self._count = 0
+        self._num_samples = 0
 
-    @property
-    def names(self) -> list[str]:
-        """Those that were counted."""
-        return list(self._sums)
+    def add_batch(self, count: int) -> None:
+        """There are `count` samples more."""
+        self._num_samples += count
 
-    def add(self, values: dict[str, Tensor], count: int) -> None:
-        """Count a batch of `count` samples.
+    def add_mean(self, name: str, value: Any, count: int) -> None:
+        """Add a value of a batch of `count` samples, which counts by its samples.
 
-        Shape: of a value (count) or (count, 1), one number for each sample, or one element, the mean of the batch.
+        Shape: (count) or (count, 1), one number for each sample, or one element, the mean of the batch.
 
         Raises:
             ValueError: another shape.
         """
-        self._count += count
-        for name, value in values.items():
-            value = torch.as_tensor(value, device=self._device).detach().double()
-            if value.numel() == count and value.dim():
-                total = value.sum()
-            elif value.numel() == 1:
-                total = value.reshape(()) * count
-            else:
-                raise ValueError(
-                    f"metric {name!r} has shape {tuple(value.shape)} for {count} samples: it must be one number for "
-                    "each sample, or one for the batch"
-                )
-            self._sums[name] = self._sums.get(name, torch.zeros((), dtype=torch.float64, device=self._device)) + total
+        value = torch.as_tensor(value, device=self._device).detach().double()
+        if value.numel() == count and value.dim():
+            self.add(name, value.sum())
+        elif value.numel() == 1:
+            self.add(name, value.reshape(()) * count)
+        else:
+            raise ValueError(
+                f"metric {name!r} has shape {tuple(value.shape)} for {count} samples: it must be one number for each "
+                "sample, or one for the batch; for what is no mean there is phalanx.trainer.SummedMetric"
+            )
 
-    def compute(self, names: list[str], group: dist.ProcessGroup | None) -> dict[str, float]:
-        """The means, on every rank. Collective; `names` are the same on all, also on one that counted nothing.
+    def add(self, name: str, value: Any) -> None:
+        """Add to the sum of that name.
 
         Raises:
-            ValueError: no rank has counted a sample.
+            ValueError: it had another shape before.
         """
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        sums = torch.stack([zero + self._count, *(self._sums.get(name, zero) for name in names)])
+        value = torch.as_tensor(value, device=self._device).detach().double()
+        sum_ = self._sums.get(name)
+        if sum_ is not None and sum_.shape != value.shape:
+            raise ValueError(
+                f"metric {name!r} counts shape {tuple(value.shape)}, and had {tuple(sum_.shape)} in the batch before"
+            )
+        self._sums[name] = value if sum_ is None else sum_ + value
+
+    def compute(self, group: dist.ProcessGroup | None) -> tuple[int, dict[str, Tensor]]:
+        """How many samples all ranks have, and the sums by name, the same on every rank. Collective.
+
+        Raises:
+            ValueError: no rank has a sample.
+        """
+        own = self._num_samples, {name: one.cpu() for name, one in self._sums.items()}
+        everyone: list[Any] = [own]
         if group is not None:
-            dist.all_reduce(sums, group=group)
-        count, *totals = sums.tolist()
+            everyone = [None] * group.size()
+            dist.all_gather_object(everyone, own, group=group)
+        sums: dict[str, Tensor] = {}
+        for _, theirs in everyone:  # in the order of the ranks: the same bits on all
+            for name, value in theirs.items():
+                sums[name] = sums[name] + value if name in sums else value
+        count = sum(count for count, _ in everyone)
         if count == 0:
             raise ValueError("the validation loader has no sample")
-        return {name: total / count for name, total in zip(names, totals, strict=True)}
+        return count, sums

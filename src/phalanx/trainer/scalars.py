@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -13,6 +13,9 @@ class Scalars:
     It is asked each time: where rank 0 is lost, the process that is rank 0 from then on writes into a file beside the
     first one, and TensorBoard shows both as one run.
 
+    A part of checkpoints: a run that is taken up at one takes back what was written behind it, so that each point is
+    there once. For that TensorBoard is told to forget all from the checkpoint's step on, and that step is written anew.
+
     Raises:
         ModuleNotFoundError: the package tensorboard is not installed.
     """
@@ -20,28 +23,58 @@ class Scalars:
     def __init__(self, folder: str | os.PathLike[str] | None, writes: Callable[[], bool]) -> None:
         self._folder, self._writes = folder, writes
         self._writer: Any = None
-        if folder is not None and writes():
-            self._open(folder)
+        self._step = 0
+        self._latest: dict[str, float] = {}  # of that step
 
-    def add(self, values: dict[str, float], step: int) -> None:
+    def add(self, values: Mapping[str, float], step: int) -> None:
         """One point of each curve."""
-        if self._folder is None or not self._writes():
+        if self._folder is None:
             return
-        if self._writer is None:
-            self._open(self._folder)
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        here = self._latest if step == self._step else {}
+        new = {name: value for name, value in values.items() if name not in here}  # where a step is done again
+        self._latest, self._step = {**here, **new}, step
+        self._write(new)
 
-    def _open(self, folder: str | os.PathLike[str]) -> None:
+    def _write(self, values: Mapping[str, float]) -> None:
+        if self._writes():
+            self._open()
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, self._step)
+
+    def begin(self, *, again_from: int | None = None) -> None:
+        """Open the folder, if this process writes; `again_from`: the step of the checkpoint, 0 if there is none."""
+        if self._folder is not None and self._writes():
+            self._open(again_from)
+            if again_from is not None and again_from == self._step:
+                self._write(self._latest)
+
+    def _open(self, again_from: int | None = None) -> None:
+        if self._writer is not None:
+            return
         try:
             from torch.utils.tensorboard import SummaryWriter  # most of a second to import: only who needs it pays
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 "Trainer(log_dir=...) writes for TensorBoard, which is not installed: pip install tensorboard"
             ) from error
-        self._writer = SummaryWriter(os.fspath(folder))
+        assert self._folder is not None
+        self._writer = SummaryWriter(os.fspath(self._folder), purge_step=again_from)
+
+    def flush(self) -> None:
+        """What was added is on the disk."""
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         """What was added is on the disk."""
-        if self._writer is not None:
-            self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the curves stand."""
+        return {"step": self._step, "latest": dict(self._latest)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there. Before `begin`."""
+        self._step, self._latest = state_dict["step"], dict(state_dict["latest"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,22 +20,29 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from phalanx import elastic
+from phalanx.backend import rendezvous
+from phalanx.backend.shared import rehearses
 from phalanx.checkpoint import CheckpointManager, RandomState
+from phalanx.checkpoint.peers import Peers
 from phalanx.data import DistributedSampler
 from phalanx.log import get_logger
 from phalanx.report import begin as begin_report
 from phalanx.report import recording
 from phalanx.strategies import Strategy, get
+from phalanx.strategies.each_rank import EachRank
+from phalanx.strategies.loader import why_empty
+from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
-from phalanx.trainer.callbacks import Callback
-from phalanx.trainer.metrics import Means, num_samples
+from phalanx.strategies.strategy import require_pair
+from phalanx.trainer.callbacks import Callback, CallbackStates
+from phalanx.trainer.metrics import SummedMetric, Sums, num_samples
 from phalanx.trainer.progress_display import progress
 from phalanx.trainer.scalars import Scalars
 
 _logger = get_logger(__name__)
 _DRY_STEPS = 2
 
-Metric = Callable[[Any, Any], Tensor]
+Metric = Callable[[Any, Any], Tensor] | SummedMetric
 
 
 class Trainer:
@@ -94,7 +103,7 @@ class Trainer:
         checkpoint: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
         keep: int | None = 3,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback] | Callback = (),
         report: str | os.PathLike[str] | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         log_every: int = 10,
@@ -103,21 +112,19 @@ class Trainer:
         show_progress: bool = True,
         dry_run: bool = False,
     ) -> None:
-        numbers = {"max_epochs": max_epochs, "accumulate": accumulate, "log_every": log_every, "min_ranks": min_ranks}
-        numbers |= {"max_steps": max_steps or 1, "save_every": save_every or 1}
-        problems = [f"{name} must be 1 or more, got {n!r}" for name, n in numbers.items() if not _is_count(n)]
+        counts = {"max_epochs": max_epochs, "accumulate": accumulate, "log_every": log_every, "min_ranks": min_ranks}
+        counts |= {
+            "max_steps": 1 if max_steps is None else max_steps,
+            "save_every": 1 if save_every is None else save_every,
+        }
+        problems = [f"{name} must be 1 or more, got {n!r}" for name, n in counts.items() if not _is_count(n)]
+        problems += _find_problems(model, strategy, loss, metrics, callbacks, seed)
         if max_norm is not None and not max_norm > 0:
             problems.append(f"max_norm must be above zero, got {max_norm!r}")
         if scheduler_interval not in ("epoch", "step"):
             problems.append(f"scheduler_interval must be 'epoch' or 'step', got {scheduler_interval!r}")
         if save_every is not None and checkpoint is None:
             problems.append("save_every needs checkpoint, the folder to save in")
-        if loss is None and not hasattr(model, "training_step"):
-            problems.append(f"give a loss, or {type(model).__name__} a training_step(batch)")
-        if loss is None and metrics:
-            problems.append(
-                "metrics need a loss function's outputs and targets; without one use validation_step(batch)"
-            )
         if problems:
             raise ValueError("Trainer: " + "; ".join(problems))
         self.strategy = (
@@ -130,7 +137,9 @@ class Trainer:
             model,
             optimizer,
             loss,
-            loss_of=None if loss is not None else self._training_step,
+            loss_of=None
+            if loss is not None
+            else lambda model, batch: loss_of_own_step(model, self.strategy.bare_model, batch),
             precision=precision,
         )
         self.scheduler = self._make_scheduler(scheduler)
@@ -143,19 +152,20 @@ class Trainer:
         self._metrics = dict(metrics or {})
         self._save_every, self._log_every = save_every, log_every
         self._dry_run, self._show, self._min_ranks = dry_run, show_progress, min_ranks
-        self.callbacks = list(callbacks)
-        self.metrics: dict[str, float] = {}
-        """What the latest validation measured."""
+        self.callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         self._manager: CheckpointManager | None = None
         if checkpoint is not None and not dry_run:
             self._manager = CheckpointManager(checkpoint, keep=keep, process_group=self.strategy.checkpoint_group)
-        self._log_dir = None if dry_run else log_dir
+        self._scalars = Scalars(None if dry_run else log_dir, lambda: self.strategy.is_main)
+        self._has_log = log_dir is not None and not dry_run
         if report is not None and not dry_run:
             begin_report(report)
         if (recorder := recording.current()) is not None:
             world_size = dist.get_world_size() if dist.is_initialized() else 1
             recorder.sample_share = self.strategy.num_replicas_in_sync / world_size
         self._state: elastic.State | None = None
+        self._called_step = 0  # whose on_step_end the callbacks have behind them
+        self._before_validation: tuple[int, bytes] | None = None  # an epoch, and the callbacks behind its last step
 
     # -- what callbacks read -------------------------------------------------------------------------------------------
 
@@ -169,9 +179,16 @@ class Trainer:
         """Epochs that are done."""
         return 0 if self._state is None else int(self._state.epoch)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the latest validation measured."""
+        return {} if self._state is None else self._state.metrics
+
     def stop(self, reason: str) -> None:
         """End the training after the epoch at hand (in `on_step_end`: after the step). Call it on every rank alike."""
-        self._require_state().why_stopped = reason
+        if self._state is None:
+            raise RuntimeError("Trainer.stop: this is for callbacks, while fit runs")
+        self._state.why_stopped = reason
 
     @property
     def why_stopped(self) -> str:
@@ -188,22 +205,28 @@ class Trainer:
                 `strategy.loader` has made is taken as it is.
             val_loader: the same; each sample is counted once.
 
+        Called once more it goes on where it ended: after `trainer.max_epochs = 20`, say.
+
         Raises:
-            ValueError, TypeError: a loader cannot be divided.
+            ValueError, TypeError: a loader cannot be divided, or has no batch.
             CheckpointError: a checkpoint is damaged, does not fit, or cannot be written.
         """
-        loader = self.strategy.distribute(loader)
-        val_loader = None if val_loader is None else self.strategy.distribute(val_loader, padding=False)
-        self._state = state = self._make_state(loader)
+        loader = self._divide("loader", loader)
+        val_loader = None if val_loader is None else self._divide("val_loader", val_loader, padding=False)
+        if isinstance(self.scheduler, ReduceLROnPlateau) and val_loader is None:
+            raise ValueError("Trainer.fit: ReduceLROnPlateau steps by what validation measures: give a val_loader")
+        before, self._state = self._state, self._make_state(loader)
+        state = self._state
+        if before is not None:
+            _Position(state, self._scalars).go_on(before)
         self._restore(state)
-        scalars = Scalars(self._log_dir, lambda: self.strategy.is_main)
 
         def fit_state(state: elastic.State) -> None:
-            self._train(state, loader, val_loader, scalars)
+            self._train(state, loader, val_loader)
 
         try:
             self._call("on_fit_begin")
-            if self._is_elastic:
+            if self.strategy.is_elastic:
                 elastic.run(state, min_ranks=self._min_ranks)(fit_state)(state)
             else:
                 fit_state(state)
@@ -211,41 +234,53 @@ class Trainer:
                 self._save(state)
                 self._manager.wait()
             self._call("on_fit_end")
+            self._scalars.close()
         except BaseException as error:
+            with contextlib.suppress(OSError):  # a full disk may be what has ended it
+                self._scalars.close()
             self._call("on_error", error)
             raise
-        finally:
-            scalars.close()
 
-    def _train(
-        self, state: elastic.State, loader: DataLoader[Any], val_loader: DataLoader[Any] | None, scalars: Scalars
-    ) -> None:
-        self._return_callbacks(state)
+    def _divide(self, name: str, loader: object, *, padding: bool = True) -> DataLoader[Any]:
+        if not isinstance(loader, DataLoader):
+            raise TypeError(f"Trainer: {name} must be a torch.utils.data.DataLoader, got a {type(loader).__name__}")
+        divided = self.strategy.distribute(loader, padding=padding)
+        if why := why_empty(divided):
+            raise ValueError(f"Trainer: {name} has no batch: {why}")
+        return divided
+
+    def _train(self, state: elastic.State, loader: DataLoader[Any], val_loader: DataLoader[Any] | None) -> None:
+        self._agree_on_callbacks(state)
         # Of who came later, and divided the batch by more replicas: all take what the first ones have.
         if loader.batch_sampler is not None:  # else its samples are batches
             loader.batch_sampler.batch_size = state.batch_size  # type: ignore[attr-defined]
         for epoch in state.epochs(self.max_epochs):
             if epoch and self._manager is not None and self._save_every is None:
                 self._save(state)  # of the epoch before, which has been counted now
-            if self._is_over:
+            is_inside = bool((state.data_position() or {"consumed": 0})["consumed"])
+            if self._is_over and not is_inside:
                 return
             self._call("on_epoch_begin")
             self.model.train()
-            is_whole = self._train_epoch(state, loader, scalars, epoch)
+            is_whole = self._train_epoch(state, loader, epoch)
+            if not is_whole:  # before the validation, which one that goes on from here would not have
+                self._save(state)
+            self._keep_callbacks(state)
             if val_loader is not None:
-                self.metrics = self.validate(val_loader)
-                scalars.add({f"val/{name}": value for name, value in self.metrics.items()}, self.step)
+                state.metrics = self.validate(val_loader)
+                self._scalars.add({f"val/{name}": value for name, value in self.metrics.items()}, self.step)
                 self._call("on_validation_end", self.metrics)
             if not is_whole:
                 return  # inside an epoch, where the next fit goes on
             if self.scheduler is not None and not self._by_step:
                 self._step_scheduler()
             self._call("on_epoch_end")
-            self._keep_callbacks(state)
 
-    def _train_epoch(self, state: elastic.State, loader: DataLoader[Any], scalars: Scalars, epoch: int) -> bool:
+    def _train_epoch(self, state: elastic.State, loader: DataLoader[Any], epoch: int) -> bool:
         """Train on what is left of the epoch; whether to its end."""
         total, done = len(loader), 0
+        if self._is_over:  # a run that ended inside of it, and is started again
+            return total == 0
         if loader.generator is None:  # it would draw from the model's, once more where an epoch is taken up
             loader.generator = torch.Generator()
         loader.generator.manual_seed(hash((loader.sampler.seed, epoch)) & (2**63 - 1))  # type: ignore[attr-defined]
@@ -262,50 +297,45 @@ class Trainer:
             self.strategy.update(self._max_norm)
             if self.scheduler is not None and self._by_step:
                 self.scheduler.step()
-            self._keep_callbacks(state)
             state.commit()
             if self._show and done % self._log_every == 0:
                 shown.update(loss=loss)
-            self._after_step(state, loss, scalars)
+            self._after_step(state, loss)
             done += 1
             if self._is_over or (self._dry_run and done == _DRY_STEPS):
                 return number == total
         return True
 
-    def _after_step(self, state: elastic.State, loss: Tensor, scalars: Scalars) -> None:
+    def _after_step(self, state: elastic.State, loss: Tensor) -> None:
         """Behind the commit: nothing of this is done again when a rank is lost."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(loss))  # the backward began from the scaled one
-        if self._log_dir is not None and state.step % self._log_every == 0:
+        if self._has_log and state.step % self._log_every == 0:
             mean = float(self.strategy.reduce("mean", loss))
-            scalars.add({"train/loss": mean, "train/lr": self.optimizer.param_groups[0]["lr"]}, state.step)
+            self._scalars.add({"train/loss": mean, "train/lr": float(self.optimizer.param_groups[0]["lr"])}, state.step)
         self._call("on_step_end", loss)
+        self._called_step = state.step
         if self._save_every is not None and state.step % self._save_every == 0:
             self._save(state)
 
     def validate(self, loader: DataLoader[Any]) -> dict[str, float]:
         """The loss and the metrics over all samples of all ranks, each counted once. Collective."""
-        sampler = loader.sampler
-        if isinstance(sampler, DistributedSampler) and self._is_elastic:  # of other ranks, if some were lost or came
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and self.strategy.is_elastic:  # ranks may have been lost, or come
             sampler.regroup(self.strategy.num_replicas_in_sync, self.strategy.replica_id_in_sync_group)
-        loader = self.strategy.distribute(loader, padding=False)
-        means = Means(self.strategy.device)
-        names = ["loss", *self._metrics]
+        loader = self._divide("val_loader", loader, padding=False)
+        sums = Sums(self.strategy.device)
         was_training = self.model.training
         self.strategy.sync_buffers()
         self.model.eval()
         try:
             for batch, counts in self._validation_batches(loader):
-                batch = self._on_device(batch)
-                values = self._measure(batch)
-                if values is not None and counts:
-                    means.add(values, num_samples(batch))
+                self._measure(self._on_device(batch), sums if counts else Sums(self.strategy.device))
         finally:
             self.model.train(was_training)
-        group = self.strategy.training_group
-        if self._loss is None:
-            names = _agree_on_names(means.names, group)
-        return means.compute(names, group)
+        count, totals = sums.compute(self.strategy.training_group)
+        summed = {name: one.compute for name, one in self._metrics.items() if isinstance(one, SummedMetric)}
+        return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
 
     def _validation_batches(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
         """The batches, and whether they count: where ranks must evaluate together, those with fewer repeat one."""
@@ -320,8 +350,9 @@ class Trainer:
         for _ in range(most - mine):
             yield loader.collate_fn([loader.dataset[0]]), False
 
-    def _measure(self, batch: Any) -> dict[str, Tensor] | None:
-        """What a validation counts of a batch; None where another rank has the model's result."""
+    def _measure(self, batch: Any, sums: Sums) -> None:
+        """Add what a validation counts of a batch; nothing where another rank has the model's result."""
+        count = num_samples(batch)
         if self._loss is None:
             step = getattr(self.strategy.bare_model, "validation_step", None)
             if step is None:
@@ -330,15 +361,26 @@ class Trainer:
                     "validation_step(batch), which returns a dict of metrics"
                 )
             with torch.no_grad(), self.strategy.autocasting():
-                return dict(step(batch))
-        *inputs, target = batch
+                values = step(batch)
+            if not isinstance(values, Mapping):
+                raise TypeError(f"validation_step must return a dict of metrics by name, got a {type(values).__name__}")
+            for name, value in values.items():
+                sums.add_mean(name, value, count)
+            sums.add_batch(count)
+            return
+        *inputs, target = require_pair(batch)
         result = self.strategy.evaluate(*inputs)
         if result is None:
-            return None
+            return
         result = pytree.tree_map(_in_full_precision, result)
         with torch.no_grad():
-            values = {"loss": self._loss(result, target)}
-            return values | {name: metric(result, target) for name, metric in self._metrics.items()}
+            sums.add_mean("loss", self._loss(result, target), count)
+            for name, metric in self._metrics.items():
+                if isinstance(metric, SummedMetric):
+                    sums.add(name, metric.count(result, target))
+                else:
+                    sums.add_mean(name, metric(result, target), count)
+        sums.add_batch(count)
 
     # -- what goes into a checkpoint -----------------------------------------------------------------------------------
 
@@ -346,60 +388,66 @@ class Trainer:
         things = {**self.strategy.held(), "sampler": loader.sampler}
         if self.scheduler is not None:
             things["scheduler"] = self.scheduler
-        things |= {"why_stopped": "", "saved_step": -1, "callbacks": None, "batch_size": loader.batch_size}
+        things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
         return elastic.State(**things)
 
-    def _stateful_callbacks(self) -> list[Any]:
-        return [one for one in self.callbacks if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
-
     def _keep_callbacks(self, state: elastic.State) -> None:
-        """Before a commit: values of the state go back to the commit when a rank is lost; objects would not."""
-        if stateful := self._stateful_callbacks():
-            state.callbacks = [one.state_dict() for one in stateful]
+        """Behind the last step of an epoch: what comes now is done again if a rank is lost in it."""
+        if rendezvous.agent_address() and (callbacks := CallbackStates(self.callbacks)):
+            self._before_validation = state.epoch, pickle.dumps(callbacks.state_dict())
 
-    def _return_callbacks(self, state: elastic.State) -> None:
-        if state.callbacks is not None:
-            for callback, kept in zip(self._stateful_callbacks(), state.callbacks, strict=True):
-                callback.load_state_dict(kept)
+    def _agree_on_callbacks(self, state: elastic.State) -> None:
+        """Where training begins, or goes on without a rank: callbacks are as behind the latest step. Collective.
+
+        A rank that has come, or did not get to the end of that step's `on_step_end`, takes what another one has.
+        """
+        callbacks = CallbackStates(self.callbacks)
+        kept, self._before_validation = self._before_validation, None
+        if not (self.strategy.is_elastic and callbacks):
+            return
+        if kept is not None and kept[0] == state.epoch:
+            callbacks.load_state_dict(pickle.loads(kept[1]))
+        peers = Peers(self.strategy.training_group)
+        have = peers.all_gather(self._called_step == state.step)
+        if any(have) and not all(have):
+            states = peers.broadcast(callbacks.state_dict(), src=have.index(True))
+            if not have[peers.rank]:
+                callbacks.load_state_dict(states)
+        self._called_step = state.step
 
     def _parts(self, state: elastic.State) -> dict[str, Any]:
-        scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler}
+        group, own = self.strategy.checkpoint_group, CallbackStates(self.callbacks)
         return {
             **self.strategy.parts(),
-            **scheduler,
-            **{f"callback_{number}": one for number, one in enumerate(self._stateful_callbacks())},
-            "position": _Position(state),
-            "random": RandomState(self.strategy.checkpoint_group),
+            **({} if self.scheduler is None else {"scheduler": self.scheduler}),
+            "callbacks": EachRank({"callbacks": own}, group) if self.strategy.ranks_differ else own,
+            "position": _Position(state, self._scalars),
+            "random": RandomState(group),
         }
 
     def _save(self, state: elastic.State) -> None:
-        if self._manager is None or state.saved_step == state.step:
+        if self._manager is None or state.saved == (state.epoch, state.step):
             return
+        self._scalars.flush()  # whoever goes on from here does not write them again
         self._manager.async_save(state.step, self._parts(state))
-        state.saved_step = state.step  # of the state: a rank that is new must not save alone what others have saved
+        state.saved = state.epoch, state.step  # a rank that is new must not save alone what others have saved
         self._call("on_checkpoint")
 
     def _restore(self, state: elastic.State) -> None:
-        if self._manager is None:
-            return
-        restored = self._manager.load(self._parts(state))
+        restored = None if self._manager is None else self._manager.load(self._parts(state))
         if restored is not None and self.strategy.is_main:
             _logger.info("Trainer: goes on from %s, after step %d", restored.path, restored.step)
+        self._called_step = state.step
+        self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # a scheduler's question
+        group = self.strategy.training_group
+        if group is None or not rehearses(group):  # who comes to a job that runs has nothing to take back
+            self._scalars.begin(again_from=None if self._manager is None else state.step)
 
     # -- small things --------------------------------------------------------------------------------------------------
 
     @property
-    def _is_elastic(self) -> bool:
-        return self.strategy.is_elastic
-
-    @property
     def _is_over(self) -> bool:
         return bool(self.why_stopped) or (self.max_steps is not None and self.step >= self.max_steps)
-
-    def _require_state(self) -> elastic.State:
-        if self._state is None:
-            raise RuntimeError("Trainer: this is for callbacks, while fit runs")
-        return self._state
 
     def _call(self, point: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -421,7 +469,7 @@ class Trainer:
     def _step_scheduler(self) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
             if "loss" not in self.metrics:
-                raise ValueError("Trainer: ReduceLROnPlateau needs a validation with a metric 'loss'")
+                raise ValueError(f"Trainer: ReduceLROnPlateau steps by a metric 'loss', and there is {[*self.metrics]}")
             self.scheduler.step(self.metrics["loss"])
         elif self.scheduler is not None:
             self.scheduler.step()
@@ -433,43 +481,35 @@ class Trainer:
 
     def _on_device(self, batch: Any) -> Any:
         device = self.strategy.device
-        if device.type == "cpu":
-            return batch
         move = lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf  # noqa: E731
-        return pytree.tree_map(move, batch)
-
-    def _training_step(self, model: nn.Module, batch: Any) -> Tensor:
-        """The model's own training_step, called through the strategy's wrapper, which must see a forward."""
-        bare = self.strategy.bare_model
-        forward, own = bare.forward, vars(bare).get("forward")
-
-        def step(batch: Any) -> Tensor:
-            bare.forward = forward
-            return bare.training_step(batch)  # type: ignore[operator, no-any-return]
-
-        bare.forward = step
-        try:
-            return model(batch)  # type: ignore[no-any-return]
-        finally:
-            vars(bare).pop("forward", None)
-            if own is not None:  # the instance's, as of torch.compile
-                bare.forward = own
+        return batch if device.type == "cpu" else pytree.tree_map(move, batch)
 
 
 class _Position:
     """How far training is: a part of a checkpoint."""
 
-    def __init__(self, state: elastic.State) -> None:
-        self._state = state
+    def __init__(self, state: elastic.State, scalars: Scalars) -> None:
+        self._state, self._scalars = state, scalars
 
     def state_dict(self) -> dict[str, Any]:
         state = self._state
-        return {"epoch": state.epoch, "step": state.step, "data": state.data_position()}
+        where = {"epoch": state.epoch, "step": state.step, "data": state.data_position()}
+        return where | {"metrics": dict(state.metrics), "scalars": self._scalars.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._state.epoch, self._state.step = state_dict["epoch"], state_dict["step"]
-        self._state.saved_step = state_dict["step"]
-        self._state.load_data_position(state_dict["data"])
+        state = self._state
+        state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
+        state.metrics = dict(state_dict["metrics"])
+        state.load_data_position(state_dict["data"])
+        self._scalars.load_state_dict(state_dict["scalars"])
+
+    def go_on(self, before: elastic.State) -> None:
+        """Where the fit before has ended; in its data, too, if it was inside an epoch, and these are as many."""
+        where = _Position(before, self._scalars).state_dict()
+        data, new = where["data"] or {"consumed": 0}, self._state.data_position() or {"length": -1}
+        goes_on = data["consumed"] and data["length"] == new["length"]
+        self.load_state_dict(where if goes_on else {**where, "data": None})
+        self._state.saved = before.saved
 
 
 def _in_full_precision(leaf: Any) -> Any:
@@ -477,17 +517,28 @@ def _in_full_precision(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
+def _find_problems(model: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any) -> list[str]:
+    """What is wrong with what a Trainer was given."""
+    several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    wrong = [one for one in several if not isinstance(one, Callback)]
+    name, has_model = type(strategy).__name__, isinstance(strategy, Strategy) and strategy.is_set_up
+    is_metrics, lacks = isinstance(metrics or {}, Mapping), loss is None and not hasattr(model, "training_step")
+    checks = (
+        (isinstance(model, nn.Module), f"model must be a torch.nn.Module, got a {type(model).__name__}"),
+        (not lacks, f"give a loss, or {type(model).__name__} a training_step(batch)"),
+        (loss is None or callable(loss), f"loss must be a function of the model's result and the target, got {loss!r}"),
+        (loss is not None or not metrics, "metrics need a loss: without one the model's validation_step returns them"),
+        (is_metrics, f"metrics must be a dict of functions by name, got a {type(metrics).__name__}"),
+        (not is_metrics or "loss" not in (metrics or {}), "metrics: the loss is measured in any case, as 'loss'"),
+        (not wrong, f"callbacks must be phalanx.trainer.Callback objects, got {wrong[:1]}"),
+        (not has_model, f"this {name} has a model already: each Trainer needs one of its own"),
+        (seed is None or isinstance(seed, int), f"seed must be an int, got {seed!r}"),
+    )
+    return [problem for fine, problem in checks if not fine]
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and value >= 1
-
-
-def _agree_on_names(mine: Sequence[str], group: dist.ProcessGroup | None) -> list[str]:
-    """The names of all ranks: one that had no batch has none. Collective."""
-    if group is None:
-        return list(mine)
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, list(mine), group=group)
-    return list(dict.fromkeys(name for names in everyone for name in names))
 
 
 def _seed_all(seed: int) -> None:

@@ -1,0 +1,41 @@
+"""What each rank has for itself, in one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.checkpoint.peers import Peers
+
+
+class EachRank:
+    """What each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each with its own.
+
+    Loaded by another number of ranks, all go on from what rank 0 had.
+    """
+
+    def __init__(self, held: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
+        self._held, self._process_group = held, process_group
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all ranks, on rank 0.
+
+        Its own is among them although "model" and "optimizer" are parts of the checkpoint: where each rank writes its
+        shards, those parts are whichever rank's they are, as of replicas.
+        """
+        own = {name: one.state_dict() for name, one in self._held.items()}
+        everyone = Peers(self._process_group).gather(own)
+        return {"ranks": everyone} if everyone else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with this rank's."""
+        if "ranks" not in state_dict:  # a checkpoint of before each rank had its own
+            self._held["rounds"].load_state_dict(state_dict)
+            return
+        ranks = state_dict["ranks"]
+        peers = Peers(self._process_group)
+        own = ranks[peers.rank if len(ranks) == peers.world_size else 0]
+        for name, state in own.items():
+            self._held[name].load_state_dict(state)

@@ -1,0 +1,41 @@
+"""A job that was ended anywhere, and started again, ends as one that was left alone: generated cases.
+
+A few each time; `pytest tests/trainer/test_resumption.py --resumptions 300 --resumptions-seed 1000` runs more of them.
+"""
+
+import contextlib
+
+import torch.utils.tensorboard  # noqa: F401 - imported once here, not once in each rank of each case
+from tests.trainer.resumption import differing, draw_case, end, fit, scalars
+
+import phalanx.checkpoint.series
+import phalanx.trainer.trainer  # noqa: F401
+from phalanx.testing import RankFailed, run_ranks
+
+
+def _train(rank, world_size, case, folder):
+    return fit(case, folder, rank, ends=False)
+
+
+def _end(rank, world_size, case, folder):
+    end(case, folder, rank)
+
+
+def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, resumptions):
+    """What validation had measured was forgotten, callbacks of ranks that train apart got the state of rank 0's, and
+    TensorBoard showed each point twice that had been written behind the checkpoint.
+    """
+    for number in resumptions:
+        case = draw_case(number)
+        folders = whole, cut = tmp_path / f"{number}" / "whole", tmp_path / f"{number}" / "cut"
+        for folder in folders:
+            folder.mkdir(parents=True)
+        expected = run_ranks(_train, case.world_size, case, whole, timeout=150)
+        lost = range(case.world_size) if case.end in ("kill all", "kill in a save") else []
+        lost = [case.by] if case.end == "kill one" else lost
+        with contextlib.suppress(RankFailed):  # some have an early stop first
+            run_ranks(_end, case.world_size, case, cut, timeout=150, lost=lost)
+        found = run_ranks(_train, case.world_size, case, cut, timeout=150)
+        places = [f"rank {r}{p}" for r, (a, b) in enumerate(zip(expected, found, strict=True)) for p in differing(a, b)]
+        places += [f"TensorBoard{place}" for place in differing(scalars(whole), scalars(cut))]
+        assert not places, (number, case, places[:9])
