@@ -9,7 +9,8 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
 static int execute(PyObject *module) {
   if (add_type(module, "Group", &py_group_spec) != 0 || add_type(module, "Reducer", &py_reducer_spec) != 0 ||
       add_type(module, "Receive", &py_receive_spec) != 0 || add_type(module, "Pool", &py_pool_spec) != 0 ||
-      add_type(module, "TextSums", &py_sums_spec) != 0)
+      add_type(module, "TextSums", &py_sums_spec) != 0 ||
+      add_type(module, "EventLog", &py_event_log_spec) != 0)
     return -1;
   if (PyModule_AddFunctions(module, py_memory_functions) != 0 || PyModule_AddFunctions(module, py_pool_functions) != 0 ||
       PyModule_AddFunctions(module, py_ready_functions) != 0 || PyModule_AddFunctions(module, py_fold_functions) != 0)

@@ -1,4 +1,4 @@
-"""What does `--report` cost a training step? Blocks of steps with and without it in one job, in turns.
+"""What does `--report` cost a training step? Blocks of steps with it, without it, and without it again, in one job.
 
 python benchmarks/report/run.py --record two-ranks
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -17,12 +18,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import add_output_arguments, describe_machine, write_results
 
+ARMS = WITHOUT, AGAIN, WITH = ("without", "without again", "with")  # a report; the second tells what a ratio is worth
 HERE = Path(__file__).resolve().parent
 SIZES = {"small": (64, 256, 32), "middle": (256, 1024, 64), "large": (512, 4096, 128)}  # features, hidden, batch
 
 
 def train(path: str, options: argparse.Namespace) -> None:
-    """A rank: blocks of steps, with all that listens taken out in every second one. Rank 0 writes their times."""
+    """A rank: blocks of steps, with all that listens taken out in two of three. Rank 0 writes their times."""
+    import random
     import time
 
     import torch
@@ -54,48 +57,65 @@ def train(path: str, options: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
         data = TensorDataset(torch.randn(batch * 8, features), torch.randint(10, (batch * 8,)))
         loader = DataLoader(data, batch)
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for block in range(2 * options.blocks + 2):
-            on = block % 2 == block // 2 % 2  # on, off, off, on: the order turns
-            listen(on)
-            torch.distributed.barrier()
-            steps = 0
-            begun = time.perf_counter()
-            while steps < options.steps:
-                for inputs, targets in loader:
-                    loss = nn.functional.cross_entropy(model(inputs), targets)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    steps += 1
-            if block > 1:
-                times[on].append((time.perf_counter() - begun) / steps)
-        results[name] = {"with_s": times[True], "without_s": times[False]}
+        times: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+        draw = random.Random(1)  # the same order on every rank
+        for block in range(options.blocks + 2):
+            for arm in draw.sample(ARMS, len(ARMS)):
+                listen(arm == WITH)
+                torch.distributed.barrier()
+                steps = 0
+                begun, ran = time.perf_counter(), time.thread_time()
+                while steps < options.steps:
+                    for inputs, targets in loader:
+                        loss = nn.functional.cross_entropy(model(inputs), targets)
+                        optimizer.zero_grad()
+                        loss.backward()
+                        optimizer.step()
+                        steps += 1
+                if block > 1:
+                    times[arm].append(((time.perf_counter() - begun) / steps, (time.thread_time() - ran) / steps))
+        results[name] = times
     listen(True)
     if job.rank == 0:
         Path(path).write_text(json.dumps({"blocks": results, "events_s": time_events(), "steps": current().num_steps}))
 
 
 def time_events() -> float:
-    """Seconds for all events of one step, with nothing in between."""
+    """Seconds for all events of one step, and for making a record of them, with nothing in between."""
     import time
 
+    from phalanx.diagnostics import step_machine as events
     from phalanx.diagnostics.step_recorder import StepRecorder
 
     with tempfile.TemporaryDirectory() as folder:
         recorder = StepRecorder(os.path.join(folder, "alone.steps"), {})
+        mark = recorder.log.mark
         best = float("inf")
         for _ in range(20):
-            begun = time.perf_counter()
+            begun = time.thread_time()
             for _ in range(500):
-                recorder.begin_data()
-                recorder.end_data(32.0)
-                recorder.begin_backward()
-                recorder.end_backward(1.0)
-                recorder.begin_update()
-                recorder.end_update()
-            best = min(best, (time.perf_counter() - begun) / 500)
+                mark(events.BEGIN_DATA)
+                mark(events.END_DATA, 32.0)
+                mark(events.BEGIN_BACKWARD)
+                mark(events.END_BACKWARD_WITH_LOSS, 1.0)
+                recorder.log.begin_update(recorder, (), {})
+                recorder.log.end_update(recorder, (), {})
+            best = min(best, (time.thread_time() - begun) / 500)
+        recorder.close(ended=True)
     return best
+
+
+def compare(ours: list[float], base: list[float]) -> dict[str, float]:
+    """The median of the blocks' ratios and differences, and where 95 of 100 such medians of ratios lie."""
+    ratios = sorted(a / b for a, b in zip(ours, base, strict=True))
+    half = 0.98 * math.sqrt(len(ratios))
+    first, last = int(len(ratios) / 2 - half), math.ceil(len(ratios) / 2 + half)
+    return {
+        "ratio": statistics.median(ratios),
+        "low": ratios[max(0, first)],
+        "high": ratios[min(len(ratios) - 1, last)],
+        "difference_us": 1e6 * statistics.median(a - b for a, b in zip(ours, base, strict=True)),
+    }
 
 
 def main() -> None:
@@ -103,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--blocks", type=int, default=40, help="with and without, each")
+    parser.add_argument("--blocks", type=int, default=60, help="of each kind")
     parser.add_argument("--rounds", type=int, dest="blocks", help="the same")
     parser.add_argument("--steps", type=int, default=16, help="in a block")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -119,19 +139,18 @@ def main() -> None:
         numbers = ["--blocks", str(options.blocks), "--steps", str(options.steps), "--models", *options.models]
         subprocess.run([sys.executable, "-m", "phalanx.cli", "run", *words, *numbers], check=True)
         measured = json.loads(path.read_text())
-    table = {}
-    for name, times in measured["blocks"].items():
-        pairs = [a / b for a, b in zip(times["with_s"], times["without_s"], strict=True)]
-        table[name] = {
-            "with_ms": 1e3 * statistics.median(times["with_s"]),
-            "without_ms": 1e3 * statistics.median(times["without_s"]),
-            "ratio_of_medians": statistics.median(times["with_s"]) / statistics.median(times["without_s"]),
-            "median_of_ratios": statistics.median(pairs),
-            "ratio_of_fastest": min(times["with_s"]) / min(times["without_s"]),
-            "events_share": measured["events_s"] / min(times["without_s"]),
-        }
-        print(name, json.dumps({key: round(value, 4) for key, value in table[name].items()}))
-    print(f"the events of a step alone: {1e6 * measured['events_s']:.1f} µs")
+    table: dict[str, dict[str, dict[str, float] | float]] = {}
+    for name, arms in measured["blocks"].items():
+        table[name] = {"step_ms": 1e3 * statistics.median(wall for wall, _ in arms[WITHOUT])}
+        for arm in (AGAIN, WITH):
+            for place, clock in enumerate(("time", "processor time")):
+                ours, base = ([times[place] for times in arms[which]] for which in (arm, WITHOUT))
+                table[name][f"{arm}, {clock}"] = found = compare(ours, base)
+                print(
+                    f"{name:7} {table[name]['step_ms']:7.2f} ms  {arm + ', ' + clock:30} "
+                    f"{found['ratio']:.4f}  [{found['low']:.4f}, {found['high']:.4f}]  {found['difference_us']:+.0f} µs"
+                )
+    print(f"the events of a step alone, with a record made of them: {1e6 * measured['events_s']:.1f} µs")
     write_results(options.output, {"models": table, **measured}, machine=machine)
 
 

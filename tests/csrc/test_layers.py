@@ -30,7 +30,7 @@ LAYERS = """
     py_pairs
     py_call
     py_group.h  py_types
-    py_collectives  py_messages  py_state  py_pool  py_memory  py_ready  py_fold  py_sums  py_numbers
+    py_collectives  py_messages  py_state  py_pool  py_memory  py_ready  py_fold  py_event_log  py_sums  py_numbers
     py_group.c
     py_reducer
     py_module

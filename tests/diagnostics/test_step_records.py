@@ -1,20 +1,30 @@
 """What a rank writes down of its steps: right to the event, bounded for any run, whole at any moment."""
 
 import random
+import threading
 from array import array
 
 import pytest
 
 from phalanx.diagnostics import progress_page
-from phalanx.diagnostics.step_file import (
-    DATA,
-    FILE_BYTES,
-    WINDOW,
-    StepFile,
-    StepRecord,
-    read_folder,
-    read_rank_file,
+from phalanx.diagnostics.step_file import FILE_BYTES, WINDOW, StepFile, StepRecord
+from phalanx.diagnostics.step_machine import (
+    BEGIN_BACKWARD,
+    BEGIN_DATA,
+    BEGIN_UPDATE,
+    END_BACKWARD,
+    END_BACKWARD_WITH_LOSS,
+    END_DATA,
+    END_PHASE,
+    END_UPDATE,
+    FORWARD,
+    NO_DATA,
+    NO_LOSS,
+    OWN_LOSS,
+    SAMPLES,
+    STEP,
 )
+from phalanx.diagnostics.step_reader import read_folder, read_rank_file
 from phalanx.diagnostics.step_recorder import StepRecorder
 
 
@@ -33,7 +43,8 @@ def clock():
 
 
 @pytest.fixture
-def recorder(tmp_path, clock):
+def recorder(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(progress_page, "_own", None)  # of a test before, whose state has committed steps
     recorder = StepRecorder(str(tmp_path / "0.steps"), {"rank": 3}, clock)
     yield recorder
     recorder.close(ended=False)
@@ -50,12 +61,12 @@ def after(clock, seconds, event, *arguments):
 
 
 def one_step(recorder, clock, *, data=0.1, forward=0.2, backward=0.3, update=0.4, loss=1.0):
-    recorder.begin_data()
-    after(clock, data, recorder.end_data, 8.0)
-    after(clock, forward, recorder.begin_backward)
-    after(clock, backward, recorder.end_backward, loss)
-    after(clock, update / 2, recorder.begin_update)
-    after(clock, update / 2, recorder.end_update)
+    recorder.mark(BEGIN_DATA)
+    after(clock, data, recorder.mark, END_DATA, 8.0)
+    after(clock, forward, recorder.mark, BEGIN_BACKWARD)
+    after(clock, backward, recorder.mark, END_BACKWARD_WITH_LOSS, loss)
+    after(clock, update / 2, recorder.mark, BEGIN_UPDATE)
+    after(clock, update / 2, recorder.mark, END_UPDATE)
 
 
 def test_each_phase_gets_its_time_and_the_start_of_the_program_none(tmp_path, recorder, clock):
@@ -78,11 +89,11 @@ def test_each_phase_gets_its_time_and_the_start_of_the_program_none(tmp_path, re
 def test_an_evaluation_is_no_forward(tmp_path, recorder, clock):
     one_step(recorder, clock)
     for _ in range(4):
-        recorder.begin_data()
-        after(clock, 1.0, recorder.end_data, 8.0)
+        recorder.mark(BEGIN_DATA)
+        after(clock, 1.0, recorder.mark, END_DATA, 8.0)
         clock.now += 2.0
-    recorder.begin_data()
-    after(clock, 0.5, recorder.end_data, None)
+    recorder.mark(BEGIN_DATA)
+    after(clock, 0.5, recorder.mark, NO_DATA)
     one_step(recorder, clock)
     recorder.close(ended=True)
     second = written(tmp_path).steps[1]
@@ -94,17 +105,17 @@ def test_an_evaluation_is_no_forward(tmp_path, recorder, clock):
 
 def test_accumulation_is_one_step_and_a_loop_without_a_loader_has_steps_too(tmp_path, recorder, clock):
     for _ in range(2):  # two batches to an update
-        recorder.begin_data()
-        after(clock, 0.1, recorder.end_data, 8.0)
-        after(clock, 0.2, recorder.begin_backward)
-        after(clock, 0.3, recorder.end_backward, 0.5)
-    after(clock, 0.1, recorder.begin_update)
-    after(clock, 0.1, recorder.end_update)
+        recorder.mark(BEGIN_DATA)
+        after(clock, 0.1, recorder.mark, END_DATA, 8.0)
+        after(clock, 0.2, recorder.mark, BEGIN_BACKWARD)
+        after(clock, 0.3, recorder.mark, END_BACKWARD_WITH_LOSS, 0.5)
+    after(clock, 0.1, recorder.mark, BEGIN_UPDATE)
+    after(clock, 0.1, recorder.mark, END_UPDATE)
     for _ in range(3):  # and now by hand
-        after(clock, 0.2, recorder.begin_backward)
-        after(clock, 0.3, recorder.end_backward, 0.5)
-        after(clock, 0.1, recorder.begin_update)
-        after(clock, 0.1, recorder.end_update)
+        after(clock, 0.2, recorder.mark, BEGIN_BACKWARD)
+        after(clock, 0.3, recorder.mark, END_BACKWARD_WITH_LOSS, 0.5)
+        after(clock, 0.1, recorder.mark, BEGIN_UPDATE)
+        after(clock, 0.1, recorder.mark, END_UPDATE)
     recorder.close(ended=True)
     steps = written(tmp_path).steps
     assert [step.num_steps for step in steps] == [1] * 4
@@ -117,13 +128,13 @@ def test_accumulation_is_one_step_and_a_loop_without_a_loader_has_steps_too(tmp_
 
 def test_two_optimizers_share_a_step(tmp_path, recorder, clock):
     for _ in range(3):
-        recorder.begin_data()
-        after(clock, 0.1, recorder.end_data, 8.0)
+        recorder.mark(BEGIN_DATA)
+        after(clock, 0.1, recorder.mark, END_DATA, 8.0)
         for optimizer in (1, 2):  # discriminator and generator
-            after(clock, 0.2, recorder.begin_backward)
-            after(clock, 0.3, recorder.end_backward, 0.5)
-            after(clock, 0.1, recorder.begin_update, optimizer)
-            after(clock, 0.1, recorder.end_update)
+            after(clock, 0.2, recorder.mark, BEGIN_BACKWARD)
+            after(clock, 0.3, recorder.mark, END_BACKWARD_WITH_LOSS, 0.5)
+            after(clock, 0.1, recorder.mark, BEGIN_UPDATE, optimizer)
+            after(clock, 0.1, recorder.mark, END_UPDATE)
     recorder.close(ended=True)
     steps = written(tmp_path).steps
     assert [step.num_steps for step in steps] == [1] * 3
@@ -132,15 +143,15 @@ def test_two_optimizers_share_a_step(tmp_path, recorder, clock):
 
 def test_what_runs_inside_of_an_optimizer_or_after_its_failure_is_counted_once(tmp_path, recorder, clock):
     for _ in range(2):
-        recorder.begin_data()
-        after(clock, 0.1, recorder.end_data, 8.0)
-        recorder.begin_update()  # LBFGS calls the closure
-        after(clock, 0.1, recorder.begin_backward)
-        after(clock, 0.3, recorder.end_backward, 0.5)
-        after(clock, 0.1, recorder.end_update)
-    recorder.begin_data()
-    after(clock, 0.1, recorder.end_data, 8.0)
-    recorder.begin_update()  # and raises: a rank was lost
+        recorder.mark(BEGIN_DATA)
+        after(clock, 0.1, recorder.mark, END_DATA, 8.0)
+        recorder.mark(BEGIN_UPDATE)  # LBFGS calls the closure
+        after(clock, 0.1, recorder.mark, BEGIN_BACKWARD)
+        after(clock, 0.3, recorder.mark, END_BACKWARD_WITH_LOSS, 0.5)
+        after(clock, 0.1, recorder.mark, END_UPDATE)
+    recorder.mark(BEGIN_DATA)
+    after(clock, 0.1, recorder.mark, END_DATA, 8.0)
+    recorder.mark(BEGIN_UPDATE)  # and raises: a rank was lost
     one_step(recorder, clock)
     recorder.close(ended=True)
     steps = written(tmp_path).steps
@@ -189,8 +200,109 @@ def test_a_rank_that_is_killed_at_any_moment_leaves_what_it_has_done(tmp_path, r
             assert number - 1 - 2 <= sum(record.num_steps for record in file.steps) + 2
             assert file.steps_done == number - 1  # the last one ends with the next batch
             assert not file.ended
-    recorder.begin_data()
+    recorder.mark(BEGIN_DATA)
     assert written(tmp_path).phase == "data"
+
+
+EVENTS = [
+    (BEGIN_DATA, 0), (END_DATA, 8), (NO_DATA, 0), (BEGIN_BACKWARD, 0), (END_BACKWARD, 0), (END_BACKWARD_WITH_LOSS, 2.5),
+    (BEGIN_UPDATE, 1), (BEGIN_UPDATE, 2), (END_UPDATE, 0), (END_PHASE, FORWARD), (SAMPLES, 3), (OWN_LOSS, 1),
+    (NO_LOSS, 0), (STEP, 0),
+]  # fmt: skip
+LOOP = [
+    (BEGIN_DATA, 0),
+    (END_DATA, 8),
+    (BEGIN_BACKWARD, 0),
+    (END_BACKWARD_WITH_LOSS, 1),
+    (BEGIN_UPDATE, 1),
+    (END_UPDATE, 0),
+]
+
+
+FIELDS = (
+    "steps", "steps_done", "phase", "phase_since", "num_workers", "first_broken", "last_finite", "reached",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_killed_rank_had_not_made_into_records_is_read_as_it_would_have_made_it(tmp_path, monkeypatch, seed):
+    """Events are made into records many at a time, in the rank or, after its death, by whoever reads its file: the same
+    ones, for any loop, wherever the two take over from each other.
+    """
+    draw = random.Random(seed)
+    clocks = Clock(), Clock()
+    (tmp_path / "at once").mkdir()
+    (tmp_path / "late").mkdir()
+    at_once = StepRecorder(str(tmp_path / "at once/0.steps"), {"rank": 3}, clocks[0])
+    late = StepRecorder(str(tmp_path / "late/0.steps"), {"rank": 3}, clocks[1])
+    monkeypatch.setattr(at_once, "_limit", lambda: 1)
+    for recorder in (at_once, late):  # or the two look at the process at different moments
+        monkeypatch.setattr(recorder, "_look", lambda now: None)
+    num_events = 0
+    while num_events < 1500:
+        for kind, value in [draw.choice(EVENTS)] if draw.random() < 0.1 else LOOP:
+            num_events += 1
+            seconds = draw.choice((0.001, 0.01))
+            for recorder, clock in zip((at_once, late), clocks, strict=True):
+                clock.now += seconds
+                recorder.mark(kind, value)
+        if draw.random() < 0.02:
+            left = [read_folder(tmp_path / name)[0] for name in ("at once", "late")]
+            for name in FIELDS:
+                assert getattr(left[0], name) == getattr(left[1], name), name
+    for recorder in (at_once, late):
+        recorder.close(ended=False)
+
+
+def test_a_rank_that_dies_between_its_records_and_its_state_has_done_no_step_twice(
+    tmp_path, recorder, clock, monkeypatch
+):
+    for _ in range(3):
+        one_step(recorder, clock)
+    monkeypatch.setattr(recorder, "_keep_state", lambda: None)  # from here on it is dead before
+    clock.now += 100
+    for _ in range(3):
+        one_step(recorder, clock)
+    read = written(tmp_path)
+    assert [step.first for step in read.steps] == [1, 2, 3, 4, 5]
+    assert read.steps_done == 5
+
+
+def test_only_the_thread_of_the_loop_is_listened_to(tmp_path, recorder, clock):
+    one_step(recorder, clock)
+    thread = threading.Thread(target=one_step, args=(recorder, clock))
+    thread.start()
+    thread.join()
+    recorder.close(ended=True)
+    recorder.mark(BEGIN_DATA)  # and afterwards nobody is
+    assert written(tmp_path).steps_done == 1
+
+
+def test_a_loop_without_a_loader_goes_on_after_an_optimizer_that_raised(tmp_path, recorder, clock):
+    """The update that had not ended stayed open, and all that came later was inside of it: no step was seen again."""
+    for number in range(4):
+        after(clock, 0.2, recorder.mark, BEGIN_BACKWARD)
+        after(clock, 0.3, recorder.mark, END_BACKWARD_WITH_LOSS, 0.5)
+        after(clock, 0.1, recorder.mark, BEGIN_UPDATE, 7)
+        if number != 1:  # a rank was lost
+            after(clock, 0.1, recorder.mark, END_UPDATE)
+    recorder.close(ended=True)
+    assert written(tmp_path).steps_done == 3
+
+
+def test_what_goes_wrong_in_recording_is_said_and_ends_no_program(tmp_path, recorder, clock, monkeypatch, capsys):
+    monkeypatch.setattr(recorder, "_keep_state", lambda: 1 / 0)
+    one_step(recorder, clock)
+    one_step(recorder, clock)
+    assert capsys.readouterr().err.count("will lack what could not be recorded: ZeroDivisionError") == 1
+    monkeypatch.undo()
+
+
+def test_a_wrong_event_is_refused(recorder):
+    with pytest.raises(TypeError, match="mark"):
+        recorder.log.mark()
+    with pytest.raises(TypeError):
+        recorder.log.mark("begin")
 
 
 def test_what_is_no_such_file_is_not_read(tmp_path):
@@ -213,11 +325,9 @@ def test_facts_that_do_not_fit_are_left_out(tmp_path):
     file = StepFile(tmp_path / "a.steps", 0.0, 0.0)
     file.set_facts({"rank": 1, "long": "x" * 20000})
     file.add_step(array("d", StepRecord(*[1.0] * 20)))
-    file.set_phase(DATA, 1.0)
     file.close()
     (read,) = read_folder(tmp_path)
     assert read.facts == {"rank": 1}
-    assert read.phase == "data"
 
 
 def test_steps_have_the_runs_numbers_where_a_state_commits_them(tmp_path, clock, monkeypatch):

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from phalanx.core_numbers import ALL_REDUCE
-from phalanx.diagnostics.step_file import OperationRecord, RankFile, StepRecord
+from phalanx.diagnostics.step_file import OperationRecord, StepRecord
+from phalanx.diagnostics.step_reader import RankFile
 from phalanx.report.findings import find
 from phalanx.report.gather import combine
 from phalanx.report.job_record import JobRecord

@@ -40,7 +40,6 @@ docs/architecture.md tells both as decisions.)
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -75,6 +74,7 @@ def offer_backend() -> None:
         backend.MPI = _Asked("mpi", _serve_mpi)
     if _recorders:
         _observe_steps()
+        _hook_optimizers()
     if os.environ.get("PHALANX_STORE"):
         launchers = importlib.import_module("phalanx.coordination.launchers")
         if launchers.find_agents_store(os.environ):  # else this is a process that a rank has started
@@ -381,6 +381,8 @@ def call_before_fetch(function: Callable[[Any], None]) -> None:
 # -- once a run report is asked for ------------------------------------------------------------------------------------
 
 _recorders: list[Any] = []  # one, or none
+_marks: list[Any] = []  # its log's `mark`, by which a batch or a backward is told
+_hooks: list[Any] = []  # of optimizers, which tell its log
 
 
 def observe_steps(recorder: Any) -> None:
@@ -389,66 +391,88 @@ def observe_steps(recorder: Any) -> None:
     Where torch has not been imported, from its import on; the one before hears nothing any more.
     """
     _recorders[:] = [recorder]
+    _marks[:] = [recorder.log.mark]
     if "torch" in sys.modules:
         _observe_steps()
+        _hook_optimizers()
 
 
-def _tell(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What `call` returns. It runs within a program's own calls, so it raises nothing: the first time that is said."""
-    try:
-        return call(*arguments)
-    except Exception as error:
-        with contextlib.suppress(Exception):  # no stderr
-            if not _said:
-                _said.append(True)
-                why = f"{type(error).__name__}: {error}"
-                print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
-        return None
+def _hook_optimizers() -> None:
+    """The log itself is what torch calls: a function of ours in between costs more than what it does."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-
-_said: list[bool] = []
+    log = _recorders[0].log
+    while _hooks:
+        _hooks.pop().remove()
+    _hooks.append(register_optimizer_step_pre_hook(log.begin_update))
+    _hooks.append(register_optimizer_step_post_hook(log.end_update))
 
 
 @_once
 def _observe_steps() -> None:
+    """Every line of these runs with cold caches, beside a step that streams its parameters through them: few lines."""
     import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
     from torch.utils.data import dataloader
 
+    from phalanx.diagnostics.step_machine import (
+        BEGIN_BACKWARD,
+        BEGIN_DATA,
+        END_BACKWARD,
+        END_BACKWARD_WITH_LOSS,
+        END_DATA,
+        NO_DATA,
+        WORKERS,
+    )
+
+    tensor, marks = torch.Tensor, _marks
     iterators: Any = dataloader._BaseDataLoaderIter
     theirs = iterators.__next__
 
     @functools.wraps(theirs)
     def __next__(self: Any) -> Any:
-        recorder = _recorders[0]
-        _tell(recorder.begin_data)
-        samples = None
+        mark = marks[0]
+        mark(BEGIN_DATA)
         try:
             batch = theirs(self)
-            samples = _tell(_samples_in, self, batch) or 0.0
-            return batch
-        finally:
-            _tell(recorder.end_data, samples)
-            _tell(recorder.set_num_workers, self._num_workers)
+        except BaseException:
+            mark(NO_DATA)
+            raise
+        try:
+            first = batch[0] if type(batch) in (list, tuple) and batch else batch
+            plain = type(first) is tensor and self._auto_collation and first.dim()
+            samples = len(first) if plain else _samples_in(self, batch)
+            mark(END_DATA + WORKERS * (1 + self._num_workers), samples)
+        except AttributeError:  # an iterator that is none of torch's
+            mark(END_DATA)
+        return batch
 
     iterators.__next__ = __next__
     backward = torch.autograd.backward
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        recorder = _recorders[0]
-        _tell(recorder.begin_backward)
-        is_loss = isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and tensors.is_floating_point()
-        is_loss = _has_own_scale(tensors) and is_loss
+        has_scaled, _has_scaled[0] = _has_scaled[0], False
+        mark = marks[0]
+        mark(BEGIN_BACKWARD)
         try:
             backward(tensors, *args, **kwargs)
-        finally:
-            _tell(recorder.end_backward, _tell(recorder.read_loss, tensors) if is_loss else None)
+        except BaseException:
+            mark(END_BACKWARD)
+            raise
+        if type(tensors) is tensor and tensors.is_cpu and not has_scaled:
+            try:
+                loss = tensors.item()
+            except Exception:  # more than one number, or a tracer's tensor without any
+                mark(END_BACKWARD)
+            else:
+                mark(END_BACKWARD_WITH_LOSS, loss) if type(loss) is float else mark(END_BACKWARD)
+        elif not isinstance(tensors, tensor) or (has_scaled and not hasattr(tensors, "unscaled_loss")):
+            mark(END_BACKWARD)  # of several, or of what was made of a scaled loss
+        else:
+            _recorders[0].end_backward(tensors)
 
     vars(torch.autograd)["backward"] = observed_backward
     _observe_scaler()
-    register_optimizer_step_pre_hook(lambda optimizer, *_: _tell(_recorders[0].begin_update, id(optimizer)))
-    register_optimizer_step_post_hook(lambda *_: _tell(_recorders[0].end_update))
 
 
 def _samples_in(iterator: Any, batch: Any) -> float:
@@ -478,12 +502,6 @@ def _observe_scaler() -> None:
         return scaled
 
     scaler.scale = scale
-
-
-def _has_own_scale(loss: Any) -> bool:
-    """Whether the loss is what it says, or known from before it was scaled: what is made of a scaled one is neither."""
-    has_scaled, _has_scaled[0] = _has_scaled[0], False
-    return not has_scaled or hasattr(loss, "unscaled_loss")
 
 
 # -- once a worker of `phalanx.rpc` starts ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from phalanx.diagnostics import whereabouts
 from phalanx.diagnostics.step_file import StepFile
 
 _READ_AT_ONCE = 96  # lines, of the 128 that a recorder keeps
-_MAX_STEPS, _LONGEST_S = 64, 0.5  # between two readings
+_MAX_STEPS = 64  # between two readings
 _SIZES = {
     1: ("bytes", "bool", "uint8", "int8"),
     2: ("uint16", "int16", "float16", "bfloat16"),
@@ -35,7 +35,7 @@ def note_gradients(group: str, num_bytes: int) -> None:
 
 
 class OperationSampler:
-    """Reads what is new at the end of every so-manieth step, and when a group is left.
+    """Reads what is new every so many steps, and when a group is left.
 
     Cost: 0.4 µs for each line that is read, and a microsecond for each that is new.
     """
@@ -46,20 +46,18 @@ class OperationSampler:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of groups, by their memory
         self._groups: list[dict[str, object]] = []
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # when its last line was entered
-        self._every, self._read_step, self._read_at = 1, 0, 0.0
+        self._read_step = 0
+        self.steps_between = 1
+        """How many may pass until the next reading: before the recorder writes over what was not read."""
         self.num_seen = 0
         self.generation = 0
 
-    def is_due(self, step: int, now: float) -> bool:
-        """Whether to read after this step: before the recorder writes over what was not read."""
-        return step >= self._read_step + self._every or now > self._read_at + _LONGEST_S
-
-    def read(self, marks: Sequence[tuple[int, int]], step: int, now: float) -> None:
+    def read(self, marks: Sequence[tuple[int, int]], step: int) -> None:
         """Take what is new of all groups; `step` is the one that has ended."""
         most = max((self.read_group(group, marks, step) for group in whereabouts.groups()), default=0)
         per_step = most / max(1, step - self._read_step)
-        self._every = max(1, min(_MAX_STEPS, int(_READ_AT_ONCE / per_step) if per_step else _MAX_STEPS))
-        self._read_step, self._read_at = step, now
+        self.steps_between = max(1, min(_MAX_STEPS, int(_READ_AT_ONCE / per_step) if per_step else _MAX_STEPS))
+        self._read_step = step
 
     def read_group(self, group: whereabouts.ObservedGroup, marks: Sequence[tuple[int, int]], step: int) -> int:
         """Take what is new of one; returns how many there were. `marks` are when which phase began."""

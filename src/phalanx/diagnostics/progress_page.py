@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError
@@ -95,6 +96,8 @@ class ProgressPage:
 
     def set_generation(self, generation: int) -> None:
         """The ranks have formed their group anew, for the so-manieth time."""
+        for listener in list(_listeners):
+            listener()
         self._words[1] = generation
 
 
@@ -136,6 +139,20 @@ def _track(words: tuple[int, ...], at: int) -> Track | None:
         return None
     recent = [entry for i, entry in enumerate(recent) if i == 0 or entry[0] >= recent[i - 1][0]]
     return Track(steps, total or None, samples, tuple(recent))
+
+
+_listeners: list[Callable[[], None]] = []
+
+
+def listen_for_generations(listener: Callable[[], None]) -> None:
+    """Call `listener` before a page of this process says another generation."""
+    _listeners.append(listener)
+
+
+def stop_listening(listener: Callable[[], None]) -> None:
+    """Call it no more."""
+    if listener in _listeners:
+        _listeners.remove(listener)
 
 
 _own: ProgressPage | None = None

@@ -1,45 +1,45 @@
 """What a rank writes down of its steps, in a file of fixed size that is mapped: whole at any moment, whatever ends it.
 
-    words 0-63       what the file is, how far the rank is, in which phase, since when
+    words 0-63       what the file is, and what is told of the process now and then
     facts            JSON: who the rank is, what runs there, the names of its groups
     steps      x 2   1,024 records of `stride` steps each; when they are full, pairs of them are merged into the other
     operations x 2   4,096 operations, likewise: every second window of them is kept
+    state      x 2   JSON: what the rank knew when it last turned events into records
+    events           the newest 1,024, each as it came: those after that are not in the records yet
 
-A record is a few stores into the page cache: no system call, no thread, and nothing is lost when the process is killed.
-One writer. A table is written first and counted then; a full one is thinned into its twin before that takes its place.
+An event is a few stores into the page cache: no system call, no thread, and nothing is lost when the process is killed:
+`step_reader` turns the last events into records itself. One writer. A table is written first and counted then; a full
+one is thinned into its twin before that takes its place; so is the state.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import mmap
 import os
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-OTHER, DATA, FORWARD, BACKWARD, UPDATE = range(5)
-PHASES = ("other", "data", "forward", "backward", "update")
-
-_MAGIC = 0x3153_5045_5453_4C50  # "PLSTEPS1", little endian
+_MAGIC = 0x3253_5045_5453_4C50  # "PLSTEPS2", little endian
 _WORDS = 64
 _FACTS_AT, _FACTS_BYTES = _WORDS * 8, 8192
 _TABLES_AT = 16384
 _STEP_FIELDS, _NUM_STEPS = 20, 1024
 _OPERATION_FIELDS, _NUM_OPERATIONS = 9, 4096
 _STEPS_BYTES, _OPERATIONS_BYTES = 8 * _STEP_FIELDS * _NUM_STEPS, 8 * _OPERATION_FIELDS * _NUM_OPERATIONS
-FILE_BYTES = _TABLES_AT + 2 * (_STEPS_BYTES + _OPERATIONS_BYTES)
+_STATES_AT, _STATE_BYTES = _TABLES_AT + 2 * (_STEPS_BYTES + _OPERATIONS_BYTES), 8192
+_EVENTS_AT, NUM_EVENTS = _STATES_AT + 2 * _STATE_BYTES, 1024
+_EVENT_FIELDS, _EVENTS_BEGIN = 3, 64  # a word that counts them, and what keeps its cache line
+FILE_BYTES = -(-(_EVENTS_AT + _EVENTS_BEGIN + 8 * _EVENT_FIELDS * NUM_EVENTS) // 4096) * 4096
 WINDOW = 32  # operations that are kept or left out together, so that all ranks keep the same
 
 # Words of the header, all doubles but the first.
-(_MAGIC_AT, _STEPS_DONE, _PHASE, _PHASE_SINCE, _ENDED, _NUM_WORKERS, _PEAK_BYTES, _STEP_TABLE, _STEP_COUNT,
- _STEP_STRIDE, _OPERATION_TABLE, _OPERATION_COUNT, _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET,
- _OPERATIONS_SEEN, _COST, _REACHED, _FIRST_BROKEN, _LAST_FINITE) = range(21)  # fmt: skip
+(_MAGIC_AT, _ENDED, _PEAK_BYTES, _STEP_TABLE, _STEP_COUNT, _STEP_STRIDE, _OPERATION_TABLE, _OPERATION_COUNT,
+ _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET, _OPERATIONS_SEEN, _COST, _STATE,
+ _STATE_LENGTHS) = range(16)  # fmt: skip
 
 
 class StepRecord(NamedTuple):
@@ -84,32 +84,6 @@ class OperationRecord(NamedTuple):
     status: float
 
 
-@dataclass(frozen=True)
-class RankFile:
-    """What the file of a rank says."""
-
-    facts: Mapping[str, Any]
-    steps_done: int
-    phase: str
-    phase_since: float
-    ended: bool
-    num_workers: int | None
-    peak_bytes: int
-    begun: float
-    unix_offset: float
-    operations_seen: int
-    cost_s: float
-    steps: tuple[StepRecord, ...]
-    operation_stride: int
-    operations: tuple[OperationRecord, ...]
-    reached: int | None = None
-    """The last step's number in the run, which others may have begun; None where nobody has told."""
-    first_broken: int | None = None
-    """The first step whose loss was no finite number."""
-    last_finite: int = 0
-    """The last step whose loss was one."""
-
-
 def _allocate(fd: int) -> None:
     """Give the file its size in blocks of the disk: a store into a page of which there is none is a SIGBUS."""
     os.ftruncate(fd, 0)
@@ -125,13 +99,16 @@ def _allocate(fd: int) -> None:
 
 
 class StepFile:
-    """The writer. Makes the file at `path`; every method but `set_facts` is a few stores.
+    """The writer. Makes the file at `path`; every method but `set_facts` and `set_state` is a few stores.
 
     Raises:
         OSError: the file can't be made.
     """
 
     def __init__(self, path: str | os.PathLike[str], begun: float, unix_offset: float) -> None:
+        from phalanx import _core  # here, because those who only read need none
+
+        self._unmap = _core.unmap
         with open(path, "wb+") as file:
             try:
                 _allocate(file.fileno())
@@ -139,15 +116,18 @@ class StepFile:
                 os.unlink(path)
                 raise
             self._memory = mmap.mmap(file.fileno(), FILE_BYTES)
+            self._mapped = _core.map(file.fileno(), FILE_BYTES)  # again: the core wants an address
         whole = memoryview(self._memory)
         self._words = whole[: _WORDS * 8].cast("d")
-        self._tables = whole[_TABLES_AT:].cast("d")
+        self._tables = whole[_TABLES_AT:_STATES_AT].cast("d")
+        self._num_events = whole[_EVENTS_AT : _EVENTS_AT + 8].cast("Q")
+        self._events = whole[_EVENTS_AT + _EVENTS_BEGIN :].cast("d")
         self._steps = 0  # where the table in use begins, in words
         self._operations = 2 * _STEPS_BYTES // 8
         self._num_steps = self._num_operations = 0
         self.step_stride = self.operation_stride = 1
         self._words[_STEP_STRIDE] = self._words[_OPERATION_STRIDE] = 1
-        self._words[_BEGUN], self._words[_UNIX_OFFSET], self._words[_NUM_WORKERS] = begun, unix_offset, -1
+        self._words[_BEGUN], self._words[_UNIX_OFFSET] = begun, unix_offset
         self.set_facts({})
         struct.pack_into("<Q", self._memory, 0, _MAGIC)
 
@@ -165,16 +145,6 @@ class StepFile:
         self._memory[_FACTS_AT : _FACTS_AT + len(data)] = data
         self._words[_FACTS_LENGTH] = len(data)
 
-    def set_phase(self, phase: int, since: float) -> None:
-        """What the rank does from now on."""
-        words = self._words
-        words[_PHASE] = phase
-        words[_PHASE_SINCE] = since
-
-    def set_num_workers(self, number: int) -> None:
-        """How many workers the DataLoader has."""
-        self._words[_NUM_WORKERS] = number
-
     def set_peak(self, num_bytes: int) -> None:
         """The most memory that the process has had."""
         self._words[_PEAK_BYTES] = num_bytes
@@ -188,20 +158,20 @@ class StepFile:
         self._words[_COST] = seconds
         self._words[_OPERATIONS_SEEN] = operations_seen
 
-    def set_steps_done(self, number: int) -> None:
-        """How many steps are done, of which the last may not be in a record yet."""
-        self._words[_STEPS_DONE] = number
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """What a reader needs to turn the events after these records into more; what does not fit is left out whole."""
+        data = json.dumps(state).encode()
+        twin = 1 - int(self._words[_STATE])
+        at = _STATES_AT + twin * _STATE_BYTES
+        length = len(data) if len(data) <= _STATE_BYTES else 0
+        self._memory[at : at + length] = data[:length]
+        self._words[_STATE_LENGTHS + twin] = length
+        self._words[_STATE] = twin
 
-    def set_reached(self, step: int) -> None:
-        """The number that the last step has in the run."""
-        self._words[_REACHED] = step
-
-    def note_loss(self, step: int, loss: float) -> None:
-        """That of the step with this number: a merged record no longer says in which it ceased to be a number."""
-        if math.isfinite(loss):
-            self._words[_LAST_FINITE] = step
-        elif not self._words[_FIRST_BROKEN]:
-            self._words[_FIRST_BROKEN] = step
+    def events_since(self, number: int) -> tuple[list[float], int]:
+        """The fields of all events after the first `number` that are still there, and how many there were ever."""
+        num = self._num_events[0]
+        return read_events(self._events, number, num), num
 
     def add_step(self, record: array[float]) -> None:
         """One more record, of `step_stride` steps, in the order of `StepRecord`."""
@@ -225,11 +195,17 @@ class StepFile:
         self._num_operations += 1
         self._words[_OPERATION_COUNT] = self._num_operations
 
+    @property
+    def events_address(self) -> int:
+        """Where the events lie: a word that counts them, and their ring from byte 64 on."""
+        return self._mapped + _EVENTS_AT
+
     def close(self) -> None:
         """Let go of the memory; the file stays."""
-        self._words.release()
-        self._tables.release()
+        for view in (self._words, self._tables, self._num_events, self._events):
+            view.release()
         self._memory.close()
+        self._unmap(self._mapped, FILE_BYTES)
 
     def _thin_steps(self) -> None:
         twin = _STEPS_BYTES // 8 - self._steps
@@ -279,54 +255,74 @@ def merge(a: StepRecord, b: StepRecord) -> StepRecord:
     )
 
 
-def read_rank_file(data: bytes) -> RankFile | None:
-    """What a file with these bytes says; None if it is none. Its writer may be alive, or have died at any store."""
+class Contents(NamedTuple):
+    """What lies where in a file, as it was written."""
+
+    facts: Mapping[str, Any]
+    ended: bool
+    peak_bytes: int
+    begun: float
+    unix_offset: float
+    operations_seen: int
+    cost_s: float
+    operation_stride: int
+    state: Mapping[str, Any]
+    steps: tuple[StepRecord, ...]
+    operations: tuple[OperationRecord, ...]
+    events: Any
+    """A view of the ring."""
+    num_events: int
+
+
+def read_contents(data: bytes) -> Contents | None:
+    """What a file with these bytes holds; None if it is none. Its writer may be alive, or have died at any store.
+
+    Raises:
+        ValueError, OverflowError, IndexError: something has been written over it.
+    """
     if len(data) != FILE_BYTES or struct.unpack_from("<Q", data)[0] != _MAGIC:
         return None
-    words = memoryview(data)[: _WORDS * 8].cast("d")
-    tables = memoryview(data)[_TABLES_AT:].cast("d")
-    try:
-        facts = json.loads(data[_FACTS_AT : _FACTS_AT + int(words[_FACTS_LENGTH])] or b"{}")
-    except ValueError:
-        facts = {}
+    whole = memoryview(data)
+    words = whole[: _WORDS * 8].cast("d").tolist()
+    tables = whole[_TABLES_AT:_STATES_AT].cast("d")
+    twin = int(words[_STATE])
     steps_at = int(words[_STEP_TABLE]) * (_STEPS_BYTES // 8)
     operations_at = (2 * _STEPS_BYTES + int(words[_OPERATION_TABLE]) * _OPERATIONS_BYTES) // 8
     steps = _records(tables, steps_at, min(int(words[_STEP_COUNT]), _NUM_STEPS), _STEP_FIELDS)
     operations = _records(tables, operations_at, min(int(words[_OPERATION_COUNT]), _NUM_OPERATIONS), _OPERATION_FIELDS)
-    num_workers = int(words[_NUM_WORKERS])
-    phase = int(words[_PHASE])
-    return RankFile(
-        facts=facts if isinstance(facts, dict) else {},
-        steps_done=int(words[_STEPS_DONE]),
-        phase=PHASES[phase] if 0 <= phase < len(PHASES) else PHASES[OTHER],
-        phase_since=words[_PHASE_SINCE],
+    return Contents(
+        facts=_read_json(data, _FACTS_AT, words[_FACTS_LENGTH]),
         ended=bool(words[_ENDED]),
-        num_workers=num_workers if num_workers >= 0 else None,
         peak_bytes=int(words[_PEAK_BYTES]),
         begun=words[_BEGUN],
         unix_offset=words[_UNIX_OFFSET],
         operations_seen=int(words[_OPERATIONS_SEEN]),
         cost_s=words[_COST],
-        steps=tuple(StepRecord(*record) for record in steps if record[1] > 0),
         operation_stride=int(words[_OPERATION_STRIDE]),
+        state=_read_json(data, _STATES_AT + twin * _STATE_BYTES, words[_STATE_LENGTHS + twin]),
+        steps=tuple(StepRecord(*record) for record in steps if record[1] > 0),
         operations=tuple(OperationRecord(*record) for record in operations if record[4] > 0),
-        reached=int(words[_REACHED]) or None,
-        first_broken=int(words[_FIRST_BROKEN]) or None,
-        last_finite=int(words[_LAST_FINITE]),
+        events=whole[_EVENTS_AT + _EVENTS_BEGIN :].cast("d"),
+        num_events=struct.unpack_from("=Q", data, _EVENTS_AT)[0],
     )
 
 
-def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
-    """Those of the files in `folder` that ranks have written, in the order of their names."""
-    found = []
-    for path in sorted(Path(folder).glob("*.steps")):
-        try:
-            read = read_rank_file(path.read_bytes())
-        except OSError:
-            continue
-        if read is not None:
-            found.append(read)
-    return found
+def read_events(events: Any, since: int, num: int) -> list[float]:
+    """The fields of events `since` to `num` that are still in the ring `events`, a view of doubles."""
+    first = max(since, num - NUM_EVENTS)
+    if first >= num:
+        return []
+    begin, end, last = (at * _EVENT_FIELDS for at in (first % NUM_EVENTS, num % NUM_EVENTS, NUM_EVENTS))
+    flat: list[float] = events[begin:end].tolist() if begin < end else [*events[begin:last], *events[:end]]
+    return flat
+
+
+def _read_json(data: bytes, at: int, length: float) -> Mapping[str, Any]:
+    try:
+        found = json.loads(data[at : at + int(length)] or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _records(tables: Any, at: int, count: int, num_fields: int) -> Sequence[Sequence[float]]:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from phalanx.diagnostics.step_file import RankFile, StepRecord, merge
+from phalanx.diagnostics.step_file import StepRecord, merge
+from phalanx.diagnostics.step_reader import RankFile
 from phalanx.report.job_record import JobRecord
 from phalanx.report.matching import Sampled, Split, match
 from phalanx.report.measurements import PARTS, Curve, Measurements, RankRun

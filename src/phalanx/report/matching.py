@@ -22,7 +22,8 @@ from phalanx.core_numbers import (
     REDUCE_SCATTER,
     SCATTER,
 )
-from phalanx.diagnostics.step_file import PHASES, OperationRecord
+from phalanx.diagnostics.step_file import OperationRecord
+from phalanx.diagnostics.step_machine import PHASES
 from phalanx.report.measurements import Collectives, Lateness
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.diagnostics.step_file import RankFile, read_rank_file
+from phalanx.diagnostics.step_reader import RankFile, read_rank_file
 from phalanx.report.job_record import RANKS, JobRecord
 
 _CLOCK_SET_S = 60.0  # what a host's clock may have been set by since

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.core_numbers import KIND_NAMES, STATUS_NAMES
-from phalanx.diagnostics.step_file import RankFile, StepRecord
+from phalanx.diagnostics.step_file import StepRecord
+from phalanx.diagnostics.step_reader import RankFile
 from phalanx.report.job_record import JobRecord
 from phalanx.report.units import size
 

@@ -10,7 +10,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 
-from phalanx.diagnostics.step_file import FILE_BYTES, read_rank_file
+from phalanx.diagnostics.step_file import FILE_BYTES
+from phalanx.diagnostics.step_reader import read_rank_file
 from phalanx.report.job_record import RANKS
 from phalanx.report.records import list_records, run_of
 

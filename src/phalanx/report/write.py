@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.diagnostics.step_file import read_folder
+from phalanx.diagnostics.step_reader import read_folder
 from phalanx.report.findings import find
 from phalanx.report.gather import combine, find_job, is_of_run, of_ranks
 from phalanx.report.job_record import RANKS

@@ -1,0 +1,246 @@
+"""Where the time of each training step goes: events in, finished steps out. Pure: a killed rank's events give the same.
+
+    data ─▶ forward and loss ─▶ backward ─▶ update ─▶ other ─▶ data ...
+         │                   │           │         │
+         the DataLoader      autograd    autograd  the optimizer's step
+         has a batch         is called   is done   is done
+
+The time between two events belongs to what the later one ends: that from a batch to the backward is the forward's, that
+from the backward to the end of the optimizer's step the update's (clipping, too). A batch that no backward follows was
+one for evaluation: it is `other`, like what lies outside of all these. A step ends with its last update, which the next
+batch tells; where there is no DataLoader, with the update before the next backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+OTHER, DATA, FORWARD, BACKWARD, UPDATE = range(5)
+PHASES = ("other", "data", "forward", "backward", "update")
+
+# Events; what each has as its value.
+(BEGIN_DATA, END_DATA, NO_DATA,  # nothing; samples; nothing
+ BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS,  # nothing; nothing; what it began from
+ BEGIN_UPDATE, END_UPDATE,  # which optimizer; nothing
+ END_PHASE, SAMPLES, OWN_LOSS, NO_LOSS, STEP) = range(13)  # phase; samples; loss; nothing; nothing  # fmt: skip
+WORKERS = 16  # the kind of END_DATA has the DataLoader's number of workers, times this, besides
+
+_NUM_MARKS = 1024  # of phases: as far back as operations are assigned to one
+_MOST_OPTIMIZERS = 64  # of a step, told apart in a state that is kept; some have one for each parameter
+
+
+class FinishedStep(NamedTuple):
+    """Seconds of CLOCK_MONOTONIC, and of each phase."""
+
+    begin: float
+    end: float
+    parts: Sequence[float]
+    samples: float
+    loss: float | None
+
+
+class StepMachine:
+    """One for a process. `now` is when it is made.
+
+    Arguments:
+        on_step: called with each step once it is known to be over, in the event that tells.
+    """
+
+    def __init__(self, now: float, on_step: Callable[[FinishedStep], None]) -> None:
+        self._on_step = on_step
+        self.phase, self.num_workers = OTHER, -1
+        self.marks: deque[tuple[int, int]] = deque([(0, OTHER)], maxlen=_NUM_MARKS)  # when which phase began
+        self._parts = [0.0] * len(PHASES)
+        self.since = self._begin = self._updated_at = now
+        self._batch_s = 0.0  # a batch of which nobody knows yet whether it is for training
+        self._batch_samples = 0.0
+        self._has_batch = self._has_update = self._has_loader = self._has_begun = False
+        self._stepped: set[float] = set()  # optimizers, in this step
+        # The step as it was at its latest update, which may have been its last: parts, samples, loss, when.
+        self._split: tuple[list[float], float, float | None, float] | None = None
+        self._samples = 0.0
+        self._loss: float | None = None
+        self._is_own_loss = False
+        self._open: list[int] = []  # phases, each inside of the one before
+        self._updating = 0.0  # the outermost optimizer of these
+        self._events: tuple[Callable[[float, float], None], ...] = (
+            self._begin_data, self._end_data, self._no_data,
+            self._begin_backward, self._end_backward, self._end_backward_with_loss,
+            self._begin_update, self._end_update,
+            self._end_phase, self._set_samples, self._own_loss, self._no_loss, self._step,
+        )  # fmt: skip
+
+    def feed(self, kind: float, now: float, value: float) -> None:
+        """One event."""
+        event = int(kind)
+        if event >= WORKERS:
+            self.num_workers, event = divmod(event, WORKERS)
+            self.num_workers -= 1
+        self._events[event](now, value)
+
+    def end(self) -> None:
+        """No more events come: a step that has its update is done."""
+        if self._has_update:
+            self._end_step()
+
+    # -- what a reader needs to go on from here ------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All that `resume` needs, for JSON."""
+        state = {name: value for name, value in vars(self).items() if name not in ("_on_step", "_events", "marks")}
+        state["_stepped"] = list(self._stepped)[:_MOST_OPTIMIZERS]
+        state["_open"] = self._open[:_MOST_OPTIMIZERS]
+        return state
+
+    @classmethod
+    def resume(cls, state: Mapping[str, Any], on_step: Callable[[FinishedStep], None]) -> StepMachine:
+        """The machine that was in this state."""
+        machine = cls(0.0, on_step)
+        vars(machine).update({name: value for name, value in state.items() if name in vars(machine)})
+        machine._stepped = set(machine._stepped)
+        return machine
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def _begin_data(self, now: float, _: float) -> None:
+        if UPDATE in self._open:  # an optimizer that raised has not told of its end
+            self._open.clear()
+        if not self._enters(DATA):
+            return
+        if self._has_update:
+            self._end_step()
+        if self._batch_s:  # what ran since then was no forward of a step
+            at = int(now * 1e9)
+            while self.marks and self.marks[-1][1] in (FORWARD, DATA):
+                at, _ = self.marks.pop()
+            self.marks.append((at, OTHER))
+        self._parts[OTHER] += now - self.since + self._batch_s
+        self._batch_s = self._batch_samples = 0.0
+        self._turn_to(DATA, now)
+
+    def _end_data(self, now: float, samples: float) -> None:
+        if self._leaves():
+            self._batch_s, self._batch_samples = now - self.since, samples
+            self._turn_to(FORWARD, now)
+
+    def _no_data(self, now: float, _: float) -> None:
+        if self._leaves():
+            self._parts[DATA] += now - self.since
+            self._turn_to(OTHER, now)
+
+    def _begin_backward(self, now: float, _: float) -> None:
+        if not self._enters(BACKWARD):
+            return
+        if self._has_update and not (self._has_batch or self._batch_s):
+            self._has_loader = False
+            self._end_step()
+        elif self._has_update:  # of another optimizer, or of the next step, with the same batch
+            self._split = (list(self._parts), self._samples, self._loss, self._updated_at)
+        self._take_batch()
+        self._parts[FORWARD] += now - self.since
+        self._turn_to(BACKWARD, now)
+
+    def _end_backward(self, now: float, _: float) -> None:
+        if self._leaves():
+            self._parts[BACKWARD] += now - self.since
+            self._turn_to(UPDATE, now)
+
+    def _end_backward_with_loss(self, now: float, loss: float) -> None:
+        if self._leaves():
+            self._parts[BACKWARD] += now - self.since
+            self._turn_to(UPDATE, now)
+            if not self._is_own_loss:
+                self._loss = loss + (self._loss or 0.0)
+
+    def _begin_update(self, now: float, optimizer: float) -> None:
+        """If it has stepped before, that was another step."""
+        if self._open and self._open[0] == UPDATE and self._updating == optimizer:
+            self._open.clear()  # it has raised the last time
+        if not self._enters(UPDATE):
+            return
+        self._updating = optimizer
+        self._take_batch()
+        if optimizer in self._stepped and self._split is not None:
+            self._end_step_before(*self._split)
+        self._stepped.add(optimizer)
+        self._parts[UPDATE] += now - self.since
+        self._turn_to(UPDATE, now)
+
+    def _end_update(self, now: float, _: float) -> None:
+        if self._leaves():
+            self._parts[UPDATE] += now - self.since
+            self._has_update, self._updated_at = True, now
+            self._turn_to(OTHER if self._has_loader else FORWARD, now)
+
+    def _end_phase(self, now: float, phase: float) -> None:
+        """The time since the last event was this phase's."""
+        self._parts[int(phase)] += now - self.since
+        self._turn_to(OTHER, now)
+
+    def _set_samples(self, _: float, samples: float) -> None:
+        self._samples, self._batch_samples = samples, 0.0
+
+    def _own_loss(self, _: float, loss: float) -> None:
+        """The step's, in place of what the backward began from."""
+        self._loss, self._is_own_loss = loss, True
+
+    def _no_loss(self, _: float, __: float) -> None:
+        self._loss, self._is_own_loss = None, True
+
+    def _step(self, now: float, _: float) -> None:
+        """A step ends here, whatever was seen of it."""
+        self._take_batch()
+        self._end_phase(now, OTHER)
+        self._updated_at = now
+        self._end_step()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _enters(self, phase: int) -> bool:
+        """Whether this begins a phase: what another phase does inside of itself does not."""
+        self._open.append(phase)
+        return len(self._open) == 1
+
+    def _leaves(self) -> bool:
+        """Whether this ends one."""
+        if not self._open:
+            return False
+        self._open.pop()
+        return not self._open
+
+    def _turn_to(self, phase: int, now: float) -> None:
+        if not self._has_begun:  # what came before was the program's start
+            self._has_begun, self._begin, self._parts = True, now, [0.0] * len(PHASES)
+        self.since, self.phase = now, phase
+        self.marks.append((int(now * 1e9), phase))
+
+    def _take_batch(self) -> None:
+        """The batch, if there is one, was for training."""
+        if self._batch_s:
+            self._has_batch = self._has_loader = True
+            self._parts[DATA] += self._batch_s
+            self._samples += self._batch_samples
+            self._batch_s = self._batch_samples = 0.0
+
+    def _end_step(self) -> None:
+        """The step has ended with its last update."""
+        end = self._updated_at
+        self._on_step(FinishedStep(self._begin, end, self._parts, self._samples, self._loss))
+        self._parts = [0.0] * len(PHASES)
+        self._begin, self._samples = end, 0.0
+        self._loss, self._is_own_loss = None, False
+        self._has_update = self._has_batch = False
+        self._stepped.clear()
+        self._split = None
+
+    def _end_step_before(self, parts: list[float], samples: float, loss: float | None, updated_at: float) -> None:
+        """It has ended with an earlier update; what came since is of the next one."""
+        since = [now - then for now, then in zip(self._parts, parts, strict=True)]
+        loss_since = None if self._loss is None else self._loss - (loss or 0.0)
+        self._parts, self._samples, self._loss = parts, samples, loss
+        self._updated_at = updated_at
+        self._end_step()
+        self._parts, self._loss = since, loss_since
+        self._has_loader = False

@@ -1,0 +1,50 @@
+"""The numbers of a rank's steps, and what is known of the process besides: what makes a finished step a record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.diagnostics.step_file import StepRecord
+from phalanx.diagnostics.step_machine import FinishedStep
+
+
+@dataclass
+class StepTally:
+    """So far. All of it can be written as JSON."""
+
+    rank: int
+    num_steps: int = 0
+    ahead: int | None = None
+    """What the run's number of a step is more than this process's; None: not known."""
+    generation: int = 0
+    sample_share: float = 1.0
+    process: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    """At the last look: resident, shared, time on processors, preemptions, memory of its device."""
+    first_broken: int = 0
+    last_finite: int = 0
+    """Steps by their losses: a merged record no longer says in which it ceased to be a number."""
+
+    def add(self, step: FinishedStep) -> StepRecord:
+        """One more."""
+        self.num_steps += 1
+        number = self.num_steps + (self.ahead or 0)
+        loss = step.loss
+        if loss is not None:
+            if math.isfinite(loss):
+                self.last_finite = number
+            elif not self.first_broken:
+                self.first_broken = number
+        resident, shared, cpu_s, preemptions, device = self.process
+        other, data, forward, backward, update = step.parts
+        return StepRecord(
+            number, 1.0, step.begin, step.end, other, data, forward, backward, update, step.samples * self.sample_share,
+            loss or 0.0, float(loss is not None), step.end - step.begin, resident, shared, cpu_s, preemptions, device,
+            self.rank, self.generation,
+        )  # fmt: skip
+
+    @property
+    def reached(self) -> int | None:
+        """The number that the last step has in the run; None where nobody has told."""
+        return self.num_steps + self.ahead if self.ahead is not None and self.num_steps else None
