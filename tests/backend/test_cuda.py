@@ -1,7 +1,6 @@
 """CUDA tensors through the group "phalanx". Run on a machine with one GPU or more by `pytest -m gpu`.
 
-World size 1, and two ranks whose tensors are on the CPU for the exchange: NCCL takes one rank per GPU, so two ranks on
-one GPU are an error, which is tested, too. With two GPUs or more two ranks exchange CUDA tensors.
+World size 1; with two GPUs or more two ranks exchange CUDA tensors. Ranks that share a GPU are in tests/gpu.
 """
 
 import os
@@ -81,20 +80,6 @@ def test_one_rank_uses_every_collective_on_cuda_and_cpu_tensors() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes one rank per GPU, and there is one GPU")
 def test_two_ranks_exchange_cuda_tensors() -> None:
     _check(2)
-
-
-def _on_one_gpu(rank, world_size):
-    with pytest.raises(ValueError, match="NCCL takes one rank per GPU") as caught:
-        dist.all_reduce(torch.ones(3, device="cuda:0"))
-    staged = torch.full((3,), float(rank + 1), device="cuda:0").cpu()  # the way out that the message names
-    dist.all_reduce(staged)
-    return str(caught.value), staged.cuda().tolist()
-
-
-def test_two_ranks_on_one_gpu_are_told_at_once_and_exchange_through_the_cpu() -> None:
-    for message, staged in run_ranks(_on_one_gpu, 2, **SPAWN):
-        assert "ranks 0, 1 use " in message
-        assert staged == [3.0] * 3
 
 
 def _train(rank, world_size):

@@ -18,7 +18,7 @@ def bench(*args):
 def test_without_an_argument_it_lists_what_there_is():
     result = bench()
     assert result.exit_code == 0
-    assert "dp-vs-ddp  DataParallel against DistributedDataParallel and one process." in result.output
+    assert "dp-vs-ddp    DataParallel against DistributedDataParallel and one process." in result.output
 
 
 def test_a_comparison_is_printed_as_json_and_drawn(tmp_path):
@@ -35,7 +35,10 @@ def test_a_comparison_is_printed_as_json_and_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["dp-vs-dpp"], "nothing called 'dp-vs-dpp' to measure. Did you mean 'dp-vs-ddp'? There are: dp-vs-ddp, link."),
+        (
+            ["dp-vs-dpp"],
+            "nothing called 'dp-vs-dpp' to measure. Did you mean 'dp-vs-ddp'? There are: collectives, dp-vs-ddp, link.",
+        ),
         (["dp-vs-ddp", "--world-size", "1"], "1 is not in the range 2<=x<=64"),
         (["dp-vs-ddp", "--rounds", "0"], "0 is not in the range"),
         (["dp-vs-ddp", "--steps", "few"], "'few' is not a valid integer range"),
@@ -79,3 +82,18 @@ def test_the_help_does_not_import_torch():
         "sys.exit(result.exit_code or ('torch' in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_collectives_are_measured_and_a_device_that_is_not_there_is_refused_by_name(monkeypatch):
+    from phalanx.bench import collectives
+
+    monkeypatch.setattr(collectives, "SIZES", (4096, 262144))
+    result = bench("collectives", "--rounds=1")
+    assert result.exit_code == 0, result.output
+    assert "2 ranks on the CPU: milliseconds a call" in result.output
+    for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+        assert name in result.output
+    told = collectives.refuse("cuda", False, 0)
+    assert "--device cuda: this PyTorch" in told
+    assert "sees no CUDA device" in told
+    assert collectives.refuse("cuda", True, 1) == collectives.refuse("cpu", False, 0) == ""

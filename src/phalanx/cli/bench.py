@@ -92,6 +92,40 @@ def _dp_vs_ddp(
         click.echo(f"Drawn into {svg}.", err=True)
 
 
+@command.command("collectives", short_help="How long collectives take between ranks of this host.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the tensors.")
+@click.option("--world-size", type=click.IntRange(1, _MOST_RANKS), default=2, show_default=True, help="Ranks.")
+@click.option(
+    "--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="Of each, the median counts."
+)
+@click.option("--json", "in_json", is_flag=True, help="Print every figure as JSON.")
+def _collectives(device: str, world_size: int, rounds: int, in_json: bool) -> None:
+    """Measure collectives of 4 KiB to 64 MiB between ranks that this command starts.
+
+    With --device cuda each rank takes a GPU in turn; ranks that share one exchange through the host's memory.
+    """
+    import torch
+
+    from phalanx.bench import collectives
+    from phalanx.testing import RankFailed
+
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if problem := collectives.refuse(device, torch.cuda.is_available(), gpus):
+        raise click.UsageError(problem)
+    where = f"{min(gpus, world_size)} x {torch.cuda.get_device_name(0)}" if device == "cuda" else "the CPU"
+    try:
+        seconds = collectives.measure(world_size, device, rounds)
+    except RankFailed as failure:
+        raise click.ClickException(str(failure)) from failure
+    told = (
+        [collectives.as_json(seconds, world_size, where)]
+        if in_json
+        else collectives.as_text(seconds, world_size, where)
+    )
+    for line in told:
+        click.echo(line)
+
+
 @command.command("link", short_help="Latency and bandwidth between the hosts of a job.")
 @click.option("--rounds", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Exchanges of each size.")
 @click.option("--json", "in_json", is_flag=True, help="Print every figure as JSON.")
