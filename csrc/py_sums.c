@@ -162,13 +162,13 @@ static void write_number(char *at, size_t width, int64_t number) {
   memcpy(at, &number, width); /* its low bytes, which come first where this runs */
 }
 
-/* add(packed): columns of keys and integers, as pack() gives them. Whether they could be: if not, nothing was added. */
+/* add(packed): columns of keys and integers, as pack() gives them. How many; 0 if they can't be here: nothing was added. */
 static PyObject *sums_add(TextSums *self, PyObject *packed) {
   char *data;
   Py_ssize_t size;
   if (PyBytes_AsStringAndSize(packed, &data, &size) != 0) return NULL;
   size_t width = size < HEADER ? 0 : width_of(data[1]);
-  if (width == 0 || (data[0] != 't' && data[0] != 'B') || (self->kind && self->kind != data[0])) Py_RETURN_FALSE;
+  if (width == 0 || (data[0] != 't' && data[0] != 'B') || (self->kind && self->kind != data[0])) return PyLong_FromLong(0);
   uint64_t text_bytes, weight = 0;
   memcpy(&text_bytes, data + 2, sizeof text_bytes);
   const char *text = data + HEADER, *numbers = text + text_bytes;
@@ -181,7 +181,7 @@ static PyObject *sums_add(TextSums *self, PyObject *packed) {
     uint64_t own = weight_of(read_number(numbers + i * width, width));
     weight = own > UINT64_MAX - weight ? UINT64_MAX : weight + own;
   }
-  if (!plx_sums_has_room(&self->sums, weight, (size_t)text_bytes, count)) Py_RETURN_FALSE;
+  if (!plx_sums_has_room(&self->sums, weight, (size_t)text_bytes, count)) return PyLong_FromLong(0);
   self->kind = data[0];
   struct plx_sums_key batch[BATCH];
   for (size_t start = 0; start < count; start += BATCH) {
@@ -199,7 +199,7 @@ static PyObject *sums_add(TextSums *self, PyObject *packed) {
     for (size_t i = 0; i < most; i++)
       if (check(plx_sums_add(&self->sums, &batch[i])) != 0) return NULL;
   }
-  Py_RETURN_TRUE;
+  return PyLong_FromSize_t(count);
 }
 
 static PyObject *sums_sort(TextSums *self, PyObject *unused) {

@@ -7,12 +7,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from phalanx.mapreduce import TaskError, attempt, map_reduce
 from phalanx.mapreduce.attempt import plan_owners
 from phalanx.mapreduce.board import Board, Standing, choose_idle_task
+from phalanx.mapreduce.team import Team
 from phalanx.testing import run_ranks
 
 
@@ -226,6 +228,54 @@ def test_a_rank_holds_about_as_much_as_it_may(combine):
         ranks = run_ranks(hoarding, world_size, combine, init=world_size > 1)
         assert sum(length for _, length in ranks) > 58_000_000
         assert max(held for held, _ in ranks) < 24, ranks
+
+
+def hoarding_large_values(rank, world_size, combine):
+    """For 150 values of a MB each: how much more a rank has held at its most than before, in MiB; their sum."""
+    map_reduce(range(100), lambda n: [(n, "x" * 1000)], lambda key, values: 0, gather=True)  # the group's own memory
+    before = status("RssAnon")
+    held = [0]
+
+    def array(number):
+        held[0] = max(held[0], status("RssAnon") - before)
+        yield number % 20, np.full(125_000, number, np.float64)
+
+    def total(key, values):
+        found = 0.0
+        for value in values:
+            held[0] = max(held[0], status("RssAnon") - before)
+            found += float(value[0])
+        return found
+
+    result = map_reduce(range(150), array, total, combine=combine, memory_bytes=16 << 20, split_records=25)
+    return held[0] >> 10, sum(one for _, one in result)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of what a process holds")
+@pytest.mark.parametrize("combine", [None, operator.add], ids=["listed", "combined"])
+def test_a_rank_holds_no_more_than_it_may_of_values_of_a_mb_each(combine):
+    """It held 18 MiB for 16: sixteen values at a time, and of arrays four times as many as it knew of."""
+    ranks = run_ranks(hoarding_large_values, 2, combine)
+    assert sum(found for _, found in ranks) == sum(range(150))
+    assert max(held for held, _ in ranks) <= 16, ranks
+
+
+def shuffling(rank, world_size):
+    """A hundred rounds of a MiB for each: how much more is held behind them, in MiB."""
+    team, part = Team.of(None), bytes(1 << 19)
+    team.all_to_all([part] * world_size, [len(part)] * world_size)
+    before = status("RssAnon")
+    received = []
+    for _ in range(100):  # what came last is there while the next is on its way
+        received = team.all_to_all([part] * world_size, [len(part)] * world_size)
+    return (status("RssAnon") - before) >> 10, len(received)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of what a process holds")
+def test_what_went_through_the_shuffle_is_not_held():
+    """glibc found nothing that it had freed good enough for torch's aligned tensors: a rank held all it had got."""
+    ranks = run_ranks(shuffling, 2)
+    assert max(held for held, _ in ranks) < 20, ranks
 
 
 def disk_is_full(rank, world_size):

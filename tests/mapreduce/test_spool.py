@@ -3,12 +3,15 @@
 import errno
 import os
 import random
+import tracemalloc
 
+import numpy as np
 import pytest
 
+from phalanx.mapreduce.columns import unpack
 from phalanx.mapreduce.exchange import plan_rounds
-from phalanx.mapreduce.grouper import Grouper
-from phalanx.mapreduce.sizes import plan_next_look, size_of, size_of_lists, size_of_table
+from phalanx.mapreduce.grouper import Grouper, read_blocks, write_blocks
+from phalanx.mapreduce.sizes import cut_by_size, plan_next_look, quick_size, size_of, size_of_lists, size_of_table
 from phalanx.mapreduce.spool import Extent, Spool, Stream
 
 
@@ -109,6 +112,58 @@ def test_values_that_nobody_takes_are_passed_over():
     spool.close()
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_merge_of_large_values_holds_a_few_at_a_time(listed):
+    """Sixteen runs were merged with a value of each in memory: arrays of 1 MB took 18 MiB where 16 were asked for."""
+    size, limit = 500_000, 1 << 20
+    spool = Spool(0, None)
+    grouper = Grouper(spool, limit, listed=listed)
+    for number in range(60):
+        value = bytes([number]) * size
+        grouper.add([f"key {number % 5}"], [[value] if listed else value])
+    tracemalloc.start()
+    found = {key: b"".join(value[:1] for value in values) for key, values in grouper.groups()}
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == {f"key {k}": bytes(range(k, 60, 5)) for k in range(5)}
+    assert most < 6 * size
+    spool.close()
+
+
+def test_blocks_are_cut_by_size_where_small_pairs_and_large_ones_take_turns():
+    """A block of a thousand small results was followed by one of a thousand large ones."""
+    rng = random.Random(6)
+    for listed in (False, True):
+        pairs = []
+        for number in range(3000):
+            length = rng.choice([10, 10, 10, 100, 30_000]) if number % 1000 > 900 else 10
+            value = "x" * length
+            pairs.append((number, [value] if listed else value))
+        spool = Spool(0, None)
+        run = write_blocks(spool, pairs, 20_000, listed=listed)
+        assert list(read_blocks(spool, run)) == pairs
+        for extent in run:
+            keys, values = unpack(spool.read(*extent))
+            assert len(keys) == 1 or sum(map(quick_size, values)) <= 20_000
+        assert len(run) < 200
+        spool.close()
+
+
+def test_values_of_a_key_are_cut_by_number_and_by_size():
+    def sizes(values, most, most_bytes):
+        parts = list(cut_by_size(values, most, most_bytes))
+        assert [one for part in parts for one in part] == values
+        return [len(part) for part in parts]
+
+    assert sizes(list(range(10)), 4, 10**6) == [4, 4, 2]
+    assert sizes([0.5] * 10, 100, 100) == [3, 3, 3, 1]
+    assert sizes(["x" * 100, "y"] * 3, 100, 400) == [2, 2, 2]
+    assert sizes(["x" * 100, "y"] * 3, 100, 10) == [1] * 6
+    assert sizes([(1,), b"x" * 1000, (2,), (3,), [4] * 500, (5,)], 100, 700) == [1, 1, 2, 1, 1]
+    assert sizes([(1,)] * 7, 3, 10**6) == [3, 3, 1]
+    assert sizes(["x"], 3, 1) == [1]
+
+
 def test_keys_without_an_order_are_told():
     spool = Spool(0, None)
     grouper = Grouper(spool, 1 << 20, listed=False)
@@ -123,6 +178,9 @@ def test_sizes_follow_what_is_held():
     by_hand = sum(map(size_of, words)) + sum(map(size_of, words.values())) + words.__sizeof__()
     assert 0.8 < size_of_table(words) / by_hand < 1.2
     assert size_of({"a": ["x" * 1000] * 50}) > 50_000
+    # An array that was unpickled, or is a part of another, owns no memory: of such, four times as much was held.
+    assert size_of(np.frombuffer(bytes(10**6))) > 10**6
+    assert 400 < size_of(np.zeros(10**6)[:50]) < 1000
     # One key of many has nearly all values, or a few have large ones: a sample of keys would not see them.
     skewed = {n: ["x"] for n in range(1000)} | {-1: ["x" * 1000] * 9000}
     assert 0.8 < size_of_lists(skewed) / 9_600_000 < 1.2

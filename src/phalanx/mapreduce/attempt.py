@@ -23,6 +23,7 @@ from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.errors import TaskError
 from phalanx.mapreduce.exchange import exchange
 from phalanx.mapreduce.grouper import Grouper, Run, read_blocks, write_blocks
+from phalanx.mapreduce.heap import give_back
 from phalanx.mapreduce.job import Job
 from phalanx.mapreduce.keys import require_order
 from phalanx.mapreduce.map_task import MapOutput, rarely_collecting, run_map_task
@@ -329,17 +330,20 @@ def _shuffle(
 def _reduce(job: Job, held: Held, buckets: Iterator[bytes], board: Board) -> Run:
     runs = Spool(0, job.spill_folder)
     begin = held.done.size
+    num_bytes = num_keys = 0
     try:
         grouper = Grouper(runs, job.memory_bytes // 4, listed=job.combine is None, adds=job.adds)
         for data in buckets:
             board.team.check_peers()
-            grouper.add_packed(data)
+            num_keys += grouper.add_packed(data)
+            num_bytes += len(data)
         return write_blocks(held.done, _reduced(job, grouper, board), job.memory_bytes // 128)
     except BaseException:
         held.done.truncate(begin)
         raise
     finally:
         runs.close()
+        give_back(num_bytes, num_keys)
 
 
 def _write(folder: str, held: Held, partition: int, partitions: int) -> None:

@@ -19,9 +19,10 @@ _PAIR_BYTES = 150  # of a short text and an integer in a dict, the text itself n
 
 @dataclass
 class Values:
-    """Values by key, folded or listed, and the bytes that they hold."""
+    """Values by key, folded or listed, how many they are, and the bytes that they hold."""
 
     by_key: dict[Any, Any]
+    count: int
     held_bytes: int
 
     def __len__(self) -> int:

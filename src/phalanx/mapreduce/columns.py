@@ -15,36 +15,52 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any
 
+HEADER = 10
 _BORDER = b"\n"
 _WIDTHS = (("b", 8), ("h", 16), ("i", 32))
 
 
 def pack(keys: Sequence[Any], values: Sequence[Any], *, listed: bool = False) -> bytes:
-    """Keys and as many values; `listed`: as many lists of values. Types are kept to the letter."""
+    """Keys and as many values; `listed`: as many lists of values. Types are kept to the letter.
+
+    Cost: what is pickled is copied once more.
+    """
+    first = _pack_column(keys)
     if not listed:
-        return _join(_pack_column(keys), _pack_column(values))
-    counts = _join(_pack_column([len(one) for one in values]), _pack_column([*chain.from_iterable(values)]))
-    return _join(_pack_column(keys), (b"l", counts))
+        return b"".join(_joined(first, _pack_column(values)))
+    counts = _pack_column([len(one) for one in values])
+    inner = _joined(counts, _pack_column([*chain.from_iterable(values)]))
+    return b"".join([*_joined(first, (b"l", b"")), *inner])
 
 
-def unpack(data: bytes) -> tuple[list[Any], list[Any]]:
+def unpack(data: bytes | memoryview) -> tuple[list[Any], list[Any]]:
     """Keys and values again."""
     kind, keys, column = _split(data)
     if kind[1:] != b"l":
         return _unpack_column(kind[:1], keys), _unpack_column(kind[1:], column)
-    counts, rest = unpack(bytes(column))
+    counts, rest = unpack(column)
     values = iter(rest)
     return _unpack_column(kind[:1], keys), [list(islice(values, count)) for count in counts]
 
 
-def _join(first: tuple[bytes, bytes], second: tuple[bytes, bytes]) -> bytes:
-    return b"".join((first[0], second[0], len(first[1]).to_bytes(8, "little"), first[1], second[1]))
+def length_of_keys(head: bytes) -> int:
+    """How many bytes the keys take, of which these are the first `HEADER` and more; the values are behind them."""
+    return HEADER + int.from_bytes(head[2:HEADER], "little")
 
 
-def _split(data: bytes) -> tuple[bytes, memoryview, memoryview]:
-    border = 10 + int.from_bytes(data[2:10], "little")
+def unpack_keys(data: bytes) -> list[Any]:
+    """The keys alone, of so many bytes."""
+    return _unpack_column(data[:1], memoryview(data)[HEADER:])
+
+
+def _joined(first: tuple[bytes, bytes], second: tuple[bytes, bytes]) -> tuple[bytes, ...]:
+    return first[0], second[0], len(first[1]).to_bytes(8, "little"), first[1], second[1]
+
+
+def _split(data: bytes | memoryview) -> tuple[bytes, memoryview, memoryview]:
     view = memoryview(data)
-    return data[:2], view[10:border], view[border:]
+    border = length_of_keys(bytes(view[:HEADER]))
+    return bytes(view[:2]), view[HEADER:border], view[border:]
 
 
 def _pack_column(items: Sequence[Any]) -> tuple[bytes, bytes]:

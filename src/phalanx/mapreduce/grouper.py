@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
-from phalanx.mapreduce.columns import pack, unpack
-from phalanx.mapreduce.sizes import plan_next_look, size_of, size_of_lists
+from phalanx.mapreduce.columns import HEADER, length_of_keys, pack, unpack, unpack_keys
+from phalanx.mapreduce.heap import give_back
+from phalanx.mapreduce.sizes import cut_by_size, plan_next_look, quick_size, size_of_lists
 from phalanx.mapreduce.spool import Extent, Spool
 from phalanx.mapreduce.sums import new_sums, sorted_items
 
@@ -28,22 +29,48 @@ _first = itemgetter(0)
 Run = list[Extent]
 
 
+class Stored:
+    """The values of an entry that is larger than a block: on disk, until somebody iterates over them."""
+
+    def __init__(self, spool: Spool, extent: Extent) -> None:
+        self._spool = spool
+        self._extent = extent
+
+    def packed(self) -> bytes:
+        """The entry as it lies there."""
+        return self._spool.read(*self._extent)
+
+    def __iter__(self) -> Iterator[Any]:
+        _, (values,) = unpack(self.packed())
+        return iter(values)
+
+
 def write_blocks(
     spool: Spool, pairs: Iterable[tuple[Any, Any]], block_bytes: int = _BLOCK_BYTES, *, listed: bool = False
 ) -> Run:
-    """Write pairs in blocks that hold about `block_bytes` as objects, so that who reads them holds one at a time."""
+    """Write pairs in blocks that hold about `block_bytes` as objects, so that who reads them holds one at a time.
+
+    A pair that is larger is a block of its own.
+    """
     run: Run = []
+    keys: list[Any] = []
+    values: list[Any] = []
     block_bytes = min(block_bytes, _BLOCK_BYTES)
-    size, rest = 1, iter(pairs)
-    while block := list(islice(rest, size)):
-        keys, values = zip(*block, strict=True)
+    held = 0
+    for key, value in pairs:
+        stored = isinstance(value, Stored)
+        size = block_bytes if stored else quick_size(key) + quick_size(value)
+        if keys and held + size > block_bytes:
+            run.append(spool.append(pack(keys, values, listed=listed)))
+            keys, values, held = [], [], 0
+        if stored:
+            run.append(spool.append(value.packed()))
+            continue
+        keys.append(key)
+        values.append(value)
+        held += size
+    if keys:
         run.append(spool.append(pack(keys, values, listed=listed)))
-        sample = [size_of(pair) for pair in block[:: max(1, len(block) // 8)]]
-        held = sum(sample) * len(block) // len(sample)
-        if held < block_bytes // 2:
-            size *= 2
-        elif held > block_bytes * 2:
-            size = max(1, size * block_bytes // held)
     return run
 
 
@@ -51,6 +78,18 @@ def read_blocks(spool: Spool, run: Run) -> Iterator[tuple[Any, Any]]:
     """The pairs again."""
     for offset, length in run:
         yield from zip(*unpack(spool.read(offset, length)), strict=True)
+
+
+def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """Keys and their lists of values again; what is larger than a block is left where it is until it is asked for."""
+    for extent in run:
+        if extent.length > block_bytes:
+            border = length_of_keys(spool.read(extent.offset, HEADER))
+            keys = unpack_keys(spool.read(extent.offset, border))
+            if len(keys) == 1:
+                yield keys[0], Stored(spool, extent)
+                continue
+        yield from zip(*unpack(spool.read(*extent)), strict=True)
 
 
 class Grouper:
@@ -71,20 +110,22 @@ class Grouper:
         self._block_bytes = max(4096, min(limit_bytes // (2 * _FAN_IN), _BLOCK_BYTES))
         self._runs: list[tuple[int, Run]] = []  # with how often they were merged
 
-    def add_packed(self, data: bytes) -> None:
-        """What one bucket holds, packed.
+    def add_packed(self, data: bytes) -> int:
+        """What one bucket holds, packed; how many keys.
 
         Raises:
             TypeError: two keys cannot be compared.
         """
         if self._sums is not None:
-            if self._sums.add(data):
+            if count := self._sums.add(data):
                 if self._sums.held_bytes() >= self._limit_bytes:
                     self._spill()
-                return
+                return count
             self._spill()
             self._sums = None
-        self.add(*unpack(data))
+        keys, values = unpack(data)
+        self.add(keys, values)
+        return len(keys)
 
     def add(self, keys: list[Any], values: list[Any]) -> None:
         """What one bucket holds.
@@ -101,7 +142,9 @@ class Grouper:
         if self._added >= self._next_look:
             held = size_of_lists(self._values)
             if held >= self._limit_bytes:
+                count = self._added
                 self._spill()
+                give_back(held, count)
             else:
                 self._next_look = plan_next_look(self._added, (self._limit_bytes - held) / (held / self._added))
 
@@ -160,7 +203,7 @@ class Grouper:
                 yield key, iter(value if type(value) is list else (value,))
             return
         self._spill()
-        streams = [read_blocks(self._spool, run) for _, run in self._runs]
+        streams = [read_entries(self._spool, run, self._block_bytes) for _, run in self._runs]
         for key, entries in groupby(heapq.merge(*streams, key=_first), key=_first):
             yield key, chain.from_iterable(listed for _, listed in entries)
 
@@ -174,21 +217,22 @@ class Grouper:
             self._runs.append((0, self._write(_entries(values, self._block_bytes))))
         while len(self._runs) >= _FAN_IN and self._runs[-1][0] == self._runs[-_FAN_IN][0]:
             level = self._runs[-1][0]
-            streams = [read_blocks(self._spool, run) for _, run in self._runs[-_FAN_IN:]]
+            streams = [read_entries(self._spool, run, self._block_bytes) for _, run in self._runs[-_FAN_IN:]]
             del self._runs[-_FAN_IN:]
             self._runs.append((level + 1, self._write(heapq.merge(*streams, key=_first))))
 
-    def _write(self, entries: Iterable[tuple[Any, list[Any]]]) -> Run:
+    def _write(self, entries: Iterable[tuple[Any, Iterable[Any]]]) -> Run:
         return write_blocks(self._spool, entries, self._block_bytes, listed=True)
 
 
 def _entries(values: dict[Any, Any], block_bytes: int) -> Iterator[tuple[Any, list[Any]]]:
     for key in _sorted(values):
         value = values.pop(key)
-        listed = value if type(value) is list else [value]
-        most = max(1, min(block_bytes // (2 * size_of(listed[0])), _VALUES)) if len(listed) > 1 else 1
-        for start in range(0, len(listed), most):
-            yield key, listed[start : start + most]
+        if type(value) is list and len(value) > 1:
+            for some in cut_by_size(value, _VALUES, block_bytes // 2):
+                yield key, some
+        else:
+            yield key, value if type(value) is list else [value]
 
 
 def _sorted(values: dict[Any, Any]) -> list[Any]:

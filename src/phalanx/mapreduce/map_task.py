@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from phalanx.mapreduce.buckets import pack_buckets
+from phalanx.mapreduce.buckets import Values, pack_buckets
 from phalanx.mapreduce.counters import Counters
+from phalanx.mapreduce.heap import give_back
 from phalanx.mapreduce.job import Job
 from phalanx.mapreduce.keys import find_kinds
 from phalanx.mapreduce.records import read_blocks
@@ -78,6 +79,8 @@ def _write_run(table: Table, job: Job, spool: Spool, output: MapOutput) -> None:
         runs[number] += [Extent(0, 0)] * (partition - len(runs[number]))
         runs[number].append(spool.append(data))
         output.counters.bucket_bytes += len(data)
+    if isinstance(contents, Values):
+        give_back(contents.held_bytes, contents.count)
     output.runs += [run + [Extent(0, 0)] * (job.partitions - len(run)) for run in runs]
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, islice
 from typing import Any
 
+import numpy as np
 import torch
 
 _SAMPLE = 128
 _LIST, _SLOT = 64, 10  # bytes of a list, and of an item's place in it
+_PLAIN = {int, float, bool, type(None)}
+_PLAIN_BYTES = 32  # of a number
+_TEXT_BYTES = 56  # of a text, its letters not counted
 _ITEMS = 16  # of a container, which stand for all
 _DEPTH = 4
 
@@ -24,6 +28,8 @@ def size_of(value: Any, depth: int = _DEPTH) -> int:
     """The bytes that `value` holds, those of what it contains included."""
     if isinstance(value, torch.Tensor):
         return 200 + value.element_size() * value.numel()
+    if isinstance(value, np.ndarray | memoryview):  # what was unpickled, or is a part of another, says it had nothing
+        return 120 + value.nbytes
     size = sys.getsizeof(value, 64)
     if depth == 0 or isinstance(value, str | bytes | bytearray):
         return size
@@ -34,6 +40,37 @@ def size_of(value: Any, depth: int = _DEPTH) -> int:
     if hasattr(value, "__dict__"):
         return size + size_of(vars(value), depth - 1)
     return size
+
+
+def quick_size(value: Any) -> int:
+    """The same, cheap enough to ask of every value."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return _PLAIN_BYTES
+    if kind is str or kind is bytes:
+        return _TEXT_BYTES + len(value)
+    return size_of(value)
+
+
+def cut_by_size(values: list[Any], most: int, most_bytes: int) -> Iterator[list[Any]]:
+    """Parts of at most `most` values, and of about as many bytes as may be, or of one value that is larger."""
+    kinds = set(map(type, values))
+    if kinds <= _PLAIN:
+        most = min(most, max(1, most_bytes // _PLAIN_BYTES))
+    elif kinds <= {str, bytes}:
+        most = min(most, max(1, most_bytes // (_TEXT_BYTES + max(map(len, values)))))
+    else:
+        start = held = 0
+        for stop, value in enumerate(values):
+            size = quick_size(value)
+            if stop > start and (held + size > most_bytes or stop - start == most):
+                yield values[start:stop]
+                start, held = stop, 0
+            held += size
+        yield values[start:]
+        return
+    for start in range(0, len(values), most):
+        yield values[start : start + most]
 
 
 def _scaled(sizes: Any, count: int) -> int:

@@ -111,7 +111,8 @@ class Table:
             contents, self._sums = self._sums, new_sums()
             types = {contents.key_type()}
         else:
-            contents, self._values = Values(self._values, self._size()), {}
+            count = self._pairs if self._job.combine is None else len(self._values)
+            contents, self._values = Values(self._values, count, self._size()), {}
             types = set(map(type, contents.by_key))
         self._counters.pairs += self._pairs
         self._counters.combined_pairs += len(contents)

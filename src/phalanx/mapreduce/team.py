@@ -70,6 +70,12 @@ class OwnStore:
         return number
 
 
+def _tensor_over(data: bytearray) -> torch.Tensor:
+    """In memory of Python's: glibc gives a tensor of torch, which is aligned, other memory each time (before 2.38), and
+    as much as went through the shuffle was held in the end."""
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class Person:
     """The process of a rank. `number` is the rank that it had when the job began, which it keeps."""
@@ -142,13 +148,8 @@ class Team:
         if self.group is None:
             return [memoryview(parts[0])]
         device = self._device()
-        joined = bytearray().join(parts)
-        send = (
-            torch.frombuffer(joined, dtype=torch.uint8).to(device)
-            if joined
-            else torch.empty(0, dtype=torch.uint8, device=device)
-        )
-        receive = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        send = _tensor_over(bytearray().join(parts)).to(device)
+        receive = _tensor_over(bytearray(sum(lengths))).to(device)
         self._run(
             lambda: dist.all_to_all_single(
                 receive, send, list(lengths), [len(part) for part in parts], group=self.group, async_op=True
