@@ -12,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from harness import add_output_arguments, describe_machine, format_time, print_table, write_results  # noqa: E402 - the line above finds it
+import harness  # noqa: E402 - the line above says where it is
 from predictions import of_backend, of_schedule  # noqa: E402
 from rank import COMBINED, Interval, Samples, rank_main  # noqa: E402
 
@@ -109,10 +109,10 @@ def table(rows: Iterable[Row]) -> list[list[str]]:
     return [
         [
             f"{row.hosts} x {row.per_host}, {row.rate}, {format_bytes(row.nbytes)}, {row.algorithm}",
-            format_time(row.measured_s),
-            format_time(row.simulated_s),
+            harness.format_time(row.measured_s),
+            harness.format_time(row.simulated_s),
             f"{row.error:+.1%}",
-            format_time(row.formula_s),
+            harness.format_time(row.formula_s),
             f"{row.formula_error:+.1%}",
         ]
         for row in rows
@@ -142,12 +142,12 @@ def main() -> None:
     parser.add_argument("--sizes", default="4,64KiB,1MiB,4MiB", help="of the buffers, comma-separated")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--rounds", type=int, default=7)
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
     if reason := why_no_hosts():
         raise SystemExit(f"benchmarks/algorithms: {reason}")
 
-    machine = describe_machine()
+    machine = harness.describe_machine()
     algorithms = arguments.algorithms.split(",")
     sizes = [parse_bytes(size) for size in arguments.sizes.split(",")]
     networks = []
@@ -170,12 +170,12 @@ def main() -> None:
     for how in dict.fromkeys(row.how for row in rows):
         some = [row for row in rows if row.how == how]
         title = f"all_reduce of float32 by the {how}, median of {arguments.rounds} rounds"
-        print_table(header, table(some), title=title)
-        print_table(
+        harness.print_table(header, table(some), title=title)
+        harness.print_table(
             ["absolute error", "rows", "simulated", "worst", "formula", "worst"], summary(some), title=f"by the {how}"
         )
     raw = [asdict(row) for row in rows]
-    write_results(arguments.output, {"networks": networks, "rows": raw}, machine=machine)
+    harness.write_results(arguments.output, {"networks": networks, "rows": raw}, machine=machine)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,7 @@ import torch.distributed as dist
 from phalanx.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import (
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    plan_rounds,
-    print_table,
-    write_results,
-)
+import harness
 
 CONTESTANTS = ("gloo", "ordinary", "allocated")
 MEGABYTES = (1, 4, 16, 64)
@@ -38,7 +30,7 @@ def _rank(rank: int, world_size: int, rounds: int) -> dict[str, list[float]]:
             "ordinary": torch.empty(count * world_size),
             "allocated": group.allocate_tensor(count * world_size, dtype=torch.float32, device=torch.device("cpu")),
         }
-        for order in plan_rounds(list(outputs), rounds + 1):
+        for order in harness.plan_rounds(list(outputs), rounds + 1):
             for name in order:
                 whole = outputs[name]
                 part = whole.narrow(0, rank * count, count).fill_(rank)
@@ -54,19 +46,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
-    add_output_arguments(parser, Path(__file__).resolve().parent)
+    harness.add_output_arguments(parser, Path(__file__).resolve().parent)
     arguments = parser.parse_args()
-    machine = describe_machine()
+    machine = harness.describe_machine()
     samples = run_ranks(_rank, arguments.world_size, arguments.rounds, timeout=500.0)[0]
     rows = []
     for megabytes in MEGABYTES:
         seconds = {name: statistics.median(samples[f"{name} {megabytes}"]) for name in CONTESTANTS}
-        ratios = [format_ratio(seconds["allocated"] / seconds[peer]) for peer in ("gloo", "ordinary")]
-        rows.append([f"{megabytes} MiB", *(format_time(seconds[name]) for name in CONTESTANTS), *ratios])
+        ratios = [harness.format_ratio(seconds["allocated"] / seconds[peer]) for peer in ("gloo", "ordinary")]
+        rows.append([f"{megabytes} MiB", *(harness.format_time(seconds[name]) for name in CONTESTANTS), *ratios])
     header = ["all_gather of", "Gloo", "ordinary tensors", "allocate_tensor", "of Gloo's", "of ordinary's"]
-    print_table(header, rows, title=f"{arguments.world_size} ranks")
+    harness.print_table(header, rows, title=f"{arguments.world_size} ranks")
     results = {"rounds": arguments.rounds, "world_size": arguments.world_size, "samples_s": samples}
-    write_results(arguments.output, results, machine=machine)
+    harness.write_results(arguments.output, results, machine=machine)
 
 
 if __name__ == "__main__":

@@ -25,15 +25,7 @@ from phalanx.checkpoint import CheckpointManager
 from phalanx.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import (
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    plan_rounds,
-    print_table,
-    write_results,
-)
+import harness
 
 SIZES = {"100 MB": 100_000_000, "1 GB": 1_000_000_000}
 TENSORS = 24
@@ -164,7 +156,7 @@ def measure(rank: int, world_size: int, folder: Path, nbytes: int, rounds: int) 
     found: dict[str, dict[str, list[float]]] = {
         name: {"first": [], "blocked": [], "whole": [], "load": []} for name in contestants
     }
-    for number, order in enumerate(plan_rounds(list(contestants), rounds + 1)):
+    for number, order in enumerate(harness.plan_rounds(list(contestants), rounds + 1)):
         for name in order:
             contestant = contestants[name]
             _sync(os.sync)
@@ -199,9 +191,9 @@ def main() -> None:
     parser.add_argument("--backend", default="phalanx")
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: a temporary one)")
-    add_output_arguments(parser, Path(__file__).resolve().parent)
+    harness.add_output_arguments(parser, Path(__file__).resolve().parent)
     arguments = parser.parse_args()
-    machine = describe_machine()
+    machine = harness.describe_machine()
     results = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="phalanx-checkpoints-") as folder:
@@ -218,19 +210,19 @@ def main() -> None:
         rows = [
             [
                 name,
-                format_time(seconds["blocked"]),
-                format_ratio(seconds["blocked"] / medians[PEER]["blocked"]),
-                format_time(seconds["first"]),
-                format_time(seconds["whole"]),
-                format_time(seconds["load"]),
+                harness.format_time(seconds["blocked"]),
+                harness.format_ratio(seconds["blocked"] / medians[PEER]["blocked"]),
+                harness.format_time(seconds["first"]),
+                harness.format_time(seconds["whole"]),
+                harness.format_time(seconds["load"]),
             ]
             for name, seconds in medians.items()
         ]
         header = [f"{size}, {arguments.world_size} ranks", "training waits", f"of {PEER}'s", "the first time"]
-        print_table([*header, "until it is saved", "load"], rows)
+        harness.print_table([*header, "until it is saved", "load"], rows)
         results.append({"bytes": SIZES[size], "samples": slowest, "medians": medians})
     summary = {"rounds": arguments.rounds, "ranks": arguments.world_size, "backend": arguments.backend}
-    write_results(arguments.output, {**summary, "sizes": results}, machine=machine)
+    harness.write_results(arguments.output, {**summary, "sizes": results}, machine=machine)
 
 
 if __name__ == "__main__":

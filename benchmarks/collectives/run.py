@@ -18,10 +18,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import harness  # noqa: E402 - the line above says where it is
 from cases import COPY, OPS, SIZES, UPDATE, Case  # noqa: E402
 from contestants.contract import NotOfferedError  # noqa: E402
 from fleet import Fleet, FleetError  # noqa: E402
-from harness import add_output_arguments, describe_machine, plan_rounds, write_results  # noqa: E402
 from measurements import Measurements  # noqa: E402
 from peers import MEMORY, PEERS, PHALANX, Peer  # noqa: E402
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write; 1 when a contestant failed (an absent one is no failure)."""
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, _leave_in_order)
-    machine = describe_machine()
+    machine = harness.describe_machine()
     measurements = Measurements(rounds=options.rounds)
     peers = []
     for peer in options.peers:
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     for world_size in options.world_size:
         _measure(peers, world_size, options, measurements)
     print_report(measurements)
-    print(f"\nWritten: {write_results(options.output, measurements.as_json(), machine=machine)}")
+    print(f"\nWritten: {harness.write_results(options.output, measurements.as_json(), machine=machine)}")
     return 1 if measurements.failed else 0
 
 
@@ -83,7 +83,7 @@ def _measure(peers: list[Peer], world_size: int, options: argparse.Namespace, me
                 runnable[fleet.peer.name] = [case for case in wanted if _is_offered(fleet, case, measurements)]
             except FleetError as error:
                 _end(fleet, fleets, world_size, error, measurements)
-        for turn, order in enumerate(plan_rounds(fleets, options.rounds)):
+        for turn, order in enumerate(harness.plan_rounds(fleets, options.rounds)):
             for case in [*cases, *floors]:
                 _say(f"{world_size} ranks: round {turn + 1} of {options.rounds}, {case.op} {case.num_bytes} B")
                 for fleet in order:
@@ -131,7 +131,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=_peers, default=list(PEERS), metavar="NAME,NAME", help=", ".join(_names()))
     parser.add_argument("--rounds", type=int, help=f"default 5, or {QUICK_ROUNDS} with --quick")
     parser.add_argument("--quick", action="store_true", help="shorter measurements, fewer rounds")
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else 5)
     options.budget = QUICK_BUDGET_S if options.quick else BUDGET_S

@@ -15,16 +15,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import (  # noqa: E402
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    interleave,
-    print_table,
-    summarise,
-    write_results,
-)
+import harness  # noqa: E402 - the line above says where it is
 
 FORK = multiprocessing.get_context("fork")
 KEY = bytes(range(32))
@@ -171,39 +162,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
     import torch.distributed  # noqa: F401  # here, once: nine processes that each import it for TCPStore take 12 s
 
-    machine = describe_machine()
+    machine = harness.describe_machine()
     rates: dict[str, dict[str, list[float]]] = {}
     for clients in arguments.clients:
         rows = []
         for call in CALLS:
             contestants = {name: lambda name=name, c=call, n=clients: rate(name, c, n) for name in CONTESTANTS}
-            samples = interleave(contestants, arguments.rounds)
+            samples = harness.interleave(contestants, arguments.rounds)
             rates[f"{clients} clients, {call}"] = samples
-            peer = summarise(samples[PEER]).median
+            peer = harness.summarise(samples[PEER]).median
             for name, values in samples.items():
-                one = summarise(values)
-                rows.append([call, name, f"{one.median:,.0f}/s", format_ratio(one.median / peer)])
+                one = harness.summarise(values)
+                rows.append([call, name, f"{one.median:,.0f}/s", harness.format_ratio(one.median / peer)])
         title = f"{clients} processes, each with one call under way; median of {arguments.rounds} rounds"
-        print_table(["operation", "store", "operations", "of TCPStore"], rows, title=title)
+        harness.print_table(["operation", "store", "operations", "of TCPStore"], rows, title=title)
         print()
-    joins = interleave(
+    joins = harness.interleave(
         {
             "512 agents in 4 processes": lambda: seconds_to_join(512, 4),
             "64 processes": lambda: seconds_to_join(64, 64),
         },
         arguments.rounds,
     )
-    rows = [[name, format_time(summarise(values).median)] for name, values in joins.items()]
-    print_table(["who joins", "until the last is a member"], rows, title="Joining, CURVE over TCP")
-    slowest = summarise(joins["512 agents in 4 processes"]).median
+    rows = [[name, harness.format_time(harness.summarise(values).median)] for name, values in joins.items()]
+    harness.print_table(["who joins", "until the last is a member"], rows, title="Joining, CURVE over TCP")
+    slowest = harness.summarise(joins["512 agents in 4 processes"]).median
     print(f"\nTarget, 512 agents in {JOIN_TARGET_S:g} s: {'reached' if slowest <= JOIN_TARGET_S else 'missed'}.")
     results = {"target": TARGET, "operations_per_s": rates, "join_s": joins}
-    write_results(arguments.output, results, machine=machine)
+    harness.write_results(arguments.output, results, machine=machine)
 
 
 if __name__ == "__main__":

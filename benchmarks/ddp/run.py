@@ -11,16 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import (  # noqa: E402 - the line above says where it is
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    plan_rounds,
-    print_table,
-    summarise,
-    write_results,
-)
+import harness  # noqa: E402 - the line above says where it is
 from models import WORKLOADS  # noqa: E402
 from team import CONTESTANTS, Team, Times  # noqa: E402
 
@@ -37,7 +28,7 @@ def measure(workload: str, names: list[str], rounds: int, steps: int, warmup: in
         losses = {name: team.final_loss for name, team in teams.items() if CONTESTANTS[name].backend}
         if losses and max(losses.values()) - min(losses.values()) > 1e-3 * max(losses.values()):
             raise SystemExit(f"{workload}: the contestants don't train alike, losses after the warm-up: {losses}")
-        for order in plan_rounds(names, rounds):
+        for order in harness.plan_rounds(names, rounds):
             for name in order:
                 times[name].append(teams[name].measure(steps))
         for team in teams.values():
@@ -48,12 +39,12 @@ def measure(workload: str, names: list[str], rounds: int, steps: int, warmup: in
 def row(name: str, times: dict[str, list[Times]]) -> list[str]:
     """One contestant's medians, and its ratios to the peer over the rounds."""
     mine = times[name]
-    cells = [name, *(format_time(summarise(one[part] for one in mine).median) for part in mine[0])]
+    cells = [name, *(harness.format_time(harness.summarise(one[part] for one in mine).median) for part in mine[0])]
     beyond = {other: _beyond(other, times) for other in (name, PEER)}
-    cells.append(format_time(beyond[name]) if beyond[name] > 0 else "-")
-    ratios = summarise(one["step"] / peer["step"] for one, peer in zip(mine, times[PEER], strict=True))
-    cells += [format_ratio(ratios.median), format_ratio(ratios.high)]
-    cells.append(format_ratio(beyond[name] / beyond[PEER]) if min(beyond.values()) > 0 else "-")
+    cells.append(harness.format_time(beyond[name]) if beyond[name] > 0 else "-")
+    ratios = harness.summarise(one["step"] / peer["step"] for one, peer in zip(mine, times[PEER], strict=True))
+    cells += [harness.format_ratio(ratios.median), harness.format_ratio(ratios.high)]
+    cells.append(harness.format_ratio(beyond[name] / beyond[PEER]) if min(beyond.values()) > 0 else "-")
     return cells
 
 
@@ -74,16 +65,16 @@ def main() -> None:
     parser.add_argument(
         "--warmup", type=int, default=4, help="steps before the first round; buckets are rebuilt in them"
     )
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
-    machine = describe_machine()
+    machine = harness.describe_machine()
     names = [name for name in CONTESTANTS if name in {PEER, BARE, *arguments.contestants}]
     samples = {}
     for workload in arguments.models:
         samples[workload] = measure(workload, names, arguments.rounds, arguments.steps, arguments.warmup)
-        print_table(HEADER, [row(name, samples[workload]) for name in names], title=workload)
-    write_results(arguments.output, {"seconds_per_step": samples}, machine=machine)
+        harness.print_table(HEADER, [row(name, samples[workload]) for name in names], title=workload)
+    harness.write_results(arguments.output, {"seconds_per_step": samples}, machine=machine)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from harness import add_output_arguments, describe_machine, format_time, print_table, write_results  # noqa: E402
+import harness  # noqa: E402 - the line above says where it is
 from plan import DEATHS, FAULTS, MISMATCHES, Trial, plan_trial  # noqa: E402
 from rank import Clock, Report, work  # noqa: E402
 
@@ -114,7 +114,7 @@ def percentile(values: list[float], share: float) -> float:
 def row(name: str, outcomes: list[Outcome]) -> list[str]:
     """A line of the table."""
     told = [o.seconds for o in outcomes if not o.wrong]
-    times = [format_time(percentile(told, share)) for share in (0.5, 0.95, 1.0)] if told else ["-"] * 3
+    times = [harness.format_time(percentile(told, share)) for share in (0.5, 0.95, 1.0)] if told else ["-"] * 3
     return [name, str(len(outcomes)), str(len(outcomes) - len(told)), *times]
 
 
@@ -124,13 +124,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="run this trial alone and print it")
     parser.add_argument("--rounds", type=int, default=1, help="go through that many times the trials, each drawn anew")
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
     if arguments.only is not None:
         print(run(plan_trial(arguments.only, arguments.seed)))
         return
 
-    machine = describe_machine()
+    machine = harness.describe_machine()
     gc.freeze()  # what is here before the ranks are forked need not be looked through by each of them
     outcomes = []
     for number in range(arguments.trials * arguments.rounds):
@@ -144,16 +144,15 @@ def main() -> None:
     for kind, faults in kinds.items():
         rows.append(row(kind, [o for o in outcomes if o.trial.fault in faults]))
     header = ["fault", "trials", "missed", "median", "95%", "worst"]
-    print_table(header, rows, title=f"until the last rank that must know was told, {len(outcomes)} trials")
+    harness.print_table(header, rows, title=f"until the last rank that must know was told, {len(outcomes)} trials")
     relayed = sum(o.relayed for o in outcomes)
     print(f"\nTold of another survivor's end, in a group to which the lost rank does not belong: {relayed} ranks.")
     for kind, faults in kinds.items():
         mine = [o for o in outcomes if o.trial.fault in faults]
         worst = max((o.seconds for o in mine if not o.wrong), default=0.0)
         reached = not any(o.wrong for o in mine) and worst <= TARGETS_S[kind]
-        print(
-            f"Target when {kind}, {format_time(TARGETS_S[kind])} and none missed: {'reached' if reached else 'missed'}."
-        )
+        target = harness.format_time(TARGETS_S[kind])
+        print(f"Target when {kind}, {target} and none missed: {'reached' if reached else 'missed'}.")
     results = {
         "seed": arguments.seed,
         "targets_s": TARGETS_S,
@@ -163,7 +162,7 @@ def main() -> None:
             for o in outcomes
         ],
     }
-    write_results(arguments.output, results, machine=machine)
+    harness.write_results(arguments.output, results, machine=machine)
 
 
 if __name__ == "__main__":

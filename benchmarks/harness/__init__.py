@@ -3,7 +3,7 @@
 A benchmark compares contestants in one command. A script in `benchmarks/<question>/` starts with
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from harness import interleave, print_table, summarise, write_results
+    import harness
 """
 
 from harness.record import add_output_arguments, describe_machine, write_results

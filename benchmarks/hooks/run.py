@@ -23,16 +23,7 @@ from phalanx.testing import Host, hosts, run_ranks, why_no_hosts
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import (  # noqa: E402 - the line above says where it is
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    plan_rounds,
-    print_table,
-    summarise,
-    write_results,
-)
+import harness  # noqa: E402 - the line above says where it is
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
     "no hook": lambda group: None,
@@ -90,7 +81,7 @@ def rank_main(rank: int, world_size: int, machines: list[Host], width: int, roun
             step(ddp, inputs)
         check(name, ddp)
     samples: dict[str, list[Sample]] = {name: [] for name in contestants}
-    for order in plan_rounds(list(contestants), rounds):
+    for order in harness.plan_rounds(list(contestants), rounds):
         for name in order:
             before = [machine.bytes_sent() for machine in machines] if rank == 0 else []
             dist.barrier()
@@ -120,11 +111,17 @@ def table(samples: dict[str, list[Sample]], num_bytes: int) -> list[list[str]]:
     rows = []
     peer = next(iter(samples.values()))
     for name, mine in samples.items():
-        ratio = summarise(a.seconds / b.seconds for a, b in zip(mine, peer, strict=True))
-        sent = summarise(sample.sent / num_bytes for sample in mine)
-        median = summarise(sample.seconds for sample in mine).median
+        ratio = harness.summarise(a.seconds / b.seconds for a, b in zip(mine, peer, strict=True))
+        sent = harness.summarise(sample.sent / num_bytes for sample in mine)
+        median = harness.summarise(sample.seconds for sample in mine).median
         rows.append(
-            [name, format_time(median), format_ratio(ratio.median), format_ratio(ratio.high), f"{sent.median:.3f}"]
+            [
+                name,
+                harness.format_time(median),
+                harness.format_ratio(ratio.median),
+                harness.format_ratio(ratio.high),
+                f"{sent.median:.3f}",
+            ]
         )
     return rows
 
@@ -134,20 +131,20 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="what each host may send, as tc says it")
     parser.add_argument("--width", type=int, default=2048, help="of the perceptron's hidden layers")
     parser.add_argument("--rounds", type=int, default=7)
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
     if reason := why_no_hosts():
         raise SystemExit(f"benchmarks/hooks: {reason}")
-    machine = describe_machine()
+    machine = harness.describe_machine()
     width = arguments.width
     num_bytes = 4 * (width // 3 * width + width * width + 2 * width + 10 * width + 10)
     with hosts(2, rate=arguments.rate) as machines:
         samples = run_ranks(rank_main, 2, machines, width, arguments.rounds, init=False, timeout=3600)[0]
     place = f"2 hosts x 1 rank, {arguments.rate} between them, {num_bytes / 2**20:.1f} MiB of gradients"
     header = ["a step with", "median", "of Gloo without a hook", "worst round", "bytes out of a host / gradients"]
-    print_table(header, table(samples, num_bytes), title=f"{place}, {arguments.rounds} rounds")
+    harness.print_table(header, table(samples, num_bytes), title=f"{place}, {arguments.rounds} rounds")
     raw = {name: [asdict(sample) for sample in all_] for name, all_ in samples.items()}
-    write_results(arguments.output, {"place": place, "samples": raw}, machine=machine)
+    harness.write_results(arguments.output, {"place": place, "samples": raw}, machine=machine)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,7 @@ from phalanx.testing import Host, hosts, run_ranks, why_no_hosts
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import (  # noqa: E402 - the line above says where it is
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    plan_rounds,
-    print_table,
-    summarise,
-    write_results,
-)
+import harness  # noqa: E402 - the line above says where it is
 
 PEER, ROUNDED = "gloo", "phalanx-bfloat16"
 KIB, MIB = 2**10, 2**20
@@ -151,7 +142,7 @@ def rank_main(
             samples[name][case] = []
             if wrong := tensors.check(groups[name]):
                 raise SystemExit(f"{name}: {case.operation} of {case.size} gave {wrong}")
-        for order in plan_rounds(names, rounds):
+        for order in harness.plan_rounds(names, rounds):
             for name in order:
                 samples[name][case].append(measure(tensors, groups[name], machines, rank))
     dist.destroy_process_group()
@@ -185,15 +176,15 @@ def table(samples: Samples) -> list[list[str]]:
             if case not in by_case:
                 continue
             mine = [sample.seconds for sample in by_case[case]]
-            ratio = summarise(a / b for a, b in zip(mine, peer, strict=True))
-            sent = summarise(sample.sent / case.nbytes for sample in by_case[case])
+            ratio = harness.summarise(a / b for a, b in zip(mine, peer, strict=True))
+            sent = harness.summarise(sample.sent / case.nbytes for sample in by_case[case])
             target = case.target(name)
             rows.append(
                 [
                     f"{case.operation}, {case.size}, {name}",
-                    format_time(summarise(mine).median),
-                    format_ratio(ratio.median),
-                    format_ratio(ratio.high),
+                    harness.format_time(harness.summarise(mine).median),
+                    harness.format_ratio(ratio.median),
+                    harness.format_ratio(ratio.high),
                     f"at most {target:g}x" if target is not None else "",
                     f"{sent.median:.2f}" if case.nbytes >= KIB else "",
                 ]
@@ -218,12 +209,12 @@ def main() -> None:
     parser.add_argument("--others", default="16KiB,64MiB", help="the same for the other operations")
     parser.add_argument("--operations", default=",".join(OPERATIONS), help="comma-separated")
     parser.add_argument("--rounds", type=int, default=7)
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
     if reason := why_no_hosts():
         raise SystemExit(f"benchmarks/hosts: {reason}")
 
-    machine = describe_machine()
+    machine = harness.describe_machine()
     cases = [
         Case(operation, parse_size(size))
         for operation in arguments.operations.split(",")
@@ -235,12 +226,12 @@ def main() -> None:
         samples = run_ranks(rank_main, world_size, *job, init=False, timeout=3600)[0]
     place = f"{arguments.hosts} hosts x {arguments.ranks_per_host} ranks, {arguments.rate} between them"
     header = ["float32", "median", "of Gloo's", "worst round", "target", "bytes out of a host / tensor"]
-    print_table(header, table(samples), title=f"{place}, {arguments.rounds} rounds")
+    harness.print_table(header, table(samples), title=f"{place}, {arguments.rounds} rounds")
     raw = {
         name: {f"{case.operation} {case.nbytes}": [asdict(s) for s in all_] for case, all_ in by.items()}
         for name, by in samples.items()
     }
-    write_results(arguments.output, {"place": place, "samples": raw}, machine=machine)
+    harness.write_results(arguments.output, {"place": place, "samples": raw}, machine=machine)
 
 
 if __name__ == "__main__":

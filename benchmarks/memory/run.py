@@ -11,9 +11,9 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import harness  # noqa: E402 - the line above says where it is
 from contestants import CONTESTANTS, WIDTHS  # noqa: E402 - the line above says where they are
 from fleet import KINDS, MOMENTS, measure  # noqa: E402
-from harness import add_output_arguments, describe_machine, format_ratio, print_table, write_results  # noqa: E402
 
 PEER = "pytorch"
 SHARDED_PEER = "pytorch-zero"
@@ -26,10 +26,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="buckets are rebuilt after the first backward")
     parser.add_argument("--rounds", type=int, default=1, help="whole jobs of each; the figure is the median")
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
-    machine = describe_machine()
+    machine = harness.describe_machine()
     names = [name for name in CONTESTANTS if name in {PEER, SHARDED_PEER, *arguments.contestants}]
     results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for millions in arguments.millions:
@@ -52,16 +52,16 @@ def main() -> None:
             [
                 name,
                 *(f"{found[name][moment]:,.0f} MB" for moment in MOMENTS),
-                format_ratio(highest[name] / highest[PEER]),
-                format_ratio(highest[name] / highest[SHARDED_PEER]),
+                harness.format_ratio(highest[name] / highest[PEER]),
+                harness.format_ratio(highest[name] / highest[SHARDED_PEER]),
             ]
             for name in names
         ]
         header = ["", *MOMENTS, f"highest, of {PEER}", f"of {SHARDED_PEER}"]
-        print_table(header, rows, title=f"{millions} million parameters, {arguments.ranks} ranks")
+        harness.print_table(header, rows, title=f"{millions} million parameters, {arguments.ranks} ranks")
         rows = [[name, *(f"{by_kind[name]['after step'][kind]:,.0f} MB" for kind in KINDS)] for name in names]
-        print_table(["", *KINDS], rows, title="where it is, after step")
-    write_results(arguments.output, {"ranks": arguments.ranks, "megabytes": results}, machine=machine)
+        harness.print_table(["", *KINDS], rows, title="where it is, after step")
+    harness.write_results(arguments.output, {"ranks": arguments.ranks, "megabytes": results}, machine=machine)
 
 
 def _job(name: str, millions: str, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:

@@ -26,15 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
 
-from harness import (  # noqa: E402 - the lines above say where it is
-    add_output_arguments,
-    describe_machine,
-    format_time,
-    interleave,
-    print_table,
-    summarise,
-    write_results,
-)
+import harness  # noqa: E402 - the line above says where it is
 from models import LARGE, WORKLOADS, Workload, layouts, unequal  # noqa: E402
 
 TIMEOUT_S = 600.0
@@ -140,7 +132,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
                 "torch gpipe over Gloo": call(theirs, stages, ScheduleGPipe, backend="gloo"),
                 "torch 1f1b over Gloo": call(theirs, stages, Schedule1F1B, backend="gloo"),
             }
-            samples = interleave(contestants, args.rounds)
+            samples = harness.interleave(contestants, args.rounds)
             efficiency = ideal_efficiency(stages, args.micro_batches)
             rows = []
             for contestant, times in samples.items():
@@ -148,10 +140,10 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
                 of_apart = [a / efficiency / b for a, b in zip(samples["stages apart"], times, strict=True)]
                 than = [a / b for a, b in zip(samples["torch 1f1b over Gloo"], times, strict=True)]
                 rows.append([
-                    contestant, format_time(summarise(times).median),
-                    *(f"{summarise(share).median:.3f}" for share in (of_one, of_apart, than)),
+                    contestant, harness.format_time(harness.summarise(times).median),
+                    *(f"{harness.summarise(share).median:.3f}" for share in (of_one, of_apart, than)),
                 ])  # fmt: skip
-            print_table(
+            harness.print_table(
                 ["", "step", "of the ideal", "of what the machine gives", "x torch 1f1b"],
                 rows,
                 title=f"{name}, {stages} stages, {args.micro_batches} micro-batches (ideal {efficiency:.3f})",
@@ -181,13 +173,15 @@ def balance(args: argparse.Namespace) -> dict[str, Any]:
     results, ratios = {}, []
     for costs in layouts(args.layouts):
         counts, samples = run_ranks(_cuts, 2, costs, args.rounds, args.steps, timeout=TIMEOUT_S)[0]
-        medians = {cut: summarise(times).median for cut, times in samples.items()}
+        medians = {cut: harness.summarise(times).median for cut, times in samples.items()}
         best = min(medians.values())
-        rows = [[f"[{cut}, {len(costs) - cut}]" + "  <- auto" * (cut == counts[0]), format_time(medians[cut]),
+        rows = [[f"[{cut}, {len(costs) - cut}]" + "  <- auto" * (cut == counts[0]), harness.format_time(medians[cut]),
                  f"{medians[cut] / best:.3f}"] for cut in sorted(medians)]  # fmt: skip
         ratios.append(medians[counts[0]] / best)
         layout = ", ".join(map(str, costs))
-        print_table(["layers per stage", "step", "x the best"], rows, title=f"every cut of layers of costs {layout}")
+        harness.print_table(
+            ["layers per stage", "step", "x the best"], rows, title=f"every cut of layers of costs {layout}"
+        )
         results[layout] = {"auto": counts, "samples": {str(cut): times for cut, times in samples.items()}}
     print(f'\nbalance="auto": {statistics.median(ratios):.3f} times the best cut, the median of {len(ratios)} layouts')
     return results
@@ -259,7 +253,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
                 results[f"{workload.name}, {schedule}, {stages} stages"] = {
                     "gloo": found, "phalanx": shared, "implied": implied
                 }  # fmt: skip
-    print_table(
+    harness.print_table(
         ["", "held micro-batches", "implied", "peak over Gloo", "over shared memory", "Gloo / implied"],
         rows,
         title="peak memory of a step",
@@ -283,12 +277,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="steps of which a round takes the median")
     parser.add_argument("--layouts", type=int, default=3, help="orders of layers of unequal costs")
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    machine = describe_machine()
+    machine = harness.describe_machine()
     results = {part: PARTS[part](args) for part in args.parts}
-    print(f"\nwritten to {write_results(args.output, results, machine=machine)}")
+    print(f"\nwritten to {harness.write_results(args.output, results, machine=machine)}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import add_output_arguments, describe_machine, write_results
+import harness
 
 HERE = Path(__file__).resolve().parent
 CORE = HERE.parents[1] / "csrc"
@@ -78,9 +78,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6, help="how often the two programs take turns")
     parser.add_argument("--rounds", type=int, default=100, help="rounds per turn")
     parser.add_argument("--calls", type=int, default=300, help="calls per round")
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     options = parser.parse_args()
-    machine = describe_machine()
+    machine = harness.describe_machine()
     calls: dict[str, list[float]] = {"with": [], "without": []}
     alone: dict[str, list[float]] = {"with": [], "without": []}
     with tempfile.TemporaryDirectory() as name:
@@ -105,7 +105,7 @@ def main() -> None:
         "share_of_torch_call": (min(calls["with"]) - min(calls["without"])) / min(through_torch),
     }
     print(json.dumps({key: round(value, 4) for key, value in results.items()}, indent=1))
-    write_results(options.output, results, machine=machine)
+    harness.write_results(options.output, results, machine=machine)
 
 
 if __name__ == "__main__":

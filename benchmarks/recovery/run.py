@@ -21,16 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import (  # noqa: E402
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    plan_rounds,
-    print_table,
-    summarise,
-    write_results,
-)
+import harness  # noqa: E402 - the line above says where it is
 
 SCRIPT = str(HERE / "train.py")
 PHALANX = [sys.executable, "-m", "phalanx.cli", "run", "--nproc-per-node", "2"]
@@ -222,16 +213,24 @@ def print_costs(costs: dict[str, Any]) -> None:
         one = costs[name]
         step, plain, commit = median(one["elastic"]), median(one["plain"]), one["commit"][0]
         ratio = median(a / b for a, b in zip(one["elastic"], one["plain"], strict=True))
-        rows.append([f"{name} step", format_time(plain), format_time(step), format_ratio(ratio), format_time(commit)])
-    print_table(["", "without", "with State", "ratio", "commit"], rows, title="undisturbed")
+        rows.append(
+            [
+                f"{name} step",
+                harness.format_time(plain),
+                harness.format_time(step),
+                harness.format_ratio(ratio),
+                harness.format_time(commit),
+            ]
+        )
+    harness.print_table(["", "without", "with State", "ratio", "commit"], rows, title="undisturbed")
     told = costs["hand-over"]
     rows = []
     for kind in ("new", "used"):
         copied, handed = median(told[f"memcpy, {kind}"]), median(told[f"hand-over, {kind}"])
         speeds = [f"{speed / 1e9:.2f} GB/s" for speed in (copied, handed)]
-        rows.append([f"into {kind} memory", *speeds, format_ratio(handed / copied)])
+        rows.append([f"into {kind} memory", *speeds, harness.format_ratio(handed / copied)])
     title = f"{told['nbytes'] >> 20} MiB of state to a replacement on the same host"
-    print_table(["", "memcpy", "hand-over", "ratio"], rows, title=title)
+    harness.print_table(["", "memcpy", "hand-over", "ratio"], rows, title=title)
 
 
 def main() -> None:
@@ -239,10 +238,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=2, help="in each job")
     parser.add_argument("--torchft", metavar="PYTHON", help="the interpreter of a venv with torchft (see the README)")
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
-    machine = describe_machine()
+    machine = harness.describe_machine()
     contestants: dict[str, Callable[..., Any]] = {ELASTIC: elastic, RESTART: restart, TORCH: torchrun}
     if arguments.torchft:
         python = arguments.torchft
@@ -251,7 +250,7 @@ def main() -> None:
         print("torchft: absent; --torchft names the interpreter of a venv that has it.", file=sys.stderr)
     samples: dict[str, list[Recovery]] = {name: [] for name in contestants}
     failures: dict[str, list[str]] = {name: [] for name in contestants}
-    for order in plan_rounds(list(contestants), arguments.rounds):
+    for order in harness.plan_rounds(list(contestants), arguments.rounds):
         for name in order:
             with tempfile.TemporaryDirectory() as folder:
                 try:
@@ -269,36 +268,44 @@ def main() -> None:
     peer = medians.get(TORCH)
     rows = []
     for name in medians:
-        one = summarise(r.seconds for r in samples[name])
-        ratio = format_ratio(one.median / peer) if peer else "-"
-        span = f"{format_time(one.low)} to {format_time(one.high)}"
+        one = harness.summarise(r.seconds for r in samples[name])
+        ratio = harness.format_ratio(one.median / peer) if peer else "-"
+        span = f"{harness.format_time(one.low)} to {harness.format_time(one.high)}"
         lost = str(max(r.lost for r in samples[name]))
-        rows.append([name, format_time(one.median), span, ratio, lost, str(len(failures[name]))])
+        rows.append([name, harness.format_time(one.median), span, ratio, lost, str(len(failures[name]))])
     title = f"from SIGKILL of one of two ranks to the next step of both, {arguments.rounds} x {arguments.kills} kills"
-    print_table(["", "next step of all", "range", "of torchrun", "most steps lost", "failures"], rows, title=title)
+    harness.print_table(
+        ["", "next step of all", "range", "of torchrun", "most steps lost", "failures"], rows, title=title
+    )
     print_costs(costs)
     print()
     for (mine, theirs), target in TARGETS.items():
         if theirs in medians:
             ratio = medians[mine] / medians[theirs]
-            what = f"Target for {mine}, at most {format_ratio(target)} of {theirs}"
-            say_target(what, format_ratio(ratio), ratio <= target)
+            what = f"Target for {mine}, at most {harness.format_ratio(target)} of {theirs}"
+            say_target(what, harness.format_ratio(ratio), ratio <= target)
     say_target(
-        f"Target for {ELASTIC}, at most {format_time(TARGET_S)}",
-        format_time(medians[ELASTIC]),
+        f"Target for {ELASTIC}, at most {harness.format_time(TARGET_S)}",
+        harness.format_time(medians[ELASTIC]),
         medians[ELASTIC] <= TARGET_S,
     )
     commit, step = costs["small"]["commit"][0], costs["larger"]
     ratio = median(a / b for a, b in zip(step["elastic"], step["plain"], strict=True))
-    say_target(f"Target for a commit, {format_time(TARGET_COMMIT_S)}", format_time(commit), commit <= TARGET_COMMIT_S)
     say_target(
-        f"Target for a step, {format_ratio(TARGET_STEP)} of one without", format_ratio(ratio), ratio <= TARGET_STEP
+        f"Target for a commit, {harness.format_time(TARGET_COMMIT_S)}",
+        harness.format_time(commit),
+        commit <= TARGET_COMMIT_S,
+    )
+    say_target(
+        f"Target for a step, {harness.format_ratio(TARGET_STEP)} of one without",
+        harness.format_ratio(ratio),
+        ratio <= TARGET_STEP,
     )
     told = costs["hand-over"]
     share = median(told["hand-over, new"]) / median(told["memcpy, new"])
     say_target(
-        f"Target for the hand-over, {format_ratio(TARGET_HAND_OVER)} of memcpy",
-        format_ratio(share),
+        f"Target for the hand-over, {harness.format_ratio(TARGET_HAND_OVER)} of memcpy",
+        harness.format_ratio(share),
         share >= TARGET_HAND_OVER,
     )
     results = {
@@ -307,7 +314,7 @@ def main() -> None:
         "failures": {name: [text.splitlines()[0] for text in texts] for name, texts in failures.items()},
         "costs": costs,
     }
-    write_results(arguments.output, results, machine=machine)
+    harness.write_results(arguments.output, results, machine=machine)
 
 
 if __name__ == "__main__":

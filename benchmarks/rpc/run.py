@@ -19,16 +19,7 @@ from phalanx.testing import run_ranks
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import (  # noqa: E402 - the line above says where it is
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    plan_rounds,
-    print_table,
-    summarise,
-    write_results,
-)
+import harness  # noqa: E402 - the line above says where it is
 
 MODULES = {"torch.distributed.rpc": "torch.distributed.rpc", "phalanx.rpc": "phalanx.rpc"}
 IN_FLIGHT = 100
@@ -56,7 +47,7 @@ def latency(rpc: Any, call: Callable[..., Any], args: tuple[Any, ...], count: in
         begin = time.perf_counter()
         rpc.rpc_sync("callee", call, args)
         seconds.append(time.perf_counter() - begin)
-    return summarise(seconds).median
+    return harness.summarise(seconds).median
 
 
 def interval(rpc: Any, count: int) -> float:
@@ -112,8 +103,8 @@ def training_step(rpc: Any, count: int) -> dict[str, float]:
         whole.append(time.perf_counter() - begin)
         backward.append(end - middle)
     return {
-        "backward over three workers, and step": summarise(backward[20:]).median,
-        "the whole training step": summarise(whole[20:]).median,
+        "backward over three workers, and step": harness.summarise(backward[20:]).median,
+        "the whole training step": harness.summarise(whole[20:]).median,
     }
 
 
@@ -152,11 +143,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", type=int, default=1, help="make so many times fewer calls")
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in MODULES}
-    for order in plan_rounds(list(MODULES), arguments.rounds):
+    for order in harness.plan_rounds(list(MODULES), arguments.rounds):
         for name in order:
             with tempfile.TemporaryDirectory() as folder:
                 results = run_ranks(
@@ -168,11 +159,11 @@ def main() -> None:
     rows = []
     record: dict[str, Any] = {}
     for case in torchs:
-        theirs, mine = summarise(torchs[case]).median, summarise(ours[case]).median
-        rows.append((case, format_time(theirs), format_time(mine), format_ratio(mine / theirs)))
+        theirs, mine = harness.summarise(torchs[case]).median, harness.summarise(ours[case]).median
+        rows.append((case, harness.format_time(theirs), harness.format_time(mine), harness.format_ratio(mine / theirs)))
         record[case] = {"torch.distributed.rpc": torchs[case], "phalanx.rpc": ours[case], "ratio": mine / theirs}
-    print_table(("case", "torch.distributed.rpc", "phalanx.rpc", "of its time"), rows)
-    write_results(arguments.output, record, machine=describe_machine())
+    harness.print_table(("case", "torch.distributed.rpc", "phalanx.rpc", "of its time"), rows)
+    harness.write_results(arguments.output, record, machine=harness.describe_machine())
 
 
 if __name__ == "__main__":

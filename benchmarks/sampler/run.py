@@ -18,15 +18,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 from phalanx.data import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import (
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    interleave,
-    print_table,
-    write_results,
-)
+import harness
 
 SAMPLERS: dict[str, Any] = {"pytorch": TorchSampler, "phalanx": DistributedSampler}
 EPOCHS = [(1_000, 1), (50_000, 1), (1_000_000, 1), (1_000_000, 2), (1_000_000, 4)]
@@ -57,16 +49,16 @@ def start_bytes(length: int) -> int:
 
 
 def medians(measure: Callable[..., float], rounds: int, *arguments: int) -> dict[str, float]:
-    samples = interleave({name: partial(measure, make, *arguments) for name, make in SAMPLERS.items()}, rounds)
+    samples = harness.interleave({name: partial(measure, make, *arguments) for name, make in SAMPLERS.items()}, rounds)
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
-    add_output_arguments(parser, Path(__file__).resolve().parent)
+    harness.add_output_arguments(parser, Path(__file__).resolve().parent)
     arguments = parser.parse_args()
-    machine = describe_machine()
+    machine = harness.describe_machine()
 
     rows, epochs = [], []
     for length, world_size in EPOCHS:
@@ -77,24 +69,24 @@ def main() -> None:
             [
                 f"{length:,} samples, {world_size} ranks",
                 *(f"{seconds[name] * 1e9:.0f} ns" for name in SAMPLERS),
-                format_ratio(ratio),
+                harness.format_ratio(ratio),
             ]
         )
-    print_table(["one epoch, time per index", *SAMPLERS, "ratio"], rows)
+    harness.print_table(["one epoch, time per index", *SAMPLERS, "ratio"], rows)
 
     # Not 10^9 for PyTorch: its first index needs the whole order, a tensor of 8 GB and a list of 40.
     at_1e7 = medians(start_s, 3, 10**7)
     at_1e9 = statistics.median(start_s(DistributedSampler, 10**9) for _ in range(arguments.rounds))
     memory = start_bytes(10**9)
     rows = [
-        ["10,000,000 samples", *(format_time(at_1e7[name]) for name in SAMPLERS), ""],
-        ["1,000,000,000 samples", "-", format_time(at_1e9), f"{memory / 1e6:.2f} MB"],
+        ["10,000,000 samples", *(harness.format_time(at_1e7[name]) for name in SAMPLERS), ""],
+        ["1,000,000,000 samples", "-", harness.format_time(at_1e9), f"{memory / 1e6:.2f} MB"],
     ]
-    print_table(["to the first index", *SAMPLERS, "memory"], rows)
+    harness.print_table(["to the first index", *SAMPLERS, "memory"], rows)
 
     start = {"seconds_at_1e7": at_1e7, "phalanx_seconds_at_1e9": at_1e9, "phalanx_bytes_at_1e9": memory}
     results = {"rounds": arguments.rounds, "epoch": epochs, "start": start}
-    write_results(arguments.output, results, machine=machine)
+    harness.write_results(arguments.output, results, machine=machine)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,7 @@ import phalanx
 from phalanx.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import (
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    plan_rounds,
-    print_table,
-    write_results,
-)
+import harness
 
 CONTESTANTS = ("pytorch-phalanx", "phalanx", "pytorch-gloo")
 ROWS, WIDTH, BATCH = 10_000, 64, 64
@@ -63,7 +55,7 @@ def _rank(rank: int, world_size: int, steps: int, rounds: int) -> dict[str, list
     for other in weights[1:]:
         torch.testing.assert_close(other, weights[0])
     samples: dict[str, list[float]] = {name: [] for name in models}
-    for order in plan_rounds(list(models), rounds):
+    for order in harness.plan_rounds(list(models), rounds):
         for name in order:
             samples[name].append(_train(models[name], batches))
     return samples
@@ -74,18 +66,21 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=30, help="per round")
     parser.add_argument("--rounds", type=int, default=15)
-    add_output_arguments(parser, Path(__file__).resolve().parent)
+    harness.add_output_arguments(parser, Path(__file__).resolve().parent)
     arguments = parser.parse_args()
-    machine = describe_machine()
+    machine = harness.describe_machine()
     results = []
     for world_size in arguments.world_size:
         samples = run_ranks(_rank, world_size, arguments.steps, arguments.rounds, timeout=500.0)[0]
         seconds = {name: statistics.median(samples[name]) for name in CONTESTANTS}
         peer = seconds["pytorch-phalanx"]
-        rows = [[name, format_time(seconds[name]), format_ratio(seconds[name] / peer)] for name in CONTESTANTS]
-        print_table(["DDP and backend", "step", "of PyTorch's over phalanx"], rows, title=f"{world_size} ranks")
+        rows = [
+            [name, harness.format_time(seconds[name]), harness.format_ratio(seconds[name] / peer)]
+            for name in CONTESTANTS
+        ]
+        harness.print_table(["DDP and backend", "step", "of PyTorch's over phalanx"], rows, title=f"{world_size} ranks")
         results.append({"world_size": world_size, "samples_s": samples})
-    write_results(arguments.output, {"rounds": arguments.rounds, "world_sizes": results}, machine=machine)
+    harness.write_results(arguments.output, {"rounds": arguments.rounds, "world_sizes": results}, machine=machine)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import (  # noqa: E402
-    add_output_arguments,
-    describe_machine,
-    format_ratio,
-    format_time,
-    interleave,
-    print_table,
-    summarise,
-    write_results,
-)
+import harness  # noqa: E402 - the line above says where it is
 
 from phalanx.coordination.key import Key  # noqa: E402
 from phalanx.testing.namespaces import Host, hosts  # noqa: E402
@@ -115,10 +106,10 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=1, help="network namespaces, each with --ranks of its own")
     parser.add_argument("--ranks", type=int, help="default: 4; with --hosts 2 on each")
     parser.add_argument("--rounds", type=int, default=5)
-    add_output_arguments(parser, HERE)
+    harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
-    machine = describe_machine()
+    machine = harness.describe_machine()
     ranks = arguments.ranks or (4 if arguments.hosts == 1 else 2)
     target = TARGET if arguments.hosts == 1 else TARGET_WITH_HOSTS
     with contextlib.ExitStack() as stack:
@@ -128,25 +119,27 @@ def main() -> None:
             contestants = plan_contestants_on(stack.enter_context(hosts(arguments.hosts)), ranks)
         for contestant in contestants.values():
             contestant()  # once unmeasured: the files come into the page cache
-        samples = interleave(contestants, arguments.rounds)
-    summaries = {name: summarise(values) for name, values in samples.items()}
+        samples = harness.interleave(contestants, arguments.rounds)
+    summaries = {name: harness.summarise(values) for name, values in samples.items()}
     peer = summaries[PEER].median
     rows = [
         [
             name,
-            format_time(one.median),
-            f"{format_time(one.low)} to {format_time(one.high)}",
-            format_ratio(one.median / peer),
+            harness.format_time(one.median),
+            f"{harness.format_time(one.low)} to {harness.format_time(one.high)}",
+            harness.format_ratio(one.median / peer),
         ]
         for name, one in summaries.items()
     ]
     of_hosts = f"{arguments.hosts} hosts x " if arguments.hosts > 1 else ""
     title = f"{of_hosts}{ranks} ranks, median of {arguments.rounds} rounds"
-    print_table(["command, backend", "first all_reduce done", "range", "of torchrun"], rows, title=title)
+    harness.print_table(["command, backend", "first all_reduce done", "range", "of torchrun"], rows, title=title)
     ratio = summaries["phalanx run, phalanx"].median / peer
-    print(f"\nTarget, at most {format_ratio(target)} of torchrun: {'reached' if ratio <= target else 'missed'}.")
+    print(
+        f"\nTarget, at most {harness.format_ratio(target)} of torchrun: {'reached' if ratio <= target else 'missed'}."
+    )
     results = {"hosts": arguments.hosts, "ranks": ranks, "target": target, "ratio": ratio, "seconds": samples}
-    write_results(arguments.output, results, machine=machine)
+    harness.write_results(arguments.output, results, machine=machine)
 
 
 if __name__ == "__main__":
