@@ -1,5 +1,6 @@
 """Between hosts, receives are posted before they are needed, and header and values come in one message."""
 
+import gc
 import itertools
 import random
 from collections import defaultdict
@@ -230,3 +231,38 @@ def test_over_gloo_a_failure_in_any_cell_is_told_on_every_rank_and_leaves_no_rec
     for wrong, losses in told:
         assert not wrong, f"{len(wrong)} of the cells: {wrong[:3]}"
         assert losses == told[0][1]
+
+
+def _interrupt(rank, world_size, interrupted):
+    """Ctrl-C on one rank in its second step, whose Pipeline goes; then steps of another one, of the same group."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(world_size)))
+    x = torch.ones(8, 3)
+
+    def fail():
+        pipe = phalanx.Pipeline(model, micro_batches=4, loss_fn=functional.mse_loss)
+        pipe.step(x, target=x)
+        act = pipe._executor._act
+
+        def watched(action, work):
+            if rank == interrupted and action[::2] == ("F", 1):
+                raise KeyboardInterrupt
+            act(action, work)
+
+        pipe._executor._act = watched
+        with pytest.raises((KeyboardInterrupt, phalanx.PhalanxError)) as caught:
+            pipe.step(x, target=x)
+        return caught.type.__name__
+
+    heard = fail()
+    gc.collect()
+    pipe = phalanx.Pipeline(model, micro_batches=4, loss_fn=functional.mse_loss)
+    return heard, [float(pipe.step(x, target=x)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("interrupted", [0, 1, 2])
+def test_over_gloo_who_is_interrupted_leaves_a_group_that_can_be_used(interrupted):
+    """What Gloo receives for memory that is gone it never takes from the connection, nor what comes behind it."""
+    told = run_ranks(_interrupt, 3, interrupted, backend="gloo")
+    assert [name for name, _ in told].count("KeyboardInterrupt") == 1
+    assert told[interrupted][0] == "KeyboardInterrupt"
+    assert all(losses == told[0][1] for _, losses in told)

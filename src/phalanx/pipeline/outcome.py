@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.pipeline.failure import with_note
+from phalanx.pipeline.meeting import FAREWELL_S, Meeting, meets_by_messages
 from phalanx.pipeline.wire import StageFailedError, StageLostError
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -31,11 +32,20 @@ _LOST, _INTERRUPTED = 1e6, 1e12  # each more than all ranks that have the one be
 class Outcome:
     """Of the steps of a pipeline, and of its replicas, of which `data_group` has one rank each. Collective."""
 
-    def __init__(self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None, device: torch.device, tag: int
+    ) -> None:
+        """`tag`: no other messages of the group have it."""
+        self._meeting = Meeting(group, tag) if meets_by_messages(group) else None
         self._group, self._data_group, self._device = group, data_group, device
         self._last_words: list[Any] = []
         self.all_have_heard = False
         """Whether the step failed, and every rank of the pipeline has come here and was told."""
+
+    def begin(self) -> None:
+        """A step begins, which ends with `share` or `leave`."""
+        if self._meeting is not None:
+            self._meeting.begin(3)
 
     def share(self, loss: Tensor | None, error: Exception | None, *, replicas: bool) -> Tensor:
         """The loss, of which one rank has said what it is, on every rank; with `replicas` the mean over them.
@@ -69,8 +79,11 @@ class Outcome:
 
     def leave(self, *, lost: bool) -> None:
         """This rank ends its step without the others, who shall not wait: it was interrupted, or `lost` a peer."""
-        groups = [self._data_group] if lost else [self._group, self._data_group]
-        for group, numbers in zip(groups, (1,) if lost else (2, 1), strict=True):
+        if self._meeting is not None:
+            last = torch.tensor([0.0, 0.0, _LOST if lost else _INTERRUPTED], dtype=torch.float64)
+            self._meeting.leave(last, stay_s=0.0 if lost else FAREWELL_S)
+        groups = [self._data_group] if lost or self._meeting is not None else [self._group, self._data_group]
+        for group, numbers in zip(groups, (2, 1)[-len(groups) :], strict=True):
             if group is not None:
                 with contextlib.suppress(RuntimeError):  # a peer is gone there, too
                     words = torch.tensor([0.0] * numbers + [_LOST if lost else _INTERRUPTED], dtype=torch.float64)
@@ -89,16 +102,18 @@ class Outcome:
     ) -> tuple[list[float], Exception | None]:
         """The sums of `numbers` over the group, and an error on all ranks if there is one on any."""
         words = torch.tensor([*numbers, float(error is not None)], dtype=torch.float64)
-        dist.all_reduce(words, group=group)
+        if self._meeting is not None and group is self._group:
+            self._meeting.add(words)
+        else:
+            dist.all_reduce(words, group=group)
         *sums, failures = words.tolist()
         if not failures:
             return sums, None
         if failures >= _INTERRUPTED:
             return numbers, error or StageFailedError("Pipeline: another rank of this step was interrupted.")
         if failures >= _LOST:
-            return numbers, error or StageLostError(
-                "Pipeline: a replica has lost a rank of its pipeline. Read its log."
-            )
+            whose = "another rank of this pipeline" if group is self._group else "a replica"
+            return numbers, error or StageLostError(f"Pipeline: {whose} has lost a rank of its pipeline. Read its log.")
         self.all_have_heard = True
         told: list[Any] = [None] * group.size()
         mine = None if error is None else (isinstance(error, StageFailedError), f"{error}", type(error).__name__)

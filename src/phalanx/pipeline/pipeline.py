@@ -173,7 +173,7 @@ class Pipeline(StageModule):
         if data_group is not None:
             self._replicas = Replicas(data_group, list(own.parameters()), list(own.buffers()))
         self._statistics = MiniBatchStatistics(own, data_group)
-        self._outcome = Outcome(self._group, data_group, self._device)
+        self._outcome = Outcome(self._group, data_group, self._device, self._wire.meeting_tag)
         self._home = dict.fromkeys(self._layers.inputs, 0) | {node: p.index for p in parts for node in p.nodes}
         self._checked: set[tuple[bool, bool]] = set()
         self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
@@ -227,7 +227,7 @@ class Pipeline(StageModule):
         if self._replicas is not None and self._data_group is not None:
             self._replicas.group = self._data_group
         self._statistics.regroup(self._data_group)
-        self._outcome = Outcome(group, self._data_group, self._device)
+        self._outcome = Outcome(group, self._data_group, self._device, self._wire.meeting_tag)
         self._wire.regroup(group)
         self._executor.forget()
         self._tied.forget()
@@ -315,6 +315,7 @@ class Pipeline(StageModule):
         )
         try:
             self._wire.begin(grad=grad)
+            self._outcome.begin()
             if self._rank == 0:
                 self._cut_inputs(work, args, kwargs)
             if grad:
@@ -325,6 +326,7 @@ class Pipeline(StageModule):
             if isinstance(error, Exception) and not self._executor.leaves:
                 return work, error
             self._outcome.leave(lost=isinstance(error, Exception))
+            self._wire.leave()
             raise
         return work, None
 
@@ -342,6 +344,8 @@ class Pipeline(StageModule):
         except Exception as failure:
             if self._outcome.all_have_heard:  # and have told all whose receives may be posted
                 self._wire.end_receives()
+            else:
+                self._wire.leave()
             self._failed = self._failed or _first_line(failure)
             self._statistics.forget()
             if self._record is not None and self._outcome.all_have_heard:

@@ -29,6 +29,7 @@ from phalanx.backend.shared import shares_memory
 from phalanx.deadline import Deadline
 from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
+from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
 
 if TYPE_CHECKING:
     from phalanx.backend.lending import Lending
@@ -41,7 +42,6 @@ _EDGE_TAGS = 4 * _STAGES**2  # there and back, and beside frames
 _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
 _LENT_BYTES = 16 * 1024  # tensors below travel in messages
-_FAREWELL_S = 5.0
 AHEAD = 2
 """So many messages beyond those of the present action have a receive that is posted: so many actions hide how long a
 notice of it takes to come to the sender. On one host one does it; each takes memory of a message."""
@@ -133,6 +133,11 @@ class Wire:
         """Whether receives are posted before they are needed: it gains nothing in memory that both map."""
         self.sizes: Counter[int] = Counter()
         """How often a tensor of so many bytes went by message, though it is large."""
+
+    @property
+    def meeting_tag(self) -> int:
+        """That of no message here."""
+        return self._tags + _EDGE_TAGS - 2
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on in another group, as one who has sent and learnt nothing. Works of the old one are over, or failed."""
@@ -379,8 +384,9 @@ class Wire:
         try:
             for edge in edges:
                 self._tell(edge, status, data)
-            deadline = Deadline.after(_FAREWELL_S)
-            for work, _ in self._farewells if leaves else ():  # where nobody comes for it, Gloo breaks the connection
+            deadline = Deadline.after(FAREWELL_S)
+            waits = leaves and not meets_by_messages(self._group)  # there it stays for the others where all meet
+            for work, _ in self._farewells if waits else ():
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
         except RuntimeError:  # a peer is gone, which the others hear anyway
             pass
@@ -399,6 +405,14 @@ class Wire:
             sends.insert(1, (body, self._tag(edge, beside=True)))
         for tensor, tag in sends:
             self._farewells.append((self._group.send([tensor], dst, tag), tensor))
+
+    def leave(self) -> None:
+        """Leave all that is on the way to the group, as not every rank could be waited for."""
+        sent = [(work, tensor) for works in self._works.values() for _, work, tensor in works]
+        posted = [receive for receives in self._posted.values() for receive in receives]
+        if meets_by_messages(self._group):
+            outlive(self._group, [*sent, *self._farewells, *posted])
+        self._posted.clear()
 
     def end_receives(self) -> None:
         """Wait for those that are posted, once every rank has sent or told all that it will; failed is over, too."""
