@@ -112,8 +112,9 @@ class Outcome:
         if failures >= _INTERRUPTED:
             return numbers, error or StageFailedError("Pipeline: another rank of this step was interrupted.")
         if failures >= _LOST:
-            whose = "another rank of this pipeline" if group is self._group else "a replica"
-            return numbers, error or StageLostError(f"Pipeline: {whose} has lost a rank of its pipeline. Read its log.")
+            own = group is self._group
+            fact = "a rank of it was lost" if own else "a replica has lost a rank of its pipeline"
+            return numbers, error or StageLostError(f"Pipeline: {fact}. Read its log.")
         self.all_have_heard = True
         told: list[Any] = [None] * group.size()
         mine = None if error is None else (isinstance(error, StageFailedError), f"{error}", type(error).__name__)
