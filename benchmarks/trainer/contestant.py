@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WIDTH, BATCH, SAMPLES, WARMUP = 768, 64, 6400, 6
+WIDTH = int(os.environ.get("PHALANX_WIDTH", "768"))
+BATCH, SAMPLES, WARMUP = (64, 6400, 6) if WIDTH > 64 else (4, 4000, 6)
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -83,22 +84,6 @@ def loop(stretches: Stretches) -> None:
             stretches.count(loss.detach())
 
 
-def trainer(stretches: Stretches) -> None:
-    """phalanx.Trainer as it comes."""
-    import phalanx
-    from phalanx.trainer import LambdaCallback
-
-    one = phalanx.Trainer(
-        build(),
-        adamw,
-        F.mse_loss,
-        strategy="mirrored" if WORLD_SIZE > 1 else "single_device",
-        max_epochs=10**6,
-        callbacks=[LambdaCallback(on_step_end=lambda _, loss: stretches.count(loss))],
-    )
-    one.fit(DataLoader(make_data(), BATCH * WORLD_SIZE))
-
-
 def fabric(stretches: Stretches) -> None:
     """Lightning Fabric's loop."""
     from lightning_fabric import Fabric
@@ -135,6 +120,4 @@ def accelerate(stretches: Stretches) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"bare loop": loop, "Trainer": trainer, "Fabric": fabric, "Accelerate": accelerate}[sys.argv[1]](
-        Stretches(int(sys.argv[2]))
-    )
+    {"bare loop": loop, "Fabric": fabric, "Accelerate": accelerate}[sys.argv[1]](Stretches(int(sys.argv[2])))
