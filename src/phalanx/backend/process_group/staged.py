@@ -28,6 +28,7 @@ from phalanx.transport.staging import CopyStream, HostMemory, StagedCall, open_c
 from phalanx.transport.staging.host_memory import staging_bytes
 from phalanx.transport.staging.staged_call import InFlight
 
+_PATIENCE_S = 5.0
 _MESSAGES = ("send", "recv", "recv_anysource")
 # Those whose first argument is both read and written; the others have their outputs first and their inputs second.
 _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
@@ -84,8 +85,16 @@ class StagedProcessGroup(PhalanxProcessGroup):
         call = self._new_call(device)
         try:
             staged = self._stage(call, name, device, args)
+            return self._carry(call, name, here, staged, kwargs)
         except FakeCall:
             return nothing_done(name, args)
+        except BaseException:
+            call.abandon()
+            raise
+
+    def _carry(
+        self, call: StagedCall, name: str, here: Callable[..., dist.Work], staged: tuple[Any, ...], kwargs: Any
+    ) -> dist.Work:
         if name == "send":
             call.await_inputs()
             return here(self, *staged, **kwargs)
@@ -140,9 +149,10 @@ class StagedProcessGroup(PhalanxProcessGroup):
         self._recent.append(work)
         return executor.put(action, work)
 
-    def _leave(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
-        # Where the process ends, so does the driver's knowledge of which pages are locked.
-        if not (self._closed or for_good or self.transport.closed):
-            for memory in self._host_memory.values():
-                memory.close()
-        super()._leave(patience_s, in_order=in_order, for_good=for_good)
+    def _let_memory_go(self) -> None:
+        # A device may still copy from and to it: what was called and never waited for.
+        idle = all([stream.drain(_PATIENCE_S) for stream, _ in self._copy_streams.values()])
+        for memory in self._host_memory.values() if idle else ():
+            memory.close()
+        self._copy_streams.clear()
+        self._host_memory.clear()

@@ -43,6 +43,7 @@ class StagedCall:
         self._memory = memory
         self._in_flight = in_flight
         self._written: list[tuple[Tensor, Tensor]] = []
+        self._arriving: list[Tensor] = []  # where the device writes to, until somebody has waited for it
         self._read_mark: Any = None
         self._done_mark: Any = None
         stream.follow_caller()
@@ -65,6 +66,7 @@ class StagedCall:
                 with self.stream.queueing(), torch.no_grad():
                     host.copy_(tensor.detach(), non_blocking=True)
                 self.stream.keep(tensor)
+                self._arriving.append(host)
         if read:
             self._read_mark = self.stream.mark()
         if written:
@@ -85,6 +87,13 @@ class StagedCall:
         """Return when the host's tensors hold what the device's held at the time of the call."""
         if self._read_mark is not None:
             self.stream.await_on_host(self._read_mark)
+        self._arriving.clear()
+
+    def abandon(self) -> None:
+        """The call was refused: its memory serves others once the device has written what it was asked for."""
+        arriving, self._arriving, self._written = self._arriving, [], []
+        if arriving:
+            self._in_flight.hold(self._read_mark, arriving)
 
     def write_back(self) -> None:
         """Queue the copies to the device."""

@@ -10,11 +10,16 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from phalanx.deadline import Deadline
+
+_PAUSE_S = 0.001
 
 
 class CopyStream(Protocol):
@@ -32,6 +37,9 @@ class CopyStream(Protocol):
 
     def mark(self) -> Any:
         """A point after all that has been queued here."""
+
+    def drain(self, patience_s: float) -> bool:
+        """Whether all that was queued here is over, after at most so long."""
 
     def keep(self, tensor: Tensor) -> None:
         """The memory of `tensor` is not given to others before what is queued here is over."""
@@ -64,6 +72,10 @@ class InOrder:
 
     def mark(self) -> Any:
         """Now."""
+        return True
+
+    def drain(self, patience_s: float) -> bool:
+        """It is."""
         return True
 
     def keep(self, tensor: Tensor) -> None:
@@ -107,6 +119,15 @@ class DeviceStream:
         event = self._module.Event()
         event.record(self._stream)
         return event
+
+    def drain(self, patience_s: float) -> bool:
+        """Ask again and again: a kernel that never ends must not keep the process from ending."""
+        mark, deadline = self.mark(), Deadline.after(patience_s)
+        while not self.is_over(mark):
+            if deadline.passed:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
 
     def keep(self, tensor: Tensor) -> None:
         """Tell the device's allocator."""
