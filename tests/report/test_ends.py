@@ -63,6 +63,22 @@ def train(state):
 train(state)
 """
 
+RESTARTED = """
+import os, torch, phalanx
+from torch import nn
+
+job = phalanx.init()
+model = phalanx.DistributedDataParallel(nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for number in range(20):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if number == 11 and job.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("<b>bad</b> data")
+torch.distributed.barrier()
+"""
+
 TRAINER = """
 import torch, phalanx
 from torch import nn
@@ -173,7 +189,28 @@ def test_the_loss_of_an_elastic_rank_is_on_the_time_line(tmp_path):
     assert "SIGKILL" in loss.text
     assert "replaced" in loss.text
     assert sorted(rank.rank for rank in measured.ranks) == [0, 1, 1]
+    stayed, newcomer = (rank for rank in measured.ranks if rank.ended)
+    (first, began), (second, went_on) = stayed.generations
+    assert (first, second) == (0, 1)
+    assert began < loss.at < went_on
+    assert [generation for generation, _ in newcomer.generations] == [1]
+    assert (stayed.reached, newcomer.reached) == (60, 60)
     assert "Rank 1 was lost and the others went on" in sentences
+
+
+def test_a_restart_of_all_is_on_the_time_line_between_its_attempts(tmp_path):
+    done = run(*options(tmp_path, "--max-restarts", "1"), write_script(tmp_path, RESTARTED))
+    assert done.code == 0, done.err
+    measured, sentences, page = read(tmp_path / "out")
+    kinds = [event.kind for event in measured.events]
+    assert (measured.end, kinds[0], kinds[-1]) == ("well", "failure", "restart")
+    assert (measured.events[0].rank, measured.events[-1].rank) == (1, None)
+    assert "ValueError: <b>bad</b> data" in page
+    assert sorted((rank.attempt, rank.rank) for rank in measured.ranks) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [rank.steps for rank in measured.ranks if rank.attempt] == [20, 20]
+    restarted = measured.events[-1].at
+    assert all((rank.begin >= restarted) == bool(rank.attempt) for rank in measured.ranks)
+    assert "The job was started again once" in sentences
 
 
 def test_a_trainer_asks_the_launcher_for_its_report(tmp_path):

@@ -144,6 +144,44 @@ def test_times_of_a_step_and_who_comes_last_are_what_was_written_down():
     assert run.samples_per_s == pytest.approx(1600)
 
 
+def test_what_the_survival_of_a_loss_takes_is_no_part_of_a_step_and_makes_no_straggler():
+    """A Trainer's rank 0 was killed and replaced: the newcomer was a straggler for whom "the others wait 234 % of each
+    step". The step in which they waited for it counted, and its calls stood for those of ranks that had been there for
+    longer.
+    """
+    groups = [{"name": "0", "generation": 0, "again": 0}, {"name": "0", "generation": 1, "again": 0}]
+    survivor, newcomer = rank_file(0), rank_file(1)
+    steps, calls = list(survivor.steps), list(survivor.operations)
+    for i in range(19, 40):  # step 20 takes a second longer, in which it waits for the newcomer
+        steps[i] = steps[i]._replace(begin=steps[i].begin + (i > 19), end=steps[i].end + 1, generation=float(i > 19))
+        later = 1e9 * (i > 19)
+        calls[i] = calls[i]._replace(group=1, enter_ns=calls[i].enter_ns + later, leave_ns=calls[i].leave_ns + 1e9)
+    killed = dataclasses.replace(newcomer, steps=newcomer.steps[:19], operations=newcomer.operations[:19], ended=False)
+    moved = [c._replace(enter_ns=c.enter_ns + 1e9, leave_ns=c.leave_ns + 1e9) for c in newcomer.operations[19:]]
+    begun = [s._replace(begin=s.begin + 1, end=s.end + 1, generation=1.0) for s in newcomer.steps[19:]]
+    files = [
+        dataclasses.replace(survivor, steps=tuple(steps), operations=tuple(calls),
+                            facts={**survivor.facts, "groups": groups}),
+        killed,
+        dataclasses.replace(newcomer, steps=tuple(begun), operations=tuple(moved), steps_done=21, reached=40,
+                            facts={**newcomer.facts, "groups": groups[1:]}),
+    ]  # fmt: skip
+    run = combine(JOB, files)
+    for rank in run.ranks:
+        assert rank.step_s == pytest.approx(0.01)
+        assert sum(rank.parts.values()) == pytest.approx(0.01)
+    assert run.ranks[0].parts["waiting"] == pytest.approx(0.0005, rel=0.1)
+    assert [late.lead_s for late in run.lateness] == pytest.approx([0.0005] * len(run.lateness), rel=0.1)
+    assert run.ranks[0].longest_s == pytest.approx(0.01)
+
+
+def test_what_ranks_sent_is_told_without_a_training_loop_too():
+    files = [dataclasses.replace(rank_file(rank), steps=(), steps_done=0) for rank in (0, 1)]
+    run = combine(JOB, files)
+    assert [(row.name, row.count) for row in run.collectives] == [("all_reduce", 40)]
+    assert "No training step was seen" in find(run)[0].text
+
+
 def test_every_run_is_read_back_as_it_was_written():
     draw = random.Random(3)
     for _ in range(20):

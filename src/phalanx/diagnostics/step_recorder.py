@@ -233,6 +233,9 @@ class StepRecorder:
         self._look(self._clock())
         self._read_operations()
         self._keep_state()
+        if not self._tally.num_steps:  # no training, but something was done
+            with suppress(Exception):
+                self.on_first_step(self)
         if ended:
             self._file.set_ended()
         self._thread = -1
@@ -282,6 +285,7 @@ class StepRecorder:
         tally = self._tally
         if tally.num_steps == 0:
             self.on_first_step(self)
+            tally.generation = self._operations.generation = own_generation()  # of one that has come later
             if committed := own_step():  # later it could not be told: a loop may commit more seldom
                 tally.ahead = committed - 1
         if step.end >= self._looked + _LOOK_S:

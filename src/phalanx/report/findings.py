@@ -126,7 +126,10 @@ def _loss(run: Measurements) -> Iterator[Finding]:
         tenth = max(1, len(losses) // 10)
         first, last = median(losses[:tenth]), median(losses[-tenth:])
         best = min(median(losses[i : i + tenth]) for i in range(0, len(losses) - tenth + 1, tenth))
-        if last > first > 0 or (last > 0 and best > 0 and last > 1.5 * best):
+        gained_back = last - best > 0.1 * (
+            first - best
+        )  # near its least value noise alone makes it half as large again
+        if last > first > 0 or (last > 0 and best > 0 and last > 1.5 * best and gained_back):
             yield Finding(
                 "warn",
                 f"The loss rises: {three_digits(last)} at the end, {three_digits(min(best, first))} before. Lower the "

@@ -7,7 +7,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from phalanx.diagnostics.step_file import StepRecord, merge
 from phalanx.diagnostics.step_reader import RankFile
@@ -55,13 +55,14 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
     """The run of which `job` and the ranks' `files` tell."""
     offsets = [job.clock_offsets.get(str(file.facts.get("host", "")), 0.0) for file in files]
     newest = max((_attempt(file) for file in files), default=0)
-    latest = [i for i, file in enumerate(files) if _attempt(file) == newest and file.steps]
+    trains = any(file.steps for file in files)  # else what ranks sent is still worth a table
+    latest = [i for i, file in enumerate(files) if _attempt(file) == newest and (file.steps or not trains)]
     matched = match([_sampled(files[i], offsets[i]) for i in latest])
     splits: dict[int, Split] = dict(zip(latest, matched.splits, strict=True))
     ranks = tuple(_measure(file, splits.get(i, Split()), offsets[i] - job.begun) for i, file in enumerate(files))
     ranks = _tell_hosts_apart(ranks)
     ended = job.ended if job.ended is not None else max((rank.end + job.begun for rank in ranks), default=job.begun)
-    trained = [files[i] for i in latest]
+    trained = [files[i] for i in latest if trains]
     broken, stays = _broken(trained)
     return Measurements(
         name=job.name,
@@ -77,7 +78,7 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
         loss=_loss_curve([file for file in files if file.steps]),
         broken_step=broken,
         stays_broken=stays,
-        throughput=_throughput(trained, [offsets[i] - job.begun for i in latest]),
+        throughput=_throughput(trained, [offsets[i] - job.begun for i in latest if trains]),
         has_samples=any(step.samples for file in trained for step in file.steps),
         collectives=matched.collectives,
         lateness=matched.lateness,
@@ -113,27 +114,39 @@ def _num_warm(records: Sequence[StepRecord]) -> int:
     return min(max(warm, 1 if len(records) > 2 else 0), max(0, len(records) - 1))
 
 
+def _steady(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Those that means are taken of: warm, and without the steps in which the ranks formed their group anew."""
+    after = records[1:]
+    left = [
+        record
+        for i, record in enumerate(records)
+        if i >= len(after) or record.num_steps > 1 or record.generation == after[i].generation
+    ]
+    return left[_num_warm(left) :]
+
+
 def _sampled(file: RankFile, offset: float) -> Sampled:
-    steady = file.steps[_num_warm(file.steps) :]
+    steady = _steady(file.steps)
     groups = [(str(g["name"]), int(g["generation"]), int(g["again"])) for g in file.facts.get("groups", ())]
     num_steps = int(sum(record.num_steps for record in steady))
     return Sampled(
         rank=_rank(file),
         groups=groups,
         operations=file.operations,
-        warm_ns=steady[0].begin * 1e9,
-        end_ns=steady[-1].end * 1e9,
+        warm_ns=steady[0].begin * 1e9 if steady else 0.0,
+        end_ns=steady[-1].end * 1e9 if steady else math.inf,
         num_steps=num_steps,
         offset_ns=offset * 1e9,
+        recoveries=[(a.end * 1e9, b.begin * 1e9) for a, b in pairwise(steady) if b.begin > a.end],
     )
 
 
 def _measure(file: RankFile, split: Split, shift: float) -> RankRun:
     facts = {name: value for name, value in file.facts.items() if name not in ("rank", "attempt", "pid", "groups")}
     records = file.steps
-    steady = records[_num_warm(records) :]
+    steady = _steady(records)
     num = sum(record.num_steps for record in steady) or 1.0
-    whole = steady[-1].end - steady[0].begin if steady else 0.0
+    whole = sum(record.end - record.begin for record in steady)
     parts = _parts(steady, split, num)
     span = records[-1].end - records[0].end if len(records) > 1 else 0.0
     last = records[-1] if records else None

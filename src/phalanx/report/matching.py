@@ -7,7 +7,7 @@ rank 1   ────────────────┤ enter│ leave ├�
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -38,6 +38,9 @@ class Sampled:
     end_ns: float  # of the last step
     num_steps: int
     offset_ns: float = 0.0
+    recoveries: Sequence[
+        tuple[float, float]
+    ] = ()  # steps in which a loss was survived: what is waited for is no step's
 
 
 @dataclass
@@ -76,6 +79,8 @@ def match(processes: Sequence[Sampled]) -> Matched:
             index = int(op.group)
             if not 0 <= index < len(process.groups) or not process.warm_ns <= op.enter_ns <= process.end_ns:
                 continue
+            if any(begin <= op.enter_ns <= end for begin, end in process.recoveries):
+                continue
             group = process.groups[index]
             members[group].add(number)
             phase = int(op.phase)
@@ -95,11 +100,11 @@ def match(processes: Sequence[Sampled]) -> Matched:
     scales = _scales(calls, whole)
     steps = [max(1, process.num_steps) for process in processes]
     for (group, kind, _), entries in whole.items():
-        scale = scales[group, kind == GRADIENTS]
         come = max(entry.enter for entry in entries)
         *_, before, last = sorted(entries, key=lambda entry: entry.enter)
-        late[last.process].append((last.enter - before.enter) * scale)
+        late[last.process].append((last.enter - before.enter) * scales[group, kind == GRADIENTS, last.process])
         for entry in entries:
+            scale = scales[group, kind == GRADIENTS, entry.process]
             reached = min(max(come, entry.enter), entry.leave)
             splits[entry.process].waiting[entry.phase] += (reached - entry.enter) * scale / steps[entry.process]
             splits[entry.process].moving[entry.phase] += (entry.leave - reached) * scale / steps[entry.process]
@@ -110,29 +115,33 @@ def match(processes: Sequence[Sampled]) -> Matched:
     return Matched(splits, _summarise(whole, scales), lateness, len(whole))
 
 
-_Key = tuple[tuple[str, int, int], int, int]
+_Calls = Mapping[tuple[tuple[str, int, int], int, int], Sequence[_Entry]]
+_Scales = Mapping[tuple[tuple[str, int, int], bool, int], float]
 
 
-def _scales(calls: Iterable[_Key], whole: Iterable[_Key]) -> dict[tuple[tuple[str, int, int], bool], float]:
-    """For how many calls each one stands that is known on all ranks: calls are counted, and only some were kept."""
-    seqs: dict[tuple[tuple[str, int, int], bool], list[int]] = defaultdict(list)
+def _scales(calls: _Calls, whole: _Calls) -> _Scales:
+    """For how many calls of a process each one stands that is known on all ranks: calls are counted, some were kept.
+
+    Of each process by its own calls: one that took a lost one's place was there for fewer, in fewer steps.
+    """
+    seqs: dict[tuple[tuple[str, int, int], bool, int], list[int]] = defaultdict(list)
     known: dict[tuple[tuple[str, int, int], bool], int] = defaultdict(int)
-    for group, kind, seq in calls:
-        seqs[group, kind == GRADIENTS].append(seq)
+    for (group, kind, seq), entries in calls.items():
+        for entry in entries:
+            seqs[group, kind == GRADIENTS, entry.process].append(seq)
     for group, kind, _ in whole:
         known[group, kind == GRADIENTS] += 1
-    return {key: max(1.0, (max(seqs[key]) - min(seqs[key]) + 1) / number) for key, number in known.items()}
+    return {key: max(1.0, (max(of) - min(of) + 1) / known[key[:2]]) for key, of in seqs.items() if key[:2] in known}
 
 
-def _summarise(
-    whole: Mapping[_Key, Sequence[_Entry]], scales: Mapping[tuple[tuple[str, int, int], bool], float]
-) -> tuple[Collectives, ...]:
+def _summarise(whole: _Calls, scales: _Scales) -> tuple[Collectives, ...]:
     rows: dict[tuple[int, float, int], list[tuple[float, float, float]]] = defaultdict(list)
     for (group, kind, _), entries in whole.items():
         come, gone = max(e.enter for e in entries), max(e.leave for e in entries)
         waited = sum(min(come, e.leave) - e.enter for e in entries if e.leave > e.enter) / len(entries)
         num_bytes = max(e.num_bytes for e in entries)
-        rows[kind, num_bytes, len(entries)].append((gone - come, waited, scales[group, kind == GRADIENTS]))
+        scale = max(scales[group, kind == GRADIENTS, entry.process] for entry in entries)
+        rows[kind, num_bytes, len(entries)].append((gone - come, waited, scale))
     found = []
     for (kind, num_bytes, num_ranks), calls in rows.items():
         duration = max(median(took for took, _, _ in calls), 1e-7)
