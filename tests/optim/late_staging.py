@@ -33,12 +33,13 @@ class LateStaging(Staging):
         """Here it has no say: whoever changes a gradient that is being copied has waited."""
 
     def to_device(self, tensors, host):
-        self._to_device += list(zip(tensors, host, strict=True))
+        self._to_device += [(tensor, source, source.clone()) for tensor, source in zip(tensors, host, strict=True)]
 
     def settle(self):
         copies, self._to_device = self._to_device, []
         with torch.no_grad():
-            for tensor, host in copies:
+            for tensor, host, then in copies:
+                assert torch.equal(host, then), "the host's memory was written before it was read"
                 tensor.copy_(host)
 
     @classmethod

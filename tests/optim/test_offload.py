@@ -109,7 +109,7 @@ def test_half_parameters_are_updated_in_float32_and_all_others_as_they_are(monke
                 mine.grad = theirs.grad.to(mine.dtype)
             optimizer.step()
             reference.step()
-            LateStaging.compute(None)
+        LateStaging.compute(None)
         rounded = [mine.detach().to(theirs.dtype) for mine, theirs in zip(references, parameters, strict=True)]
         return same(rounded, [p.detach() for p in parameters])
 
@@ -321,6 +321,50 @@ def test_masters_of_half_parameters_are_saved_and_come_back_to_the_bit(model_fir
         return [p.detach().clone() for p in parameters]
 
     assert run_ranks(resumed, 2) == [True] * 2
+
+
+def test_a_checkpoint_in_shards_holds_the_masters_for_any_number_of_ranks(tmp_path):
+    def build(seed):
+        model = nn.ParameterList(_half_parameters()[:4])
+        for parameter in model:
+            parameter.data.mul_(seed)
+        return model, ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, offload=True, lr=1e-3)
+
+    def go_on(model, optimizer, first):
+        for step in range(first, first + 5):
+            _give_gradients(list(model), step)
+            optimizer.step()
+        return [p.detach().clone() for p in model]
+
+    def save(rank, world_size):
+        model, optimizer = build(1)
+        go_on(model, optimizer, 0)
+        phalanx.CheckpointManager(tmp_path, sharded=True).save(1, {"model": model, "optimizer": optimizer})
+        return go_on(model, optimizer, 5)
+
+    def load(rank, world_size):
+        model, optimizer = build(2)
+        phalanx.CheckpointManager(tmp_path).load({"model": model, "optimizer": optimizer})
+        return go_on(model, optimizer, 5)
+
+    expected = run_ranks(save, 2)[0]
+    for world_size in (1, 3):
+        assert all(same(weights, expected) for weights in run_ranks(load, world_size))
+
+
+def test_each_host_may_update_all_parameters_with_its_own_group():
+    """Two groups of two stand for two hosts; the gradients are the mean of all four."""
+
+    def on_hosts(rank, world_size):
+        hosts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        plain, away = wrapped(), wrapped()
+        optimizer = ZeroRedundancyOptimizer(
+            away.parameters(), optim.AdamW, process_group=hosts[rank // 2], offload=True
+        )
+        expected = train(plain, optim.AdamW(plain.parameters(), fused=True), rank, STEPS)
+        return same(train(away, optimizer, rank, STEPS), expected)
+
+    assert run_ranks(on_hosts, 4) == [True] * 4
 
 
 def test_the_state_lies_in_the_memory_of_the_host_and_parameters_do_not():

@@ -31,7 +31,7 @@ from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
-from phalanx.ddp.exchange import Exchange, SharedExchange, SparsePending, WorkExchange, tell_launch
+from phalanx.ddp.exchange import Exchange, SharedExchange, SparsePending, tell_launch
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
@@ -275,8 +275,8 @@ class Reducer:
             else:
                 pending = self._set.exchange.launch(bucket)
                 self._round.pending.append(pending)
-                if isinstance(self._set.exchange, WorkExchange) and self.rescale == 1.0:
-                    tell_launch(bucket, pending)
+                if self.rescale == 1.0:
+                    tell_launch(bucket, pending, self._set.exchange)
 
     # At the end of backward
 

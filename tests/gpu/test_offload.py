@@ -1,0 +1,174 @@
+"""An optimizer's state on the host, its parameters on a device: the bits of an update on the processor."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import phalanx
+from phalanx import ZeroRedundancyOptimizer
+from phalanx.optim import offload
+
+STEPS = 5
+
+
+def _model(dtype, device):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 7)).to(dtype).to(device)
+
+
+def _backward(module, rank, step, dtype, place, device):
+    """Behind a kernel that keeps the device busy: what does not wait for it sees old values."""
+    inputs = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype).to(device)
+    place.slow_fill(torch.empty(8, device=device), 1.0, 20)
+    module(inputs).square().mean().backward()
+
+
+def _by_hand(rank, place, device, dtype, wrap):
+    """The same training with torch's optimizer on the host, whose parameters are copied there and back in full."""
+    module = wrap(_model(dtype, device))
+    parameters = list(module.parameters())
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    masters = [nn.Parameter(p.detach().cpu().to(wide)) for p in parameters]
+    optimizer = optim.AdamW(masters, lr=0.01, fused=True)
+    for step in range(STEPS):
+        module.zero_grad()
+        if step == 2:
+            with module.no_sync():
+                _backward(module, rank, 99, dtype, place, device)
+        _backward(module, rank, step, dtype, place, device)
+        if step == 3:
+            nn.utils.clip_grad_norm_(parameters, 0.01)
+        for master, parameter in zip(masters, parameters, strict=True):
+            master.grad = parameter.grad.cpu().to(wide)
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, parameters, strict=True):
+                parameter.copy_(master)
+    return [p.detach().cpu() for p in parameters]
+
+
+def _offloaded(rank, world_size, place):
+    device = place.join(rank, world_size)
+    offload.WAVE_BYTES = 4096  # many
+    results = []
+    for wrap in (phalanx.DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = _by_hand(rank, place, device, dtype, wrap)
+            module = wrap(_model(dtype, device))
+            optimizer = ZeroRedundancyOptimizer(module.parameters(), optim.AdamW, offload=True, lr=0.01)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                if step == 2:
+                    with module.no_sync():
+                        _backward(module, rank, 99, dtype, place, device)
+                _backward(module, rank, step, dtype, place, device)
+                if step == 3:
+                    nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+                optimizer.step()
+            got = [p.detach().cpu() for p in module.parameters()]
+            results.append(all(torch.equal(*pair) for pair in zip(got, expected, strict=True)))
+            results.append(all(p.device.type == place.kind for p in module.parameters()))
+            results.append(all(master.is_cpu for master in optimizer.optim.param_groups[0]["params"]))
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_are_those_of_an_update_on_the_host_by_hand(place, world_size):
+    assert place.run(_offloaded, world_size) == [[True] * 12] * world_size
+
+
+def _resumed(rank, world_size, place):
+    device = place.join(rank, world_size)
+    module = phalanx.DistributedDataParallel(_model(torch.bfloat16, device))
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), optim.AdamW, offload=True, lr=0.01)
+
+    def train(module, optimizer, first):
+        for step in range(first, first + 3):
+            optimizer.zero_grad()
+            _backward(module, rank, step, torch.bfloat16, place, device)
+            norm = optimizer.clip_grad_norm_(0.05)
+            optimizer.step()
+        return norm, [p.detach().cpu() for p in module.parameters()]
+
+    train(module, optimizer, 0)
+    optimizer.consolidate_state_dict(to=0)
+    wholes = [optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(wholes)
+    weights = copy.deepcopy(module.state_dict())
+    again = phalanx.DistributedDataParallel(_model(torch.bfloat16, device))
+    other = ZeroRedundancyOptimizer(again.parameters(), optim.AdamW, offload=True, lr=0.01)
+    other.load_state_dict(wholes[0])
+    again.load_state_dict(weights)
+    results = [train(*pair, 3) for pair in ((module, optimizer), (again, other))]
+    plain = _model(torch.bfloat16, device)
+    optim.AdamW(plain.parameters()).load_state_dict(wholes[0])
+    state_is_here = all(value.is_cpu for state in other.optim.state.values() for value in state.values())
+    dist.destroy_process_group()
+    return (
+        torch.equal(results[0][0], results[1][0]),
+        all(torch.equal(*pair) for pair in zip(results[0][1], results[1][1], strict=True)),
+        state_is_here,
+    )
+
+
+def test_a_saved_state_goes_on_to_the_bit(place):
+    assert place.run(_resumed, 2) == [(True, True, True)] * 2
+
+
+def _locked(rank, world_size, place):
+    device = place.join(rank, world_size)
+    module = phalanx.DistributedDataParallel(_model(torch.bfloat16, device))
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), optim.AdamW, offload=True)
+    _backward(module, rank, 0, torch.bfloat16, place, device)
+    shards = [shard for group in optimizer._shards for shard in group]
+    staged = [shard.is_staged for shard in shards]  # by the end of backward: queued behind NCCL's work
+    pinned = [shard._host.is_pinned() for shard in shards]
+    optimizer.step()
+    rounded = optimizer._shared[0]._rounded
+    pinned += [flat.is_pinned() for flat in rounded.flats]
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return all(staged), all(pinned)
+
+
+@pytest.mark.gpu
+def test_what_is_copied_is_page_locked_and_on_its_way_before_the_step(cuda):
+    assert cuda.run(_locked, 1) == [(True, True)]
+
+
+def _beside(rank, world_size, place):
+    device = place.join(rank, world_size)
+    parameter = nn.Parameter(torch.zeros(1000, device=device))
+    optimizer = ZeroRedundancyOptimizer([parameter], optim.SGD, offload=True, lr=1.0)
+    (shard,) = optimizer._shards[0]
+    mean = torch.zeros(1000, device=device)
+    other = torch.Stream(device=device)  # where NCCL would reduce
+    with other:
+        place.slow_fill(mean, 3.0, 300)
+    event = other.record_event()
+    shard.on_launch(mean, lambda: torch.accelerator.current_stream(device).wait_event(event))
+    torch.accelerator.current_stream(device).wait_event(event)
+    parameter.grad = mean
+    shard.on_mean()
+    staged = [shard.is_staged]
+    optimizer.step()
+    reduced = parameter.detach().cpu().eq(-3.0).all().item()
+
+    module = nn.Linear(300, 300, bias=False).to(device)  # bare: what autograd has written is the mean
+    before, x = module.weight.detach().cpu(), torch.randn(1, 300).to(device)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), optim.SGD, offload=True, lr=1.0)
+    place.slow_fill(mean, 3.0, 300)
+    module(x * mean[0]).sum().backward()
+    staged += [shard.is_staged for shard in optimizer._shards[0]]
+    optimizer.step()
+    alone = torch.equal(module.weight.detach().cpu(), before - module.weight.grad.cpu())
+    dist.destroy_process_group()
+    return all(staged), reduced, alone
+
+
+def test_gradients_are_copied_behind_what_makes_them_while_backward_goes_on(place):
+    assert place.run(_beside, 1) == [(True, True, True)]
