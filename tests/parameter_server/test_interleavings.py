@@ -267,3 +267,48 @@ def test_a_state_is_loaded_when_all_trainers_have_asked_for_it():
     hosted.settle()
     with pytest.raises(TrainerLostError, match="trainer '0' is lost, whose state was to be loaded: it was killed"):
         waits.value()
+
+
+def test_the_next_of_a_name_begins_when_all_trainers_have_closed_the_one_before():
+    """A trainer that had closed it and made the next one got the one before, in which nobody waited for it, or, with
+    other arguments, a MismatchError, as long as another trainer had not closed its own. What was given up is not made
+    behind its trainer's back when they do close it.
+    """
+    hosted = Hosted(Agent(), "p", 0)
+    start = {"step": 0, "dense": {"d": torch.zeros(1)}, "tables": {}, "optimizer": {}}
+
+    def spec(described):
+        sgd = partial(torch.optim.SGD, lr=1.0)
+        return Spec("p", ("s",), ("0", "1"), True, None, sgd, sgd, "sum", False, described)
+
+    def make(trainer, described):
+        if trainer == "0":
+            made = hosted.request(partial(hosted.create, spec(described), start))
+        attached = hosted.request(partial(hosted.attach, trainer, described))
+        return [made, attached] if trainer == "0" else [attached]
+
+    def close(trainer):
+        hosted.request(partial(hosted.write, ("leave", trainer))).value()
+
+    def done(futures):
+        return [one.done() for one in futures]
+
+    assert done([*make("0", "first"), *make("1", "first"), *make("1", "first")]) == [True] * 4  # not closed: shared
+    close("0")
+    given_up = make("0", "given up")
+    assert done(given_up) == [False, False]
+    assert hosted.give_up() == ["1"]
+    with pytest.raises(ClosedError, match="its trainer waits for it no more"):
+        given_up[0].value()
+    zero = make("0", "second")
+    assert done(zero) == [False, False]
+    close("1")
+    assert done(zero) == [True, True]
+    assert hosted._shard.spec.described == "second"
+    assert make("1", "second")[0].value() == (0, 0)
+    close("1")
+    one = make("1", "third")  # before the first trainer
+    assert done(one) == [False]
+    close("0")
+    assert done(one) == [False]
+    assert done([*make("0", "third"), *one]) == [True] * 3

@@ -301,7 +301,15 @@ def _wrong(rank, folder):
             server.close()
             with pytest.raises(phalanx.PhalanxError, match="was closed by this trainer"):
                 server.pull()
+            current.agent().default_timeout_s = 0.2
+            words = (
+                "ParameterServer 'parameters': 't0' has closed the one before of this name, and 't1' has not. Close it"
+            )
+            with pytest.raises(DeadlineError, match=words):
+                _counting(["s0"], reduction="mean")
+            current.agent().default_timeout_s = agent_default
             rpc.rpc_sync("t1", set_event, ("closed",))
+            _next_of_the_name()
         else:
             wait_event("closed")
             for _ in range(3):  # alone: t0 has left
@@ -309,6 +317,17 @@ def _wrong(rank, folder):
                 server.push_gradients({"d": torch.ones(3)})
             assert server.pull()["d"].tolist() == [-2.5, -2.5, -2.5]
             server.close()
+            _next_of_the_name()
+
+
+def _next_of_the_name():
+    """With other arguments: who has closed the one before waits for who has not. It was a MismatchError, or, with the
+    same arguments, the one of before, in which nobody waited for this trainer.
+    """
+    with _counting(["s0"], reduction="sum") as server:
+        assert server.pull()["d"].tolist() == [0, 0, 0]
+        server.push_gradients({"d": torch.ones(3)})
+        assert server.pull()["d"].tolist() == [-2, -2, -2]
 
 
 def _check_different():

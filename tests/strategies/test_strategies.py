@@ -1,6 +1,9 @@
 """Every strategy trains as one process does; what they share of data, values and weights."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -452,7 +455,9 @@ def test_a_program_is_started_again_as_it_was_started(tmp_path):
         __spec__ = None
         __file__ = str(tmp_path / "train.py")
 
-    assert Program.of(["python", "train.py"], ["train.py"], Main) == "a notebook or an interactive session"
+    assert Program.of(["python", "train.py"], [""], Main) == "a notebook or an interactive session"
+    assert Program.of(["python", "-c", "..."], ["-c"], Main) == "a program given with `python -c`"
+    assert Program.of(["python", "-"], ["-", "--lr"], Main) == "a program read from standard input"
     (tmp_path / "train.py").touch()
     words = Program.of(["python", "-X", "dev", "train.py", "--lr", "1"], ["train.py", "--lr", "1"], Main)
     assert words == Program((Main.__file__, "--lr", "1"))
@@ -460,6 +465,18 @@ def test_a_program_is_started_again_as_it_was_started(tmp_path):
     module = type("Main", (), {"__spec__": spec, "__file__": Main.__file__})
     words = Program.of(["python", "-m", "pkg.train", "x"], [Main.__file__, "x"], module)
     assert words == Program(("-m", "pkg.train", "x"))
+
+
+def test_a_second_strategy_with_other_devices_is_refused_with_what_there_is():
+    """It was told that a launcher had started one rank, where the script's first strategy was this one rank."""
+    script = """
+from phalanx import strategies
+assert strategies.get("mirrored", devices=1).num_replicas_in_sync == 1
+strategies.get("mirrored", devices=2)
+"""
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100)
+    assert "this process is a job of one rank already, as of an earlier strategy" in done.stderr, done.stderr
 
 
 def test_who_was_launched_is_not_launched_again():

@@ -486,11 +486,36 @@ _has_scaled = [False]  # a GradScaler has, since the last backward
 
 
 def _observe_scaler() -> None:
-    """Let what `GradScaler.scale` returns know the loss that it was: the backward begins from a scaled one."""
+    """Let what `GradScaler.scale` returns know the loss that it was: the backward begins from a scaled one.
+
+    Those of subclasses, too: FSDP's ShardedGradScaler has a `scale` of its own. One that is imported later is seen when
+    the first of its kind is made.
+    """
     import torch
 
-    scaler: Any = torch.amp.GradScaler
-    theirs = scaler.scale
+    base: Any = torch.amp.GradScaler
+    begin = base.__init__
+
+    @functools.wraps(begin)
+    def observed_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        for kind in type(self).__mro__:
+            _observe_scale(kind)
+        begin(self, *args, **kwargs)
+
+    base.__init__ = observed_begin
+    kinds = [base]
+    for kind in kinds:
+        _observe_scale(kind)
+        kinds += kind.__subclasses__()
+
+
+def _observe_scale(kind: Any) -> None:
+    """The `scale` that this class has itself."""
+    import torch
+
+    theirs = vars(kind).get("scale")
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
 
     @functools.wraps(theirs)
     def scale(self: Any, outputs: Any) -> Any:
@@ -501,7 +526,7 @@ def _observe_scaler() -> None:
                 scaled.unscaled_loss = outputs.detach()  # type: ignore[attr-defined]
         return scaled
 
-    scaler.scale = scale
+    kind.scale = scale
 
 
 # -- once a worker of `phalanx.rpc` starts ----------------------------------------------------------------------------

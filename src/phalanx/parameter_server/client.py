@@ -69,12 +69,14 @@ class ParameterServer:
         reduction: "mean" or "sum" over the trainers of a synchronous step.
         replicate: keep a second copy of each shard on the next server, which takes over when the first is lost.
             Default: if there are several servers.
-        name: tells several ParameterServers on the same workers from each other.
+        name: tells several ParameterServers on the same workers from each other. The next of a name begins when all
+            trainers have closed the one before, for which it waits; without closing it, the same arguments share it.
 
     Raises:
         ValueError, TypeError: the arguments make no sense, or an optimizer cannot be used.
         MismatchError: another trainer has given other arguments.
         PeerLostError: all servers that had a part of the parameters are lost.
+        DeadlineError: a trainer has not closed the one before of this name (it is named), or the first has not come.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class ParameterServer:
         self._place = plan_dense({key: one.nbytes for key, one in self._dense.items()}, len(self._servers))
         self._hosts = [ring(self._servers, index) for index in range(len(self._servers))]  # those not yet seen lost
         self._closed = False
+        self.step: int = 0
         if self._trainer == self._spec.trainers[0]:
             state: State = {"step": 0, "dense": self._dense, "tables": self._tables, "optimizer": {}}
             shards = split_state(state, self._place, len(self._servers))
@@ -132,7 +135,7 @@ class ParameterServer:
         attached = self._on_all(hosting.attach, [(self._trainer, described)] * len(self._servers))
         # Who comes in the place of a lost trainer makes the step again that not all servers have heard of; the others
         # take no notice of it.
-        self.step: int = min(clock for clock, _ in attached)
+        self.step = min(clock for clock, _ in attached)
         self._loads: int = max(number for _, number in attached)
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -336,7 +339,7 @@ class ParameterServer:
             except TrainerLostError:
                 raise
             except DeadlineError as error:
-                raise self._explain_late(index, error) from error
+                raise self._explain_late(index, function, error) from error
             except (PeerLostError, NotHeldError) as error:
                 cause = error
                 if self._hosts[index] and self._hosts[index][0] == host:
@@ -350,13 +353,18 @@ class ParameterServer:
             ranks=tuple(one.info.id for one in members if one is not None),
         ) from cause
 
-    def _explain_late(self, index: int, error: DeadlineError) -> DeadlineError:
+    def _explain_late(self, index: int, function: Callable[..., Any], error: DeadlineError) -> DeadlineError:
         """Who it was that kept this trainer waiting, if the server can say it."""
+        place = self._spec.name, index
         try:
             host = self._hosts[index][0]
-            clocks = rpc_async(host, hosting.clocks, (self._spec.name, index), timeout=_ASK_S).wait()
+            if function is hosting.create:
+                return self._explain_held(rpc_async(host, hosting.give_up, place, timeout=_ASK_S).wait(), error)
+            clocks = rpc_async(host, hosting.clocks, place, timeout=_ASK_S).wait()
         except PhalanxError:
             return error
+        if function is hosting.attach:
+            return self._explain_held(list(clocks), error)
         behind = {name: clock for name, clock in clocks.items() if clock < self.step}
         if not behind:
             return error
@@ -365,6 +373,19 @@ class ParameterServer:
             f"ParameterServer {self._spec.name!r}: {self._trainer!r} has pushed {self.step} and waits for the others: "
         )
         return DeadlineError(f"{text}{told}.\n{error}")
+
+    def _explain_held(self, holders: list[str], error: DeadlineError) -> DeadlineError:
+        """Why it could not be made: others have not closed the one before, or the first trainer has not come."""
+        if not holders:
+            fact = f"trainer {self._spec.trainers[0]!r}, whose values it begins with, has not made it."
+        elif self._trainer in holders:
+            return error
+        else:
+            fact = (
+                f"{self._trainer!r} has closed the one before of this name, and {', '.join(map(repr, holders))} "
+                f"{'has' if len(holders) == 1 else 'have'} not. Close it in all trainers, or give this another name."
+            )
+        return DeadlineError(f"ParameterServer {self._spec.name!r}: {fact}\n{error}")
 
     def _check_open(self) -> None:
         if self._closed:

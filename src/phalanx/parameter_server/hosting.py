@@ -107,17 +107,31 @@ class Hosted:
         return self._shard if self._is_primary else None
 
     def create(self, spec: Spec, state: State) -> Any:
-        """Have the shard, unless it is there."""
+        """Have the shard, unless it is there; once the one is gone that the first trainer has closed."""
         if self._shard is None:
             self._shard, self._is_primary = Shard(spec, state), True
             self._choose_replica()
-        elif not self._is_primary:
+        elif not self._is_primary or spec.trainers[0] in self._shard.left:
             return _WAIT
         return self._ack(self._installed)
 
+    def give_up(self) -> list[str]:
+        """The first trainer waits no more for those who have the one before: who they are."""
+        with self._lock:
+            given_up = [
+                one for one in self._waiting if isinstance(one.attempt, partial) and one.attempt.func == self.create
+            ]
+            self._waiting = [one for one in self._waiting if one not in given_up]
+        for one in given_up:
+            one.future.set_exception(ClosedError(f"ParameterServer {self._name!r}: its trainer waits for it no more."))
+        return list(self.clocks())
+
     def attach(self, trainer: str, described: str) -> Any:
-        """The trainer's clock and how many states were loaded, once the shard is there."""
-        if self._shard is None or not self._is_primary:
+        """The trainer's clock and how many states were loaded, once the shard is there.
+
+        One that this trainer has closed is not: it makes the next of the name, which begins when all have closed this.
+        """
+        if self._shard is None or not self._is_primary or trainer in self._shard.left:
             return _WAIT
         spec = self._shard.spec
         if described != spec.described:
@@ -409,6 +423,11 @@ def create(name: str, index: int, spec: Spec, state: State) -> Future[Any]:
     """The first trainer has these values."""
     place = _host(name, index)
     return place.request(partial(place.create, spec, state))
+
+
+def give_up(name: str, index: int) -> list[str]:
+    """The first trainer waits no more for those who have the one before; who they are."""
+    return _host(name, index).give_up()
 
 
 @async_execution

@@ -53,19 +53,6 @@ def read_device(called: str, name: torch.device | str) -> torch.device:
     return one
 
 
-def require_as_many(called: str, wanted: int, num_local_ranks: int) -> None:
-    """Refuse other devices than there are ranks on this host.
-
-    Raises:
-        ValueError: with both numbers.
-    """
-    if wanted != num_local_ranks:
-        raise ValueError(
-            f"{called}: {wanted} devices are asked for, and the launcher has started {num_local_ranks} ranks on this "
-            f"host: leave `devices` out, or start {wanted}"
-        )
-
-
 def default_device() -> torch.device:
     """Of a process alone."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

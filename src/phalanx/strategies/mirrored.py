@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx.backend import Job
 from phalanx.ddp import DistributedDataParallel
-from phalanx.strategies.devices import decide_devices, device_of, require_as_many
-from phalanx.strategies.start import find_cluster, join_or_start, local_world_size
+from phalanx.strategies.devices import decide_devices, device_of
+from phalanx.strategies.start import find_cluster, join_or_start, local_world_size, require_as_many
 from phalanx.strategies.strategy import MakeOptimizer, Strategy, has_or_may_get_others, world
 from phalanx.strategies.tf_config import Cluster
 
@@ -22,7 +23,7 @@ class ReplicatedStrategy(Strategy):
     def __init__(self, devices: int | Sequence[str] | None, *, launch: bool, timeout: float) -> None:
         wanted = decide_devices(self._called, devices)
         job = join_or_start(self._called, len(wanted), launch=launch, timeout=timeout, cluster=self._find_cluster())
-        self._check_place(job.world_size, local_world_size(job), None if devices is None else len(wanted))
+        self._check_place(job, None if devices is None else len(wanted))
         super().__init__(job, num_replicas=job.world_size, replica=job.rank)
         self.device = device_of(wanted, job.local_rank)
 
@@ -49,9 +50,9 @@ class ReplicatedStrategy(Strategy):
         """All ranks."""
         return world()
 
-    def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
+    def _check_place(self, job: Job, wanted: int | None) -> None:
         if wanted is not None:
-            require_as_many(self._called, wanted, local)
+            require_as_many(self._called, wanted, job)
 
 
 class MirroredStrategy(ReplicatedStrategy):
@@ -84,13 +85,13 @@ class MirroredStrategy(ReplicatedStrategy):
         self._options = options
         super().__init__(devices, launch=launch, timeout=timeout)
 
-    def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
-        if local < world_size:
+    def _check_place(self, job: Job, wanted: int | None) -> None:
+        if (local := local_world_size(job)) < job.world_size:
             raise ValueError(
-                f"{self._called} is for one host, and this job has {world_size} ranks, {local} of them here: take "
+                f"{self._called} is for one host, and this job has {job.world_size} ranks, {local} of them here: take "
                 "MultiWorkerMirroredStrategy"
             )
-        super()._check_place(world_size, local, wanted)
+        super()._check_place(job, wanted)
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         wrapped = DistributedDataParallel(model, **self._options) if has_or_may_get_others() else model
@@ -122,5 +123,5 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     def _find_cluster(self) -> Cluster | None:
         return find_cluster(self._called)
 
-    def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
-        ReplicatedStrategy._check_place(self, world_size, local, wanted)
+    def _check_place(self, job: Job, wanted: int | None) -> None:
+        ReplicatedStrategy._check_place(self, job, wanted)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 import phalanx.backend as backend
 from phalanx.pipeline import Pipeline
-from phalanx.strategies.devices import decide_devices, device_of, require_as_many
+from phalanx.strategies.devices import decide_devices, device_of
 from phalanx.strategies.recipe import Recipe
-from phalanx.strategies.start import join_or_start, local_world_size
+from phalanx.strategies.start import join_or_start, require_as_many
 from phalanx.strategies.strategy import MakeOptimizer, Strategy, require_pair
 
 
@@ -48,7 +48,7 @@ class PipelineStrategy(Strategy):
         wanted = decide_devices(self._called, devices)
         job = join_or_start(self._called, len(wanted), launch=launch, timeout=timeout)
         if devices is not None:
-            require_as_many(self._called, len(wanted), local_world_size(job))
+            require_as_many(self._called, len(wanted), job)
         if not (isinstance(data, int) and data >= 1 and job.world_size % data == 0):
             raise ValueError(f"PipelineStrategy: {job.world_size} ranks do not divide into data={data!r} pipelines")
         if not dist.is_initialized():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from phalanx.backend import Job
 from phalanx.ddp import DistributedDataParallel
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.strategies.mirrored import MirroredStrategy
@@ -55,8 +56,8 @@ class ShardedStrategy(MirroredStrategy):
         self.evaluates_together = self.ranks_differ = shard == "model"
         super().__init__(devices, launch=launch, timeout=timeout, **options)
 
-    def _check_place(self, world_size: int, local: int, wanted: int | None) -> None:
-        super(MirroredStrategy, self)._check_place(world_size, local, wanted)
+    def _check_place(self, job: Job, wanted: int | None) -> None:
+        super(MirroredStrategy, self)._check_place(job, wanted)
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         if not has_or_may_get_others():

@@ -34,7 +34,8 @@ class Program:
             return Program(("-m", name, *argv[1:]))
         file = getattr(main, "__file__", None)
         if file is None or not os.path.exists(file):
-            return "a notebook or an interactive session"
+            given = {"-c": "a program given with `python -c`", "-": "a program read from standard input"}
+            return given.get(argv[0] if argv else "", "a notebook or an interactive session")
         return Program((file, *argv[1:]))
 
 
@@ -90,6 +91,27 @@ def _start(program: Program, num_ranks: int, options: Sequence[str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, words)
+
+
+def require_as_many(called: str, wanted: int, job: Job) -> None:
+    """Refuse other devices than there are ranks on this host.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    there = local_world_size(job)
+    if wanted == there:
+        return
+    if job.world_size == 1 and find_launch(os.environ) is None and "RANK" not in os.environ:
+        raise ValueError(
+            f"{called}: {wanted} devices are asked for, and this process is a job of one rank already, as of an "
+            "earlier strategy: a job has the same ranks from start to end. Make this strategy first, or run the parts "
+            "as scripts of their own"
+        )
+    raise ValueError(
+        f"{called}: {wanted} devices are asked for, and the launcher has started {there} ranks on this host: leave "
+        f"`devices` out, or start {wanted}"
+    )
 
 
 def local_world_size(job: Job) -> int:
