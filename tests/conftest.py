@@ -34,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--host-losses-seed", type=int, default=0, help="by which they are drawn")
     parser.addoption("--strikes", type=int, default=30, help="kills and stops at random in one elastic job")
     parser.addoption("--strikes-seed", type=int, default=0, help="by which they are drawn")
+    parser.addoption(
+        "--loops", type=int, default=1, help="random loops trained under each strategy, for each world size"
+    )
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
     parser.addoption(
         "--stage-kills", type=int, default=3, help="ranks of pipelines killed at random cells of schedules"

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+import torch._dynamo  # every optimizer loads it, and it leaves a variable behind
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -143,6 +144,36 @@ def test_a_model_of_fsdp2_is_read_by_any_number_of_ranks_by_one_process_and_by_p
     plain = torch.load(tmp_path / "file.pt", weights_only=True)
     network(1).load_state_dict(plain["model"])
     assert_equal([plain["optimizer"]["state"][str(n)]["exp_avg"] for n in range(5)], expected[5:])
+
+
+def test_what_one_process_or_replicas_saved_whole_goes_on_in_a_model_of_fsdp2(tmp_path):
+    """It was refused, "got mixed torch.Tensor and DTensor": a run under one device or "mirrored" could not be continued
+    under `ShardedStrategy("model")`, only the other way round.
+    """
+    model = network(0)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, 0)
+    CheckpointManager(tmp_path).save(1, {"model": model, "optimizer": optimizer})
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    expected = [one.clone() for one in [*model.state_dict().values(), *moments]]
+    step(model, optimizer, 0)
+    after = [one.detach() for one in model.parameters()]
+
+    def load(rank, world_size):
+        model = network(1)
+        fully_shard(model[0])
+        fully_shard(model)
+        optimizer = torch.optim.Adam(model.parameters())
+        CheckpointManager(tmp_path).load({"model": model, "optimizer": optimizer})
+        moments = [state["exp_avg"] for state in optimizer.state.values()]
+        found = [getattr(one, "full_tensor", lambda one=one: one)() for one in [*model.state_dict().values(), *moments]]
+        assert all(map(torch.equal, found, expected))
+        step(model, optimizer, 0)  # every rank with the same batch
+        for ours, theirs in zip(model.parameters(), after, strict=True):
+            torch.testing.assert_close(ours.full_tensor().detach(), theirs)
+
+    for world_size in (2, 3):
+        run_ranks(load, world_size)
 
 
 def test_tensors_sharded_in_every_way_come_back_into_every_other(tmp_path):

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.slices import slice_state
+from phalanx.checkpoint.tree import is_dtensor
 from phalanx.partition.owners import PartOwner, owner_of, whole_name
 
 _SHOWN = 8  # keys of a kind in a message
@@ -236,17 +237,44 @@ def load_part(part: Any, saved: Any, *, strict: bool) -> None:
     if isinstance(part, nn.Module):
         # Without its wrappers: a parameter's name is then the same however it was saved.
         prefixes = wrapper_prefixes(part)
-        keys = part.state_names if isinstance(part, PartOwner) else part.state_dict()
+        own: Mapping[str, Any] = {} if isinstance(part, PartOwner) else part.state_dict()
+        keys = part.state_names if isinstance(part, PartOwner) else own
         names = {unwrap_key(key, prefixes): key for key in keys}
         plain = _as_named_by(names, saved, prefixes)
         mine = OrderedDict((names.get(key, key), value) for key, value in plain.items())
+        mine = OrderedDict((key, _cut_like(own.get(key), value)) for key, value in mine.items())
         if not strict:
             mine = _that_fits(part, mine)
         elif (metadata := getattr(plain, "_metadata", None)) is not None and not prefixes:
             mine._metadata = metadata  # type: ignore[attr-defined]
         part.load_state_dict(mine, strict=strict)
+    elif isinstance(part, torch.optim.Optimizer):
+        part.load_state_dict(_cut_optimizer_state(part, saved))
     else:
         part.load_state_dict(saved)
+
+
+def _cut_like(mine: Any, value: Any) -> Any:
+    """`value`, which was saved whole, as this rank's shard where `mine` is sharded. Not collective."""
+    if not is_dtensor(mine) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != mine.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)
+
+
+def _cut_optimizer_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
+    """What it keeps of parameters that are sharded, cut as they are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(map(is_dtensor, parameters)):
+        return saved
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    of = dict(zip(numbers, parameters, strict=True))
+    cut = {
+        number: {key: _cut_like(of.get(number), value) for key, value in state.items()}
+        for number, state in saved["state"].items()
+    }
+    return {**saved, "state": cut}
 
 
 def own_state(part: Any, saved: Any) -> Any:
