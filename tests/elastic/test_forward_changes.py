@@ -77,4 +77,4 @@ def test_inference_tensors_are_not_watched() -> None:
         model.mean = nn.Parameter(torch.zeros(2), requires_grad=False)
     assert model.mean.is_inference()
     state = elastic.State(model=model)
-    assert list(state._watched_tensors().values()) == ["model.weight", "model.bias"]
+    assert list(state._objects.watched_tensors().values()) == ["model.weight", "model.bias"]

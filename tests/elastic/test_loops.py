@@ -229,10 +229,10 @@ def test_a_commit_counts_the_samples_that_it_is_told_and_refuses_what_cannot_be(
 
 def test_samples_are_refused_where_a_step_may_be_done_without_its_commit() -> None:
     """A round, or an update in shards, counted after a loss, and its samples did not: they were trained on twice."""
-    for place, kind in (("_rounds", phalanx.LocalSGD), ("_sharded", phalanx.ZeroRedundancyOptimizer)):
+    for place, kind in (("rounds", phalanx.LocalSGD), ("sharded", phalanx.ZeroRedundancyOptimizer)):
         sampler, loader = loader_of()
         state = elastic.State(sampler=sampler)
-        setattr(state, place, [object.__new__(kind)])  # a whole one needs a group
+        setattr(state._objects, place, [object.__new__(kind)])  # a whole one needs a group
         batches = iter(loader)
         next(batches)
         with pytest.raises(ValueError, match=rf"samples=4\): there is {kind.__name__} in State.*no prefetcher"):

@@ -52,7 +52,7 @@ class StageRecords:
 
     def __init__(self, state: State, group: Any) -> None:
         self._state, self._group = state, group
-        tensors = [t for m in state._modules for t in (*m.parameters(), *m.buffers())]
+        tensors = [t for m in state._objects.modules for t in (*m.parameters(), *m.buffers())]
         sizes: list[Any] = [None] * group.size()
         dist.all_gather_object(sizes, (sum(t.numel() for t in tensors), len(tensors)), group=group)
         self._kept = KeptState(group, max(n for n, _ in sizes), max(n for _, n in sizes))
@@ -62,7 +62,7 @@ class StageRecords:
 
     def keep(self, records: RankRecords) -> None:
         """Write this commit, as everybody does. Collective."""
-        number, num_steps = self._state._number, sum(pipe.num_steps for pipe in self._state._pipelines)
+        number, num_steps = self._state._number, sum(pipe.num_steps for pipe in self._state._objects.pipelines)
         if num_steps == self._num_steps:  # nobody has waited for the others since the last one
             dist.barrier(group=self._group)
         self._num_steps = num_steps
@@ -107,12 +107,12 @@ class StageRecords:
 
 def why_not_kept(state: State, group: Any) -> str:
     """Why a stage that is lost can't be had back; empty where it can."""
-    if state._rounds:
+    if state._objects.rounds:
         return "a Pipeline with LocalSGD or DiLoCo is not kept"
-    if not all(pipe.spans(group) for pipe in state._pipelines):
+    if not all(pipe.spans(group) for pipe in state._objects.pipelines):
         return "a Pipeline on some of the ranks only is not kept"
-    data_groups = [pipe.data_group for pipe in state._pipelines]
-    if any(all(one.process_group is not group for group in data_groups) for one in state._sharded):
+    data_groups = [pipe.data_group for pipe in state._objects.pipelines]
+    if any(all(one.process_group is not group for group in data_groups) for one in state._objects.sharded):
         return "an optimizer that is shared with other ranks than the replicas of its stage is not kept"
     if not shares_memory(group):
         return "its ranks share no memory, so the stage's weights went with it"
@@ -121,9 +121,9 @@ def why_not_kept(state: State, group: Any) -> str:
 
 def rebind_sharded(state: State) -> None:
     """Let optimizers that replicas share use their new groups; states come later. Collective."""
-    for optimizer in state._sharded:
+    for optimizer in state._objects.sharded:
         owner = owner_of(optimizer)
-        group = next(pipe.data_group for pipe in state._pipelines if pipe is owner)
+        group = next(pipe.data_group for pipe in state._objects.pipelines if pipe is owner)
         number = [optimizer.num_updates]
         dist.broadcast_object_list(number, group=group, group_src=0)
         assert group is not None
@@ -138,7 +138,7 @@ def require_same_stages(state: State, why: str, size: int, standings: Sequence[S
     Raises:
         JobEndedError: which stage was lost, why it can't be had back, and what to do.
     """
-    pipes = state._pipelines
+    pipes = state._objects.pipelines
     newest = max(one.records_of for one in standings)
     survivors = {one.was_rank for one in standings if one.was_rank >= 0}
     me = standings[group.rank()]
@@ -169,6 +169,6 @@ def require_same_stages(state: State, why: str, size: int, standings: Sequence[S
 
 def name_stages(state: State, ranks: Sequence[int]) -> str:
     """Those of some ranks, in words."""
-    pipe = state._pipelines[0]
+    pipe = state._objects.pipelines[0]
     named = [f"stage {', '.join(map(str, pipe.stages_of(pipe.pipeline_rank(rank))))} (rank {rank})" for rank in ranks]
     return " and ".join(named) or "no stage"

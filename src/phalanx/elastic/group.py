@@ -1,0 +1,296 @@
+"""The group that an elastic job trains in: what its ranks keep of each step, and how it is formed again.
+
+Each rank keeps a record of what it alone knows of a step (what it drew, its own buffers) where it outlives the rank. A
+group of a new generation meets, agrees on the step to go on from, and hands over what some ranks lack.
+"""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.backend import rendezvous
+from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.coordination.bootstrap import checked_while_meeting
+from phalanx.diagnostics.progress_page import open_page
+from phalanx.elastic.agreement import Agreement, Standing, decide, describe_differing
+from phalanx.elastic.except_hook import one_except_hook
+from phalanx.elastic.hand_over import ShardedPart, hand_over
+from phalanx.elastic.losses import NewGenerationError, is_loss
+from phalanx.elastic.membership import Generation, JobEndedError, Membership, SupersededError
+from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND, RESTORE, reached
+from phalanx.elastic.random_state import RandomStates
+from phalanx.elastic.rebind import rebind_module
+from phalanx.elastic.records import RankRecords
+from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
+from phalanx.elastic.state import State
+
+
+class ElasticGroup:
+    """This rank's place in it. It is the `Runner` of `state`."""
+
+    def __init__(self, state: State, group: Any, membership: Membership) -> None:
+        self.process_group = group
+        self.generation = rendezvous.generation()
+        self.is_complete = True  # False while a state is only half received
+        self._state, self._membership = state, membership
+        self._random = RandomStates()
+        self._records: RankRecords | None = None
+        self._stages: StageRecords | None = None
+        self._why_not_kept = ""
+        self._records_generation = -1
+        self._prepared_seq = (-1, -1)
+        self._page = open_page(rendezvous.agent_address())
+        self._page.set_generation(self.generation)
+        self._used = 0  # samples of this pass, at the latest commit
+
+    def start(self) -> None:
+        """The job's first group: all ranks hold the same state. Collective."""
+        models = () if self._state._objects.pipelines else self._state._objects.trained
+        self._records = RankRecords(self.process_group, models, self._random)
+        self._records_generation = self.generation
+        if self._state._objects.pipelines:
+            self._why_not_kept = why_not_kept(self._state, self.process_group)
+            if not self._why_not_kept:
+                self._stages = StageRecords(self._state, self.process_group)
+                self._stages.keep(self._records)
+            return
+        self._records.prepare(0)
+        for optimizer in self._state._objects.sharded:
+            optimizer.keep_state()
+        dist.barrier(group=self.process_group)
+
+    # -- while it trains -----------------------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """What this rank alone knows of the step is written where it outlives the rank."""
+        assert self._records is not None
+        self._records.prepare(self._state._number + 1)
+        self._prepared_seq = self.count_collectives()
+
+    def count_collectives(self) -> tuple[int, int]:
+        """Of the default group; rounds of gradients are not among its collectives, and count as well."""
+        return self.process_group._get_sequence_number_for_group(), self.process_group.num_gradient_rounds
+
+    def require_group(self) -> None:
+        """A barrier, which raises at once what has ended the group."""
+        dist.barrier(group=self.process_group)
+
+    def before_commit(self, number: int) -> None:
+        """See to it that the record of this commit is there, on all ranks."""
+        assert self._records is not None
+        if self._state._objects.pipelines:
+            return  # all is written after it, when it is known what the commit changes
+        if not self._records.is_prepared(number):
+            self._records.prepare(number)
+            self._prepared_seq = self.count_collectives()
+        if self._state._objects.rounds and self._state._step.stepped:
+            return  # they train apart: nobody waits for anybody
+        if self.process_group.size() > 1 and self.count_collectives() == self._prepared_seq:
+            dist.barrier(group=self.process_group)  # no rank has waited for the others since: they may lack theirs
+
+    def after_commit(self) -> None:
+        """Here, and nowhere else, the ranks stop for others to come in."""
+        mark = self._state._mark
+        used = 0 if mark is None else mark.used
+        self._page.commit(self._state.step, used - self._used if used > self._used else used)
+        self._used = used
+        if self._stages is not None:
+            assert self._records is not None
+            self._stages.keep(self._records)
+        if self._membership.newer_than(self.generation):
+            raise NewGenerationError("phalanx.elastic: the job takes in other ranks")
+
+    def finish(self) -> None:
+        """Nobody ends before all have: one who is lost now would not find its state again."""
+        reached(FINISH)
+        if self.process_group.size() > 1:
+            dist.barrier(group=self.process_group)
+        self._membership.finished()
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Also by an error that came through torch's C++, as that of a reducer of its own does, under another type."""
+        heard = self.process_group.find_failure() if type(error) is RuntimeError else None
+        return is_loss(error) or (heard is not None and is_loss(heard))
+
+    def restore_own(self) -> None:
+        """Have what this rank alone knows as it was at the latest commit."""
+        record = None if self._records is None else self._records.read(self._records.rank, self._state._number)
+        if self._records is not None and record is not None:
+            self._records.restore(record)
+
+    # -- in a new generation -------------------------------------------------------------------------------------
+
+    def enter(self, generation: Generation) -> None:
+        """Leave the group; return in that of `generation`, with the state to go on from. Collective over the new one.
+
+        Raises:
+            SupersededError: a later generation has come meanwhile.
+            ValueError: the ranks train different things.
+            JobEndedError: no rank holds the whole state.
+        """
+        reached(LEAVE)
+        old = self.process_group
+        timeout = timedelta(seconds=old._timeout_s)
+        leave_all_groups()
+        self.generation = generation.number
+        self._page.set_generation(generation.number)
+        store, rank, world_size = rendezvous.enter_generation(generation.environment)
+        reached(MEET)
+
+        def check() -> None:
+            if self._membership.newer_than(generation.number):
+                raise SupersededError
+
+        with checked_while_meeting(check), one_except_hook():
+            dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        self.process_group = dist.group.WORLD
+        reached(AGREE)
+        standings = self._ask_standings()
+        if problem := describe_differing(standings):
+            raise ValueError(
+                f"phalanx.elastic, generation {generation.number}: the ranks give elastic.State different things: "
+                f"{problem}.\nStart every host with the same script and the same strategy."
+            )
+        if self._state._objects.pipelines:
+            self._enter_stages(old, standings)
+            return
+        agreement = decide(standings, apart=bool(self._state._objects.rounds))
+        if agreement is None:
+            raise JobEndedError(
+                f"phalanx.elastic, generation {generation.number}: no rank that is left holds the whole state.\n"
+                "Start again from the last checkpoint."
+            )
+        kept = None
+        if rank == agreement.source:
+            kept = [one.kept_state() for one in self._state._objects.sharded]
+        self._rebind(old, agreement)
+        self._hand_over(agreement, standings, kept)
+
+    def _ask_standings(self) -> list[Standing]:
+        state = self._state
+        state._step.take_back(state.step)
+        mine = Standing(
+            number=state._number if self._stages is None else self._stages.number,
+            is_whole=self.is_complete and state._step.is_whole,
+            has_stepped=self.is_complete and state._step.stepped != 1,
+            was_rank=-1 if self._records is None else self._records.rank,
+            records_of=self._records_generation,
+            form=", ".join(f"{name}={type(thing).__name__}" for name, thing in state._things.items()),
+        )
+        standings: list[Any] = [None] * self.process_group.size()
+        dist.all_gather_object(standings, mine, group=self.process_group)
+        return standings
+
+    def _rebind(self, old: Any, agreement: Agreement) -> None:
+        reached(REBIND)
+        for module in self._state._objects.modules:
+            rebind_module(module, old, self.process_group)
+        for rounds in self._state._objects.rounds:
+            rounds.regroup(self.process_group)
+        for optimizer in self._state._objects.sharded:
+            number = [optimizer.num_updates]
+            dist.broadcast_object_list(number, group=self.process_group, group_src=agreement.source)
+            optimizer.regroup(self.process_group, agreement.source, number[0])
+
+    def _hand_over(self, agreement: Agreement, standings: list[Standing], kept: list[Any] | None) -> None:
+        state, rank = self._state, self.process_group.rank()
+        receives = rank in agreement.receivers
+        if state._objects.rounds and not receives and state._step.stepped:
+            state._count_as_done(state._number + 1)
+        mine = self._find_record(state._number if state._objects.rounds else agreement.number, standings)
+        if agreement.is_ahead and not receives:
+            state._count_as_done(agreement.number)
+        if agreement.receivers:
+            reached(HAND_OVER)
+            if receives:
+                self.is_complete = False
+            hand_over(state._parts(), agreement.source, agreement.receivers, self.process_group)
+        self._hand_over_sharded(agreement, kept)
+        for rounds in state._objects.rounds:
+            rounds.catch_up(is_new=receives)
+        reached(RESTORE)
+        state._settle(rank, self.process_group.size())
+        fresh = RankRecords(self.process_group, state._objects.trained, self._random)
+        if mine is not None:
+            fresh.restore(mine)
+        fresh.prepare(state._number)
+        dist.barrier(
+            group=self.process_group
+        )  # whoever is lost from here on has left its record; until then the old ones count
+        self._records, self._records_generation = fresh, self.generation
+        self.is_complete = True
+        self._prepared_seq = (-1, -1)
+        if mine is not None and state._mark is not None:
+            state._random_again = functools.partial(fresh.restore_random, mine)
+
+    def _hand_over_sharded(self, agreement: Agreement, kept: list[Any] | None) -> None:
+        """Each rank's part of it went with the old group, also where the rank is a survivor: all take new ones."""
+        others = [rank for rank in range(self.process_group.size()) if rank != agreement.source]
+        for number, optimizer in enumerate(self._state._objects.sharded):
+            part = ShardedPart(optimizer, None if kept is None else kept[number])
+            if others:
+                hand_over([part], agreement.source, others, self.process_group)
+            if kept is not None:
+                part.take(part.show())
+            optimizer.keep_state()
+
+    def _find_record(self, step: int, standings: list[Standing]) -> Tensor | None:
+        """What this rank, or the one that it replaces, left of the step to go on from. Collective."""
+        size = self.process_group.size()
+        newest = max(one.records_of for one in standings)
+        keeper = next((r for r, one in enumerate(standings) if one.records_of == newest), None)
+        if keeper is None or newest < 0:
+            return None
+        me = standings[self.process_group.rank()]
+        mine = None
+        if self._records is not None and me.records_of == newest:
+            mine = self._records.read(self._records.rank, step)
+        # Who has none: the slot of the rank of its number, from somebody who maps it.
+        for orphan in (r for r in range(size) if standings[r].records_of != newest):
+            told = [None if self._records is None else self._records.read(orphan, step)]
+            dist.broadcast_object_list(told, group=self.process_group, group_src=keeper)
+            if orphan == self.process_group.rank():
+                mine = told[0]
+        return mine
+
+    def _enter_stages(self, old: Any, standings: list[Standing]) -> None:
+        """Every rank becomes what it had left of the last commit; a replacement what its number had left."""
+        state, rank, size = self._state, self.process_group.rank(), self.process_group.size()
+        require_same_stages(state, self._why_not_kept, old.size(), standings, self.process_group)
+        newest = max(one.records_of for one in standings)
+        holders = [r for r, one in enumerate(standings) if one.records_of == newest]
+        keeper, number = holders[0], max(standings[r].number for r in holders)
+        StageRecords.require_all(self._stages, state, number, keeper, self.process_group)
+        reached(REBIND)
+        for module in state._objects.modules:
+            rebind_module(module, old, self.process_group)
+        rebind_sharded(state)
+        record = self._find_record(number, standings)
+        reached(HAND_OVER)
+        StageRecords.hand_over(self._stages, state, number, keeper, holders, self.process_group)
+        reached(RESTORE)
+        state._settle(rank, size)
+        fresh, stages = RankRecords(self.process_group, (), self._random), StageRecords(state, self.process_group)
+        if record is not None:
+            fresh.restore(record)
+        stages.keep(fresh)
+        self._records, self._stages, self._records_generation = fresh, stages, self.generation
+        if record is not None and state._mark is not None:
+            state._random_again = functools.partial(fresh.restore_random, record)
+
+
+def leave_all_groups() -> None:
+    """Without waiting for anybody: the dead do not answer, and the others hear it."""
+    world = dist.distributed_c10d._world
+    for group in list(world.pg_map):
+        if isinstance(group, PhalanxProcessGroup):
+            group.abort()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # A group that never came about has been counted, and ranks that did not try would name the next one differently.
+    world.group_count = 0

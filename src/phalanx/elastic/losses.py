@@ -1,0 +1,40 @@
+"""Whether an error is the loss of a peer, which an elastic job survives, or a mistake, which ends it."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch.distributed as dist
+
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+
+
+class NewGenerationError(PhalanxError):
+    """Others wait to be let in: all ranks stop at a commit, and form the group anew."""
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether this, or what it came of, is the loss of a peer, and not a mistake."""
+    seen: set[int] = set()
+    now: BaseException | None = error
+    while now is not None and id(now) not in seen:
+        if isinstance(
+            now, (PeerLostError, DeadlineError, NewGenerationError, dist.DistBackendError, dist.DistNetworkError)
+        ):
+            return True
+        seen.add(id(now))
+        now = now.__cause__ or now.__context__
+    return False
+
+
+def forget(error: BaseException) -> None:
+    """Let go of the frames that the error has passed: iterators end, and so do the workers of a loader."""
+    seen: set[int] = set()
+    now: BaseException | None = error
+    while now is not None and id(now) not in seen:
+        seen.add(id(now))
+        if now.__traceback__ is not None:
+            traceback.clear_frames(now.__traceback__)
+            now.__traceback__ = None
+        before, now = now, now.__cause__ or now.__context__
+        before.__cause__ = before.__context__ = None

@@ -1,0 +1,175 @@
+"""The objects that `State` was given, by kind; as parts to be handed over, and in the form of a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Sampler
+
+from phalanx.data import DistributedSampler
+from phalanx.ddp import DistributedDataParallel
+from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, SlicesPart, StatefulPart
+from phalanx.optim import ZeroRedundancyOptimizer
+from phalanx.optim.rounds import Rounds
+from phalanx.partition.owners import owner_of
+from phalanx.pipeline import Pipeline
+
+
+class Objects:
+    """`things` by name, in the order in which they were given.
+
+    Raises:
+        TypeError: a Pipeline inside another module.
+        ValueError: several samplers.
+    """
+
+    def __init__(self, things: Mapping[str, Any]) -> None:
+        self.things = things
+        kept = list(things.values())
+        self.modules = [thing for thing in kept if isinstance(thing, nn.Module)]
+        self.optimizers = [thing for thing in kept if isinstance(thing, Optimizer)]
+        self.sharded = [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+        self.rounds = [thing for thing in kept if isinstance(thing, Rounds)]
+        self.pipelines = [thing for thing in self.modules if isinstance(thing, Pipeline)]
+        for name, thing in things.items():
+            if isinstance(thing, nn.Module) and _hides_pipeline(thing):
+                raise TypeError(f"State: {name!r} has a Pipeline inside; give State the Pipeline itself")
+        self.schedulers = [thing for thing in kept if isinstance(thing, LRScheduler)]
+        self.scalers = [thing for thing in kept if isinstance(thing, GradScaler)]
+        samplers = [thing for thing in kept if isinstance(thing, DistributedSampler)]
+        if len(samplers) > 1:
+            raise ValueError("State: one sampler says where the job stands, and it was given several")
+        self.sampler = samplers[0] if samplers else None
+        optimized = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
+        self.trained = [m for m in self.modules if not optimized or any(id(p) in optimized for p in m.parameters())]
+
+    def layers(self) -> Iterator[nn.Module]:
+        """All modules, and those inside them."""
+        below = (layer for module in self.modules for layer in module.modules())
+        return itertools.chain(self.pipelines, below)  # a Pipeline's modules are those of the model alone
+
+    def watched_tensors(self) -> dict[Tensor, str]:
+        """What neither an optimizer updates nor a rank's record holds, with its name."""
+        updated = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
+        watched: dict[Tensor, str] = {}
+        for name, module in self.things.items():
+            if isinstance(module, nn.Module):
+                watched |= {p: f"{name}.{key}" for key, p in module.named_parameters() if p not in updated}
+                if all(module is not one for one in self.trained):
+                    watched |= {b: f"{name}.{key}" for key, b in module.named_buffers()}
+        return {tensor: name for tensor, name in watched.items() if not tensor.is_inference()}  # which have no version
+
+    # -- as parts ------------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[Part]:
+        """What is the same on every rank, in the order in which it is handed over."""
+        parts: list[Part] = []
+        shared = frozenset(id(p) for o in self.sharded for group in o.param_groups for p in group["params"])
+        for thing in self.things.values():
+            if isinstance(thing, nn.Module):
+                parts.append(ModulePart(thing, buffers=all(thing is not m for m in self.trained), without=shared))
+            elif thing in self.sharded:
+                continue  # after all others, to all ranks
+            elif isinstance(thing, Optimizer):
+                parts.append(OptimizerPart(thing))
+            elif not isinstance(thing, DistributedSampler):
+                parts.append(StatefulPart(thing))
+        return parts
+
+    def parts_of_update(self) -> list[Part]:
+        """What changes between an update and its commit, in a loop that keeps an average of the model, too."""
+        return [part for part in self.parts() if isinstance(part, (ModulePart, OptimizerPart))]
+
+    def own_parts(self) -> list[Part]:
+        """What each rank has for itself where the model is in stages: all of it, so that a rank is what it has left."""
+        parts: list[Part] = []
+        for thing in self.things.values():
+            if isinstance(thing, nn.Module):
+                parts.append(ModulePart(thing, buffers=True))
+            elif thing in self.sharded:
+                parts.append(SlicesPart(thing))
+            elif isinstance(thing, Optimizer):
+                parts.append(OptimizerPart(thing))
+            elif not isinstance(thing, DistributedSampler):
+                parts.append(StatefulPart(thing))
+        return parts
+
+    # -- in a checkpoint -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each but the sampler, under its name. Not collective, unless there is a Pipeline."""
+        states: dict[str, Any] = {}
+        for name, thing in self.things.items():
+            if isinstance(thing, DistributedSampler):
+                continue
+            if isinstance(thing, nn.Module):
+                states[name] = _bare(thing).state_dict()
+            elif (pipe := _pipeline_of(thing)) is not None:
+                states[name] = pipe.optimizer_state_dict(thing)
+            elif isinstance(thing, ZeroRedundancyOptimizer):
+                states[name] = _whole_state(thing)
+            else:
+                states[name] = thing.state_dict()
+        return states
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Load them.
+
+        Raises:
+            ValueError: they are of other objects, or of an optimizer of other parameters.
+        """
+        mine = {name for name, thing in self.things.items() if not isinstance(thing, DistributedSampler)}
+        if differing := mine ^ states.keys():
+            raise ValueError(f"State.load_state_dict: {min(differing)!r} is in one of checkpoint and state only")
+        for name, saved in states.items():
+            thing = self.things[name]
+            if (pipe := _pipeline_of(thing)) is not None:
+                pipe.load_optimizer_state_dict(thing, saved)
+            else:
+                (_bare(thing) if isinstance(thing, nn.Module) else thing).load_state_dict(saved)
+
+
+def has_state(thing: Any) -> bool:
+    """Whether it is an object with a state of its own, and not a plain value.
+
+    Raises:
+        TypeError: a sampler that cannot say where it stands.
+    """
+    if isinstance(thing, Sampler) and not isinstance(thing, DistributedSampler):
+        raise TypeError(
+            f"State: {type(thing).__name__} cannot say where it stands, or go on from there. Use "
+            "phalanx.DistributedSampler, which takes the same arguments."
+        )
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """The module inside a wrapper that averages gradients."""
+    wrapped = isinstance(module, (DistributedDataParallel, TorchDistributedDataParallel))
+    return cast(nn.Module, module.module) if wrapped else module
+
+
+def _pipeline_of(thing: Any) -> Pipeline | None:
+    """That whose parameters an optimizer updates."""
+    owner = owner_of(thing) if isinstance(thing, Optimizer) else None
+    return owner if isinstance(owner, Pipeline) else None
+
+
+def _hides_pipeline(module: nn.Module) -> bool:
+    if isinstance(module, Pipeline):
+        return False
+    children = [child for child in module._modules.values() if child is not None]
+    return any(isinstance(child, Pipeline) or _hides_pipeline(child) for child in children)
+
+
+def _whole_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    numbers = {p: number for number, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": optimizer.kept_state() or {}, "param_groups": groups}

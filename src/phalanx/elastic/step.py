@@ -1,0 +1,222 @@
+"""The step at hand: whether its backward runs, whether its update is made; it is committed, counted or taken back.
+
+forward │ backward │ optimizer.step │ commit
+        ╰ open ────╯ ╰ stepped: 1 ──╯ 2 until here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from phalanx.backend.dynamo import untraced
+from phalanx.elastic.backward import call_before_backward
+from phalanx.elastic.forward_changes import ForwardChanges
+from phalanx.elastic.objects import Objects
+from phalanx.elastic.undo import Followers, Undo
+from phalanx.log import get_logger
+
+_logger = get_logger(__name__)
+
+
+class Runner(Protocol):
+    """Who is told of commits, while the job runs."""
+
+    def before_commit(self, number: int) -> None:
+        """Commit `number` is about to be made."""
+        ...
+
+    def after_commit(self) -> None:
+        """It is made."""
+        ...
+
+    def count_collectives(self) -> tuple[int, int]:
+        """A number that differs where the ranks have waited for each other."""
+        ...
+
+    def require_group(self) -> None:
+        """Raise if the group is over, because a rank is lost. Collective."""
+        ...
+
+    def before_backward(self) -> None:
+        """What this rank draws for the step, and what its forward changes, is done; gradients are to come."""
+        ...
+
+
+class Step:
+    """Hears, by hooks on `objects`, how far the loop is in its step. While there is no `runner` it does nothing."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.runner: Runner | None = None
+        self.stepped = 0  # 1 in an optimizer's step, 2 after it, until the commit
+        self.is_committing = False
+        self._objects = objects
+        watched = objects.watched_tensors() if objects.optimizers and not objects.pipelines else {}
+        self._watched, self._forward_changes = list(watched.values()), ForwardChanges(list(watched))
+        for module in objects.trained if not objects.pipelines else ():
+            module.register_forward_hook(self._after_forward)
+            if watched:
+                module.register_forward_pre_hook(self._before_forward)
+        for optimizer in objects.optimizers:
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+        self._followers = Followers(objects.schedulers, objects.scalers, objects.optimizers)
+        holds_apart = objects.sharded or objects.rounds or objects.pipelines
+        self._undo = None if holds_apart else Undo(objects.parts_of_update())
+        self._has_late = True  # a step may be interrupted behind its update; whether it may, the first one tells
+        self._was_late = False
+        self._open_backward: int | None = None  # autograd's number of a backward that has begun and has not ended
+        self._has_failed = False  # one has not, and another has begun
+        self._at_update: tuple[int, int] | None = None
+
+    @property
+    def lateness(self) -> tuple[bool, bool]:
+        """Whether a step may be interrupted between update and commit, and whether one was: the same on all ranks."""
+        return self._has_late, self._was_late
+
+    @lateness.setter
+    def lateness(self, lateness: tuple[bool, bool]) -> None:
+        self._has_late, self._was_late = lateness
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    @untraced
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        if self.runner is not None and module.training and torch.is_grad_enabled():
+            self._forward_changes.begin_step()
+
+    def _before_step(self, *_: Any) -> None:
+        self.require_backward()
+        if self.stepped == 0:
+            self._forward_changes.learn()
+        if self._at_update is None and self.runner is not None and self._undo is not None:
+            if self._has_late:
+                self._undo.keep()
+            self._at_update = self.runner.count_collectives()
+        self.stepped = 1
+
+    def _after_step(self, *_: Any) -> None:
+        self.stepped = 2
+
+    @untraced
+    def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self.runner is None or not module.training or not torch.is_grad_enabled():
+            return
+        call_before_backward(output, self._before_backward)
+
+    @untraced
+    def _before_backward(self, *_: Any) -> None:
+        if self.runner is None:
+            return
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._open_backward):
+            self._has_failed |= self._open_backward is not None
+            self._open_backward = task
+            _after_backward(lambda: _after_backward(self._end_backward))  # behind those of wrappers, which wait there
+        self.runner.before_backward()
+
+    def _end_backward(self) -> None:
+        self._open_backward = None
+
+    def require_backward(self) -> None:
+        """A loop may have swallowed the error by which it was to hear of a loss; what it has done since does not count.
+
+        A backward that ended by an error of the loop's own, on all ranks, is the loop's business.
+        """
+        if self._open_backward in (None, torch._C._current_graph_task_id()) and not self._has_failed:
+            return
+        if self.runner is not None and not self._objects.rounds:
+            self.runner.require_group()
+        self._open_backward, self._has_failed = None, False
+
+    # -- its end -------------------------------------------------------------------------------------------------
+
+    def begin_commit(self, number: int) -> None:
+        """All that the loop does for the step is done."""
+        if self.runner is not None:
+            self.require_backward()
+            self.is_committing = True
+            self.runner.before_commit(number)
+            if self.stepped:
+                self._learn_lateness(self.runner)
+
+    def _learn_lateness(self, runner: Runner) -> None:
+        """Whether a step can be interrupted between its update and its commit: then it must be possible to undo it.
+
+        Also where the commit itself must wait for the others, as what a rank drew behind the update is not kept yet.
+        """
+        if self._at_update is not None and runner.count_collectives() != self._at_update:
+            self._has_late = self._was_late = True
+        elif not self._was_late:
+            self._has_late = False
+
+    def end(self) -> None:
+        """It is committed, or everything is as at the latest commit."""
+        self.stepped = 0
+        self._forward_changes.end_step()
+        self._at_update = None
+        self.is_committing = False
+        if self._undo is not None and self._undo.is_kept:
+            self._undo.end_step(drop=not self._has_late)
+
+    def keep_followers(self) -> None:
+        """A commit is made: schedulers and scalers are as they are now."""
+        self._followers.keep()
+
+    def forget_backward(self) -> None:
+        """What has begun before a loss does not count."""
+        self._open_backward, self._has_failed = None, False
+
+    # -- when it was interrupted ---------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that no record holds is as it was at the latest commit."""
+        return self.stepped == 0
+
+    def take_back(self, step: int) -> None:
+        """After an error in step number `step`: as at the latest commit, where the update can be undone.
+
+        A sharded update that was interrupted has been undone already, or was completed by the others.
+        """
+        if self.stepped == 1 and self._objects.rounds:  # its round, held behind the update, is what failed
+            self.stepped = 2
+        if self.stepped == 1 and len(self._objects.sharded) == len(self._objects.optimizers):
+            updated = {one.has_updated for one in self._objects.sharded}
+            if len(updated) == 1:
+                self.stepped = 2 if updated.pop() else 0
+        if self.stepped and self._undo is not None and self._undo.is_kept:
+            self._undo.give_back()
+            self.stepped = 0
+            self._forward_changes.give_back()
+        if not self.stepped:
+            self._followers.give_back()
+            for number in self._forward_changes.give_back()[:1]:
+                _logger.warning(
+                    "phalanx.elastic: %s was changed before the update for the first time in step %d, which is done "
+                    "again: on this rank it has changed twice. From the next step on it is kept.",
+                    self._watched[number],
+                    step,
+                )
+
+    def count(self, step: int) -> None:
+        """The update of step number `step` is made, and only the commit is missing: it counts."""
+        if not self._objects.rounds and self.stepped == 2 and not self.is_committing:
+            self._has_late = self._was_late = True
+            _logger.warning(
+                "phalanx.elastic: the loss came between update and commit of step %d. The step counts, but what the "
+                "loop does there after the collective that failed (a scheduler's step, say) was not done for it. %s",
+                step,
+                "Let nothing come between the two that waits for other ranks: optimizers in shards cannot take it back."
+                if self._undo is None
+                else "From now on such a step is taken back.",
+            )
+        self.end()
+
+
+def _after_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward at hand has ended, if it ends well."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
