@@ -88,8 +88,8 @@ class ElasticGroup:
         if not self._records.is_prepared(number):
             self._records.prepare(number)
             self._prepared_seq = self.count_collectives()
-        if self._state._objects.rounds and self._state._step.stepped:
-            return  # they train apart: nobody waits for anybody
+        if self._state._objects.rounds:
+            return  # they train apart, each from its own step after a loss: others may be in a round by now
         if self.process_group.size() > 1 and self.count_collectives() == self._prepared_seq:
             dist.barrier(group=self.process_group)  # no rank has waited for the others since: they may lack theirs
 

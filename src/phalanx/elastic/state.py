@@ -124,7 +124,7 @@ class State:
         """The epochs from `state.epoch` up to `num_epochs`; the first may be one that was left half done.
 
         What the body does after its last batch (validation, a scheduler's step) belongs to the epoch, and is done again
-        if ranks are lost in it. Collective: all ranks end an epoch together.
+        if ranks are lost in it. Collective: all ranks end an epoch together, but for those that train apart (LocalSGD).
         """
         while self.epoch < num_epochs:
             if self._position is not None:
