@@ -522,6 +522,27 @@ def test_its_own_clipping_is_that_of_torch_and_needs_no_gathered_gradients(norm_
     assert len(set(norms)) == 1
 
 
+def test_its_own_clipping_holds_for_gradients_that_lie_differently_than_their_parameters():
+    """A gradient in another order of memory is copied to be cut; clipping scaled the copy, and the step took the
+    gradient as it was: a transposed weight's gradient was never clipped."""
+
+    def fn(rank, world_size):
+        plain, cut = nn.Linear(64, 48, bias=False), nn.Linear(64, 48, bias=False)
+        cut.load_state_dict(plain.state_dict())
+        dist.broadcast(plain.weight.data, 0), dist.broadcast(cut.weight.data, 0)
+        one = optim.SGD(plain.parameters(), lr=0.1)
+        other = ZeroRedundancyOptimizer(cut.parameters(), optim.SGD, lr=0.1)
+        for layer in (plain, cut):
+            layer.weight.grad = torch.arange(64.0 * 48).view(64, 48).t()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        norm = other.clip_grad_norm_(1.0)
+        torch.testing.assert_close(norm, expected)
+        one.step(), other.step()
+        torch.testing.assert_close(cut.weight, plain.weight)
+
+    run_ranks(fn, 2)
+
+
 def test_a_later_optimizer_that_gathers_gets_all_gradients():
     # What the first one needed stayed in force: clipping for the second saw a slice of the mean, and nobody refused.
     def fn(rank, world_size):

@@ -17,6 +17,7 @@ class ParameterShard:
     def __init__(self, parameter: Tensor, flat: Tensor, part: Slice) -> None:
         self.parameter = parameter
         self.part = part
+        self._rearranged: Tensor | None = None
         self.is_whole = part.stop - part.start == parameter.numel()
         self.tensor = parameter
         if not self.is_whole:
@@ -42,9 +43,17 @@ class ParameterShard:
             )
         flat = in_memory_order(grad, self.parameter)
         self.tensor.grad = flat[self.part.start : self.part.stop]
+        if flat.data_ptr() != grad.data_ptr():
+            self._rearranged = flat.as_strided(self.parameter.shape, self.parameter.stride())
+
+    def write_gradient(self) -> None:
+        """Take what has been done to the slice over into the parameter's gradient, where the slice is a copy."""
+        if self._rearranged is not None and self.parameter.grad is not None:
+            self.parameter.grad.detach().copy_(self._rearranged)
 
     def drop_gradient(self) -> None:
         """Let go of the slice of the gradient, so that zero_grad frees its memory."""
+        self._rearranged = None
         if not self.is_whole:
             self.tensor.grad = None
 

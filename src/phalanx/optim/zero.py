@@ -314,6 +314,9 @@ class ZeroRedundancyOptimizer(Optimizer):
                 gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
                 norm = self._norm(gradients, norm_type, error_if_nonfinite, foreach)
                 clip_grads_with_norm_(tensors, max_norm, norm, foreach=foreach)
+                for shard in (shard for group in self._shards for shard in group):
+                    if isinstance(shard, ParameterShard):
+                        shard.write_gradient()
         for parameter, needed in self._needed_slices():
             if parameter.grad is not None and needed.is_mean(parameter.grad):
                 needed.mark(parameter.grad)
