@@ -5,6 +5,7 @@ import zlib
 
 import pytest
 from tests.report.pages import Page
+from tests.report.test_folders import leave_record
 from tests.system.phalanx_command import write_script
 from tests.system.test_run_hosts import commands, finish, numbered
 
@@ -29,10 +30,13 @@ for _ in range(30):
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
-def test_the_first_host_gets_the_records_of_the_others(tmp_path):
+def test_the_first_host_gets_the_records_of_the_others_and_of_no_other_run(tmp_path):
+    """What another host had left in a shared folder a minute before, of a run with the same --rdzv-id, was this run's."""
+    (tmp_path / "host0").mkdir()
+    leave_record(tmp_path / "host0", "old.steps", run="again", host="elsewhere")
     script = write_script(tmp_path, TRAIN)
     with hosts(2) as machines:
-        lines = numbered(machines, script=(script,), nproc="1")
+        lines = numbered(machines, "--rdzv-id", "again", script=(script,), nproc="1")
         lines = [(line[0], "--report", str(tmp_path / f"host{n}"), *line[1:]) for n, line in enumerate(lines)]
         with commands(machines, *lines) as jobs:
             first, second = finish(jobs)

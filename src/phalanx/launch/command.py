@@ -122,4 +122,5 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         dict(environ),
         settings.run_id or make_run_id(),
         rank_variables=variables,
+        run=make_run_id(),
     )

@@ -16,7 +16,7 @@ RANK_VARIABLES = (
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_ADDRESS", "PHALANX_AGENT", "PHALANX_TTY",
-    "PHALANX_GENERATION", "PHALANX_REPORT", "PHALANX_RANKS_PER_GPU",
+    "PHALANX_GENERATION", "PHALANX_REPORT", "PHALANX_RUN", "PHALANX_RANKS_PER_GPU",
 )  # fmt: skip
 
 
@@ -54,7 +54,10 @@ def describe_ranks(place: Place) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks of one attempt on one host have in common. `store` and `agent` are empty where it is not Linux."""
+    """What all ranks of one attempt on one host have in common. `store` and `agent` are empty where it is not Linux.
+
+    `run` tells this job from any other, on all its hosts: two jobs may have been given one `run_id`.
+    """
 
     place: Place
     master_addr: str
@@ -69,6 +72,7 @@ class Job:
     terminal: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
     generation: int = 0  # of an elastic job
+    run: str = ""
 
 
 def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
@@ -97,6 +101,8 @@ def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
     if job.store:
         variables["PHALANX_STORE"] = job.store
         variables["PHALANX_STORE_OF"] = describe_rank(variables)
+    if job.run:
+        variables["PHALANX_RUN"] = job.run
     if job.generation:
         variables["PHALANX_GENERATION"] = str(job.generation)
     if job.agent:

@@ -14,7 +14,10 @@ from phalanx.launch.settings import Settings
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Everything that was decided before the first process is started."""
+    """Everything that was decided before the first process is started.
+
+    `run` is the job's own, made by its first host; `run_id` may be a user's, and then that of the run before, too.
+    """
 
     settings: Settings
     num_ranks: int
@@ -25,6 +28,7 @@ class JobPlan:
     master_addr: str = ""  # as found out, on several hosts
     master_port: int = 0
     rank_variables: Mapping[str, str] = field(default_factory=dict)  # that all ranks of this host have besides
+    run: str = ""
     verdict: str = ""  # a file for how the job ended, where a program reads them and not a user
 
     def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> Job:
@@ -47,6 +51,7 @@ class JobPlan:
             columns=columns,
             terminal=self.terminal,
             extra=self.rank_variables,
+            run=self.run,
         )
 
 

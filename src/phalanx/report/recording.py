@@ -141,6 +141,8 @@ def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
 
 def _run_id(environ: Mapping[str, str], world_size: int) -> str:
     """What tells this run's records from those of others; empty where the launcher has said nothing of the kind."""
+    if own := environ.get("PHALANX_RUN", ""):
+        return own
     given = environ.get("TORCHELASTIC_RUN_ID", "")
     if given not in ("", "none"):  # torchrun's word for no id
         return given

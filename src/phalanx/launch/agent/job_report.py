@@ -47,7 +47,7 @@ class JobReport:
             max_restarts=plan.settings.max_restarts or 0,
             pid=os.getpid(),
             host=socket.gethostname(),
-            run=plan.run_id,
+            run=plan.run,
         )
         other = find_other_run(self._folder)
         if other is not None:
@@ -57,7 +57,7 @@ class JobReport:
                 exit_code=USAGE_EXIT_CODE,
             )
         try:
-            remove_old_records(self._folder, "" if is_new else plan.run_id)
+            remove_old_records(self._folder, "" if is_new else plan.run)
             os.makedirs(os.path.join(self._folder, RANKS), exist_ok=True)
             self.record.write(self._folder)
         except OSError as error:

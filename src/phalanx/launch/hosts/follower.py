@@ -285,7 +285,7 @@ class FollowerAttempt(Attempt):
         from phalanx.report.job_record import RANKS
         from phalanx.report.transfer import pack_files
 
-        for name, text in pack_files(self.report_folder, self._plan.run_id, self._began_at):
+        for name, text in pack_files(self.report_folder, self._plan.run, self._began_at):
             self._channel.put(FIRST, "rank file", attempt=self._number, name=name, text=text)
             if not self.supervision.abandoned_by:
                 with contextlib.suppress(OSError):  # a folder that nobody may write to any more

@@ -108,7 +108,7 @@ class Gathering:
         )
         attempt = LeaderAttempt(plan, self._host, restart_count, peers, (local_store, str(self._key)))
         for node in peers.others.values():
-            tell_start(peers, node, restart_count, plan.run_id, (address, plan.master_port))
+            tell_start(peers, node, restart_count, plan.run_id, plan.run, (address, plan.master_port))
         return attempt
 
     def end(self, code: int, why: str) -> None:

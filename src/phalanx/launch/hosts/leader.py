@@ -167,7 +167,7 @@ class LeaderAttempt(Attempt):
     def _start(self, node: Node, begun: BeginGeneration) -> None:
         self._told_to_start.add(node.facts.member)
         master = (self._plan.master_addr, self._plan.master_port)
-        tell_start(self._peers, node, self._number, self._plan.run_id, master, begun)
+        tell_start(self._peers, node, self._number, self._plan.run_id, self._plan.run, master, begun)
 
     def _drop(self, dropped: DropHost) -> None:
         node = self._peers.lose(dropped.member, dropped.why)

@@ -369,6 +369,7 @@ class _Followed:
         plan = replace(
             self._plan,
             run_id=str(body["run_id"]),
+            run=str(body["run"]),
             master_addr=str(address),
             master_port=int(port),
             rank_variables={

@@ -76,6 +76,7 @@ def tell_start(
     node: Node,
     restart_count: int,
     run_id: str,
+    run: str,
     master: tuple[str, int],
     begun: BeginGeneration | None = None,
 ) -> None:
@@ -86,6 +87,7 @@ def tell_start(
         attempt=restart_count,
         place=asdict(node.place),
         run_id=run_id,
+        run=run,
         master=list(master),
         first_host=peers.own.where,
         begun=None if begun is None else generation_to_json(begun),
