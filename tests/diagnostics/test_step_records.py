@@ -5,8 +5,9 @@ import threading
 from array import array
 
 import pytest
+import torch
 
-from phalanx.diagnostics import progress_page
+from phalanx.diagnostics import progress_page, step_notes
 from phalanx.diagnostics.step_file import FILE_BYTES, WINDOW, StepFile, StepRecord
 from phalanx.diagnostics.step_machine import (
     BEGIN_BACKWARD,
@@ -17,6 +18,7 @@ from phalanx.diagnostics.step_machine import (
     END_DATA,
     END_PHASE,
     END_UPDATE,
+    END_WAIT,
     FORWARD,
     NO_DATA,
     NO_LOSS,
@@ -126,6 +128,65 @@ def test_accumulation_is_one_step_and_a_loop_without_a_loader_has_steps_too(tmp_
     assert sum(sum(step[4:9]) for step in steps) == pytest.approx(steps[-1].end - steps[0].begin)
 
 
+def test_what_a_feature_waits_for_is_no_phases_time(tmp_path, recorder, clock):
+    """A pipeline's bubbles counted as its forward, and what a parameter server took as the optimizer's: the report said
+    to take a fused one.
+    """
+    for _ in range(2):
+        recorder.mark(BEGIN_DATA)
+        after(clock, 0.1, recorder.mark, END_DATA, 8.0)
+        after(clock, 0.5, recorder.mark, END_WAIT, 0.3)
+        after(clock, 0.2, recorder.mark, BEGIN_BACKWARD)
+        after(clock, 0.3, recorder.mark, END_BACKWARD)
+        after(clock, 0.1, recorder.mark, BEGIN_UPDATE)
+        after(clock, 0.2, recorder.mark, END_WAIT, 7.0)  # no longer than the phase
+        after(clock, 0.1, recorder.mark, END_UPDATE)
+    recorder.close(ended=True)
+    for step in written(tmp_path).steps:
+        assert (step.data, step.forward, step.backward) == pytest.approx((0.1, 0.4, 0.3))
+        assert (step.update, step.waited) == pytest.approx((0.2, 0.5))
+
+
+def test_a_feature_tells_whoever_records_what_it_waits_for_and_its_loss(tmp_path, recorder, clock):
+    step_notes.listen(recorder)
+    try:
+        recorder.mark(BEGIN_BACKWARD)
+        after(clock, 0.2, recorder.mark, END_BACKWARD)
+        clock.now += 0.5
+        step_notes.note_wait(0.3, "stages")
+        with step_notes.waiting_for("servers"):
+            pass
+        step_notes.note_loss(torch.tensor(1.5))
+        recorder.mark(BEGIN_UPDATE)
+        recorder.mark(END_UPDATE)
+    finally:
+        step_notes.stop_listening()
+    step_notes.note_wait(1.0, "stages")
+    recorder.close(ended=True)
+    file = written(tmp_path)
+    assert file.facts["waits_for"] == ["servers", "stages"]
+    assert (file.steps[0].loss, file.steps[0].num_losses) == (1.5, 1)
+    assert 0.3 <= file.steps[0].waited <= 0.5
+
+
+def test_an_optimizer_that_is_tried_out_before_the_loop_makes_no_step(tmp_path, recorder, clock):
+    """`ParameterServer` tries an optimizer out when it is made: the report had a first step of a second, of nothing."""
+    recorder.mark(BEGIN_UPDATE)
+    recorder.mark(END_UPDATE)
+    clock.now += 10.0
+    one_step(recorder, clock)
+    after(clock, 0.1, recorder.mark, BEGIN_BACKWARD)  # without a loader; the second one within the optimizer's step
+    recorder.mark(END_BACKWARD)
+    recorder.mark(BEGIN_UPDATE)
+    after(clock, 0.2, recorder.mark, BEGIN_BACKWARD)
+    recorder.mark(END_BACKWARD)
+    recorder.mark(END_UPDATE)
+    recorder.close(ended=True)
+    steps = written(tmp_path).steps
+    assert len(steps) == 2
+    assert steps[0].end - steps[0].begin == pytest.approx(1.0)
+
+
 def test_two_optimizers_share_a_step(tmp_path, recorder, clock):
     for _ in range(3):
         recorder.mark(BEGIN_DATA)
@@ -207,7 +268,7 @@ def test_a_rank_that_is_killed_at_any_moment_leaves_what_it_has_done(tmp_path, r
 EVENTS = [
     (BEGIN_DATA, 0), (END_DATA, 8), (NO_DATA, 0), (BEGIN_BACKWARD, 0), (END_BACKWARD, 0), (END_BACKWARD_WITH_LOSS, 2.5),
     (BEGIN_UPDATE, 1), (BEGIN_UPDATE, 2), (END_UPDATE, 0), (END_PHASE, FORWARD), (SAMPLES, 3), (OWN_LOSS, 1),
-    (NO_LOSS, 0), (STEP, 0),
+    (NO_LOSS, 0), (STEP, 0), (END_WAIT, 0.004),
 ]  # fmt: skip
 LOOP = [
     (BEGIN_DATA, 0),

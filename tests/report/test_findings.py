@@ -57,6 +57,19 @@ def test_one_rank_waits_for_data(workers, advice):
     assert advice in text
 
 
+@pytest.mark.parametrize(
+    ("whom", "said"),
+    [("stages", "for other stages: more micro-batches"), ("servers", "for parameter servers: more servers")],
+)
+def test_what_ranks_wait_for_outside_of_collectives_is_named_and_no_straggler_for_it(whom, said):
+    facts = rank(0).facts | {"waits_for": [whom]}
+    late = (Lateness(0, 490, 0.01), Lateness(1, 10, 0.0)) if whom == "stages" else ()
+    ranks = [rank(number, parts={"waiting": 0.044}, facts=facts) for number in range(2)]
+    (text,) = texts(measured(*ranks, lateness=late))
+    assert text.startswith("Every rank waits up to 3")
+    assert said in text
+
+
 def test_the_straggler_is_named_with_what_it_does_longer():
     ranks = [rank(0, parts={"waiting": 0.03}), rank(1, parts={"backward": 0.083}), rank(2, parts={"waiting": 0.03})]
     late = (Lateness(0, 10, 0.0), Lateness(1, 480, 0.028), Lateness(2, 10, 0.0))

@@ -23,11 +23,11 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_MAGIC = 0x3253_5045_5453_4C50  # "PLSTEPS2", little endian
+_MAGIC = 0x3353_5045_5453_4C50  # "PLSTEPS3", little endian
 _WORDS = 64
 _FACTS_AT, _FACTS_BYTES = _WORDS * 8, 8192
 _TABLES_AT = 16384
-_STEP_FIELDS, _NUM_STEPS = 20, 1024
+_STEP_FIELDS, _NUM_STEPS = 21, 1024
 _OPERATION_FIELDS, _NUM_OPERATIONS = 9, 4096
 _STEPS_BYTES, _OPERATIONS_BYTES = 8 * _STEP_FIELDS * _NUM_STEPS, 8 * _OPERATION_FIELDS * _NUM_OPERATIONS
 _STATES_AT, _STATE_BYTES = _TABLES_AT + 2 * (_STEPS_BYTES + _OPERATIONS_BYTES), 8192
@@ -68,6 +68,7 @@ class StepRecord(NamedTuple):
     device_bytes: float
     rank: float  # it may get another one when others are lost
     generation: float
+    waited: float = 0.0  # for other ranks, outside of collectives; in none of the phases
 
 
 class OperationRecord(NamedTuple):
@@ -240,10 +241,8 @@ class StepFile:
 
 def merge(a: StepRecord, b: StepRecord) -> StepRecord:
     """Two records, one after the other, as one."""
-    sums = {
-        name: getattr(a, name) + getattr(b, name)
-        for name in ("num_steps", "other", "data", "forward", "backward", "update", "samples", "loss", "num_losses")
-    }
+    names = ("num_steps", "other", "data", "forward", "backward", "update", "waited", "samples", "loss", "num_losses")
+    sums = {name: getattr(a, name) + getattr(b, name) for name in names}
     return b._replace(
         first=a.first,
         begin=a.begin,

@@ -7,8 +7,10 @@
 
 The time between two events belongs to what the later one ends: that from a batch to the backward is the forward's, that
 from the backward to the end of the optimizer's step the update's (clipping, too). A batch that no backward follows was
-one for evaluation: it is `other`, like what lies outside of all these. A step ends with its last update, which the next
-batch tells; where there is no DataLoader, with the update before the next backward.
+one for evaluation: it is `other`, like what lies outside of all these. What a feature has waited for other ranks
+(`step_notes`) is in none of them. A step ends with its last update, which the next
+batch tells; where there is no DataLoader, with the update before the next backward. An update without a batch or a
+backward before it is none of a step: some try out an optimizer before the loop.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from typing import Any, NamedTuple
 
 OTHER, DATA, FORWARD, BACKWARD, UPDATE = range(5)
 PHASES = ("other", "data", "forward", "backward", "update")
+_WAITED = len(PHASES)  # among the parts: not a phase, but in one
 
 # Events; what each has as its value.
 (BEGIN_DATA, END_DATA, NO_DATA,  # nothing; samples; nothing
  BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS,  # nothing; nothing; what it began from
  BEGIN_UPDATE, END_UPDATE,  # which optimizer; nothing
- END_PHASE, SAMPLES, OWN_LOSS, NO_LOSS, STEP) = range(13)  # phase; samples; loss; nothing; nothing  # fmt: skip
+ END_PHASE, SAMPLES, OWN_LOSS, NO_LOSS, STEP,  # phase; samples; loss; nothing; nothing
+ END_WAIT) = range(14)  # how long it was  # fmt: skip
 WORKERS = 16  # the kind of END_DATA has the DataLoader's number of workers, times this, besides
 
 _NUM_MARKS = 1024  # of phases: as far back as operations are assigned to one
@@ -32,7 +36,7 @@ _MOST_OPTIMIZERS = 64  # of a step, told apart in a state that is kept; some hav
 
 
 class FinishedStep(NamedTuple):
-    """Seconds of CLOCK_MONOTONIC, and of each phase."""
+    """Seconds of CLOCK_MONOTONIC, of each phase, and, behind these, of waiting for other ranks."""
 
     begin: float
     end: float
@@ -52,11 +56,12 @@ class StepMachine:
         self._on_step = on_step
         self.phase, self.num_workers = OTHER, -1
         self.marks: deque[tuple[int, int]] = deque([(0, OTHER)], maxlen=_NUM_MARKS)  # when which phase began
-        self._parts = [0.0] * len(PHASES)
+        self._parts = [0.0] * (len(PHASES) + 1)
         self.since = self._begin = self._updated_at = now
         self._batch_s = 0.0  # a batch of which nobody knows yet whether it is for training
         self._batch_samples = 0.0
         self._has_batch = self._has_update = self._has_loader = self._has_begun = False
+        self._has_backward = self._has_ended_one = False
         self._stepped: set[float] = set()  # optimizers, in this step
         # The step as it was at its latest update, which may have been its last: parts, samples, loss, when.
         self._split: tuple[list[float], float, float | None, float] | None = None
@@ -69,7 +74,7 @@ class StepMachine:
             self._begin_data, self._end_data, self._no_data,
             self._begin_backward, self._end_backward, self._end_backward_with_loss,
             self._begin_update, self._end_update,
-            self._end_phase, self._set_samples, self._own_loss, self._no_loss, self._step,
+            self._end_phase, self._set_samples, self._own_loss, self._no_loss, self._step, self._end_wait,
         )  # fmt: skip
 
     def feed(self, kind: float, now: float, value: float) -> None:
@@ -131,6 +136,7 @@ class StepMachine:
             self._turn_to(OTHER, now)
 
     def _begin_backward(self, now: float, _: float) -> None:
+        self._has_backward = True
         if not self._enters(BACKWARD):
             return
         if self._has_update and not (self._has_batch or self._batch_s):
@@ -138,6 +144,7 @@ class StepMachine:
             self._end_step()
         elif self._has_update:  # of another optimizer, or of the next step, with the same batch
             self._split = (list(self._parts), self._samples, self._loss, self._updated_at)
+        self._has_backward = True
         self._take_batch()
         self._parts[FORWARD] += now - self.since
         self._turn_to(BACKWARD, now)
@@ -171,8 +178,12 @@ class StepMachine:
     def _end_update(self, now: float, _: float) -> None:
         if self._leaves():
             self._parts[UPDATE] += now - self.since
-            self._has_update, self._updated_at = True, now
+            is_of_step = self._has_update = self._has_update or self._has_batch or self._has_backward
+            if is_of_step:
+                self._updated_at = now
             self._turn_to(OTHER if self._has_loader else FORWARD, now)
+            if not is_of_step and not self._has_ended_one:
+                self._has_begun = False
 
     def _end_phase(self, now: float, phase: float) -> None:
         """The time since the last event was this phase's."""
@@ -196,6 +207,12 @@ class StepMachine:
         self._updated_at = now
         self._end_step()
 
+    def _end_wait(self, now: float, seconds: float) -> None:
+        """So much of the time until now is not the phase's, whichever it will be."""
+        waited = min(max(0.0, seconds), max(0.0, now - self.since))
+        self._parts[_WAITED] += waited
+        self.since += waited
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _enters(self, phase: int) -> bool:
@@ -212,7 +229,7 @@ class StepMachine:
 
     def _turn_to(self, phase: int, now: float) -> None:
         if not self._has_begun:  # what came before was the program's start
-            self._has_begun, self._begin, self._parts = True, now, [0.0] * len(PHASES)
+            self._has_begun, self._begin, self._parts = True, now, [0.0] * (len(PHASES) + 1)
         self.since, self.phase = now, phase
         self.marks.append((int(now * 1e9), phase))
 
@@ -228,10 +245,11 @@ class StepMachine:
         """The step has ended with its last update."""
         end = self._updated_at
         self._on_step(FinishedStep(self._begin, end, self._parts, self._samples, self._loss))
-        self._parts = [0.0] * len(PHASES)
+        self._parts = [0.0] * (len(PHASES) + 1)
         self._begin, self._samples = end, 0.0
         self._loss, self._is_own_loss = None, False
-        self._has_update = self._has_batch = False
+        self._has_update = self._has_batch = self._has_backward = False
+        self._has_ended_one = True
         self._stepped.clear()
         self._split = None
 
@@ -243,4 +261,4 @@ class StepMachine:
         self._updated_at = updated_at
         self._end_step()
         self._parts, self._loss = since, loss_since
-        self._has_loader = False
+        self._has_backward, self._has_loader = True, False

@@ -227,6 +227,8 @@ class StepRecorder:
         self.log.close()
         self._take()
         self._machine.end()
+        if not self._tally.num_steps:  # else nobody would know how long it was there
+            self._machine.since = self._clock()
         if self._pending is not None:
             self._keep(self._pending)
             self._pending = None

@@ -37,11 +37,11 @@ class StepTally:
             elif not self.first_broken:
                 self.first_broken = number
         resident, shared, cpu_s, preemptions, device = self.process
-        other, data, forward, backward, update = step.parts
+        other, data, forward, backward, update, waited = step.parts
         return StepRecord(
             number, 1.0, step.begin, step.end, other, data, forward, backward, update, step.samples * self.sample_share,
             loss or 0.0, float(loss is not None), step.end - step.begin, resident, shared, cpu_s, preemptions, device,
-            self.rank, self.generation,
+            self.rank, self.generation, waited,
         )  # fmt: skip
 
     @property

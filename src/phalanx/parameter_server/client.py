@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from phalanx.diagnostics.step_notes import waiting_for
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.parameter_server import hosting
 from phalanx.parameter_server.hosting import NotHeldError, TrainerLostError
@@ -308,11 +309,12 @@ class ParameterServer:
         """Call it for every shard at once, each on the server that has it."""
         sent = [self._send(index, function, request) for index, request in enumerate(requests)]
         answers, problems = [], []
-        for index, (request, future) in enumerate(zip(requests, sent, strict=True)):
-            try:
-                answers.append(self._wait(index, function, request, future))
-            except PhalanxError as error:  # the other answers are awaited first: they may have been given
-                problems.append(error)
+        with waiting_for("servers"):
+            for index, (request, future) in enumerate(zip(requests, sent, strict=True)):
+                try:
+                    answers.append(self._wait(index, function, request, future))
+                except PhalanxError as error:  # the other answers are awaited first: they may have been given
+                    problems.append(error)
         if problems:
             raise problems[0]
         return answers

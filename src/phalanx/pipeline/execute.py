@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
+from phalanx.diagnostics.step_notes import note_wait
 from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.pipeline.awaited import Awaited, plan_receives
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
@@ -192,6 +193,8 @@ class Executor:
                     count = self.schedule.backwards_before[source, micro_batch]
                     self._wire.let_go(Edge(stage.index, source, True), count)
         begin = time.perf_counter()
+        if stage.part.receives or stage.index:
+            note_wait(begin - self._turn, "stages")
         if work.training:
             if state is None:
                 self._random.seed(step.seed)
@@ -293,6 +296,7 @@ class Executor:
                 self.awaited = None
                 self._wire.let_go(Edge(stage.index, target), micro_batch + 1)  # it had the values of this one
         begin = time.perf_counter() - recomputed
+        note_wait(begin - self._turn, "stages")
         with self._wire.making():
             made = stage.backward(micro_batch, grads, later_weights=later_weights)
         for source, found in made.items():

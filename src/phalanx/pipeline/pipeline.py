@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.backend.malloc import keep_freed_memory
 from phalanx.backend.shared import rehearses
+from phalanx.diagnostics.step_notes import note_loss
 from phalanx.errors import ClosedError
 from phalanx.partition.layers import given_arguments, list_layers
 from phalanx.partition.measure import bind
@@ -262,6 +263,7 @@ class Pipeline(StageModule):
                 self._shared = True
                 self._wire.share(_most(self._plan(self._micro_batches, True)))
         self.num_steps += 1
+        note_loss(loss)
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -184,6 +184,7 @@ def _measure(file: RankFile, split: Split, shift: float) -> RankRun:
 def _parts(steady: Sequence[StepRecord], split: Split, num: float) -> Mapping[str, float]:
     """Seconds of a step: a phase without what it waited and moved in it."""
     parts = dict.fromkeys(PARTS, 0.0)
+    parts["waiting"] = sum(record.waited for record in steady) / num
     for phase in ("data", "forward", "backward", "update", "other"):
         seconds = sum(getattr(record, phase) for record in steady) / num
         waiting, moving = split.waiting.get(phase, 0.0), split.moving.get(phase, 0.0)

@@ -158,8 +158,10 @@ def time_line(run: Measurements) -> str:
         for one in sorted((r for r in run.ranks if r.rank == number), key=lambda r: r.begin):
             trains = min(one.first_step if one.first_step is not None else one.end, one.end)
             told = f"process {one.pid}" + (f", attempt {one.attempt + 1}" if one.attempt else "")
-            bars.append(_bar(place(one.begin), (trains - one.begin) / end, "start", f"{told}: until its first step"))
-            bars.append(_bar(place(trains), (one.end - trains) / end, "", f"{told}: {one.steps:,} steps"))
+            until = "until its first step" if one.steps else "no step"
+            bars.append(_bar(place(one.begin), (trains - one.begin) / end, "start", f"{told}: {until}"))
+            if one.steps:
+                bars.append(_bar(place(trains), (one.end - trains) / end, "", f"{told}: {one.steps:,} steps"))
             bars += [
                 f"<u style='left:{place(at)};background:var(--c4)' title='generation {generation}, {seconds(at)}'></u>"
                 for generation, at in one.generations
@@ -176,8 +178,10 @@ def time_line(run: Measurements) -> str:
     scale = "".join(
         f"<span style='left:{place(mark)}'>{seconds_mark(mark)}</span>" for mark in axis.marks if 0 <= mark <= end
     )
-    words = ["<li><i style='background:var(--other)'></i>before its first step</li>"]
-    words.append("<li><i style='background:var(--c0)'></i>training</li>")
+    before = "before its first step" + ("" if all(rank.steps for rank in run.ranks) else ", or without one")
+    words = [f"<li><i style='background:var(--other)'></i>{before}</li>"]
+    if run.steps:
+        words.append("<li><i style='background:var(--c0)'></i>training</li>")
     if any(event.rank is not None for event in run.events):
         words.append("<li><i style='background:var(--bad)'></i>failure or loss</li>")
     if any(generation for rank in run.ranks for generation, _ in rank.generations):

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import phalanx
 from phalanx.backend.torch_patches import observe_steps
+from phalanx.diagnostics import step_notes
 from phalanx.diagnostics.report_request import ask_for_report
 from phalanx.diagnostics.step_recorder import StepRecorder
 from phalanx.report.copy_speed import measure_copy_speed
@@ -105,6 +106,7 @@ def _record(folder: str) -> StepRecorder:
     _recorder, _folder = recorder, folder
     _see_end_and_forks()
     observe_steps(recorder)
+    step_notes.listen(recorder)
     return recorder
 
 
@@ -262,6 +264,7 @@ def _forget() -> None:
     """A child of a rank is no rank, and what is to be done at the rank's end is not for it."""
     global _recorder, _is_given
     if _recorder is not None:
+        step_notes.stop_listening()
         _recorder.forget()
         _recorder = None
     _is_given = False
@@ -272,6 +275,7 @@ def _end() -> None:
     """Recording ends, and the report is written, if that is this process's part."""
     global _recorder
     if _recorder is not None:
+        step_notes.stop_listening()
         _recorder.close(ended=True)
         _recorder = None
     while _writers:

@@ -67,8 +67,8 @@ def memory_table(run: Measurements) -> str:
     rows = [
         [
             f"rank {rank.rank}",
-            size(rank.resident_bytes),
-            size(rank.shared_bytes),
+            size(rank.resident_bytes) if rank.resident_bytes else "",  # looked at with the steps
+            size(rank.shared_bytes) if rank.resident_bytes else "",
             size(max(rank.peak_bytes, rank.resident_bytes)),
             *([size(rank.device_bytes)] if has_device else []),
         ]
@@ -93,7 +93,7 @@ def machine_table(run: Measurements) -> str:
                 f"{facts.get('processor', '')}, {facts.get('cores', '?')} cores, {size(facts.get('memory_bytes', 0))}"
                 + (f"; {devices}" if devices else ""),
                 f"{facts.get('system', '')}, Python {facts.get('python', '')}, torch {facts.get('torch', '-')}, "
-                f"phalanx {facts.get('phalanx', '')}, backend {facts.get('backend', '-')}",
+                f"phalanx {facts.get('phalanx', '')}" + (f", backend {facts['backend']}" if "backend" in facts else ""),
             ]
         )
     ranks = [

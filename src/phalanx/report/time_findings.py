@@ -14,6 +14,7 @@ DATA_SHARE = 0.10  # of a step
 OTHER_SHARE = 0.15
 UPDATE_SHARE = 0.30
 COMMUNICATION_SHARE = 0.20
+WAITING_SHARE = 0.20
 LATE_OFTEN, LATE_SHARE = 0.6, 0.05  # of the collectives; of a step
 
 
@@ -50,8 +51,24 @@ def _data(run: Measurements) -> Iterator[Finding]:
     yield Finding("warn", f"{who} {verb} {up_to}{percent(share)} of each step for data: {advice}.", share)
 
 
+def _waits(run: Measurements) -> Iterator[Finding]:
+    """For what a pipeline or a parameter server's trainer knows that it waits for."""
+    for whom, name, advice in (
+        ("stages", "other stages", "more micro-batches, or another schedule: `phalanx explain pipeline` draws it"),
+        ("servers", "parameter servers", "more servers, larger batches, or synchronous=False"),
+    ):
+        ranks = [rank for rank in _timed(run) if whom in rank.facts.get("waits_for", ())]
+        chosen, who, share = _grouped(ranks, "waiting", WAITING_SHARE)
+        if chosen:
+            verb = "wait" if who.startswith("Ranks") else "waits"
+            up_to = "up to " if len(chosen) > 1 else ""
+            yield Finding("warn", f"{who} {verb} {up_to}{percent(share)} of each step for {name}: {advice}.", share)
+
+
 def _stragglers(run: Measurements) -> Iterator[Finding]:
     ranks = {rank.rank: rank for rank in _timed(run)}
+    if any("stages" in rank.facts.get("waits_for", ()) for rank in ranks.values()):
+        return  # a pipeline's first stage has the last backward, so the others always wait for it at the end
     if len(ranks) < 2 or run.num_matched < FEW_STEPS:
         return
     for late in run.lateness:
@@ -201,6 +218,7 @@ def _long_steps(run: Measurements) -> Iterator[Finding]:
 
 LOOKS: tuple[Callable[[Measurements], Iterator[Finding]], ...] = (
     _data,
+    _waits,
     _stragglers,
     _communication,
     _parts_of_one,

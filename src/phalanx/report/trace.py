@@ -18,7 +18,7 @@ from phalanx.report.units import size
 
 MAX_EVENTS = 200_000  # of all ranks: what a browser opens without complaint
 _STEPS, _PHASES, _COLLECTIVES = 1, 2, 3
-_ORDER = ("data", "forward", "backward", "update", "other")
+_ORDER = ("data", "forward", "backward", "waited", "update", "other")
 _COLOURS = {"data": "yellow", "forward": "thread_state_running", "backward": "rail_animation", "update": "good"}
 
 
