@@ -6,10 +6,11 @@ import math
 import random
 
 import pytest
+from tests.report.pages import Page
 
 from phalanx.core_numbers import ALL_REDUCE
 from phalanx.diagnostics.step_file import OperationRecord, StepRecord
-from phalanx.diagnostics.step_reader import RankFile
+from phalanx.diagnostics.step_reader import RankFile, put_in_order
 from phalanx.report.findings import find
 from phalanx.report.gather import combine
 from phalanx.report.job_record import JobRecord
@@ -92,6 +93,32 @@ def test_infinities_and_half_a_file_are_no_obstacle():
     text = run.to_json()
     json.loads(text, parse_constant=pytest.fail)  # JSON has no infinity: strict readers refused report.json
     assert math.isnan(Measurements.from_json(text).loss[-1][1])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_clock_that_goes_back_makes_no_negative_times(seed):
+    draw = random.Random(seed)
+    files = []
+    for file in (rank_file(0), rank_file(1)):
+        jump, steps = 0.0, []
+        for step in file.steps:
+            jump -= draw.choice((0.005, 0.5, 1e4)) if draw.random() < 0.1 else 0.0
+            forward = step.forward - 0.01 * (draw.random() < 0.1)
+            steps.append(step._replace(begin=step.begin + jump, end=step.end + jump, forward=forward))
+        files.append(dataclasses.replace(file, steps=put_in_order(steps)))
+    check_trace(plan_trace(JOB, files))
+    run = combine(JOB, files)
+    assert Page(render(run, find(run))).problems == []
+    assert all(value >= 0 for rank in run.ranks for value in (rank.step_s, *rank.parts.values()))
+    assert all(value >= 0 for curve in (run.throughput, *(r.step_curve for r in run.ranks)) for _, value in curve)
+    assert [step.end for step in put_in_order(rank_file(0).steps)] == [step.end for step in rank_file(0).steps]
+
+
+def test_a_report_that_is_no_json_is_refused_in_a_sentence():
+    """`phalanx report` of a folder with another program's report.json showed what the JSON parser said."""
+    for text in ("", "{", "<html>"):
+        with pytest.raises(ValueError, match="no report of a run: it is not JSON, or only a part of it"):
+            Measurements.from_json(text)
 
 
 def test_a_report_with_an_end_that_nobody_knows_is_refused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,19 @@ def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
     return found
 
 
+def put_in_order(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
+    """The same where the clock has gone forward; where it went back (a machine restored from a snapshot), as if it had
+    stood still.
+    """
+    ordered: list[StepRecord] = []
+    for record in records:
+        begin = max(record.begin, ordered[-1].end) if ordered else record.begin
+        end = max(record.end, begin)
+        parts = {name: max(0.0, getattr(record, name)) for name in (*PHASES, "waited", "longest")}
+        ordered.append(record._replace(begin=begin, end=end, **parts))
+    return tuple(ordered)
+
+
 def _catch_up(contents: Contents) -> RankFile:
     """With the steps that the rank had not made into records yet."""
     state = contents.state
@@ -91,7 +104,7 @@ def _catch_up(contents: Contents) -> RankFile:
         unix_offset=contents.unix_offset,
         operations_seen=contents.operations_seen,
         cost_s=contents.cost_s,
-        steps=contents.steps + tuple(late),
+        steps=put_in_order(contents.steps + tuple(late)),
         operation_stride=contents.operation_stride,
         operations=contents.operations,
         reached=tally.reached,

@@ -54,7 +54,7 @@ def load(folder: str) -> Measurements:
         write_report(folder, keep_records=True)
     if not os.path.exists(path):
         raise ValueError(f"{folder}: no report of a run: `phalanx run --report {folder} ...` leaves one")
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         try:
             return Measurements.from_json(file.read())
         except ValueError as error:

@@ -170,7 +170,10 @@ class Measurements:
         Raises:
             ValueError: it is none, or another version's.
         """
-        fields = json.loads(text)
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            raise ValueError("no report of a run: it is not JSON, or only a part of it") from None
         if not isinstance(fields, dict) or fields.pop("format", "") != FORMAT:
             raise ValueError("no report of a run")
         if fields.pop("version", None) != VERSION:
