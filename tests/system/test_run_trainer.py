@@ -1,13 +1,27 @@
 """Strategies start a plain script on several ranks; a Trainer under `phalanx run` loses a rank and no bit."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo  # every optimizer imports it at its first step: once here, not once in each rank
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from phalanx.strategies import ParameterServerStrategy
+from phalanx.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(300)  # seconds on an idle machine; whole jobs of several processes on a busy one
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "strategies.py"
 PHALANX = str(Path(sysconfig.get_path("scripts")) / "phalanx")
@@ -15,20 +29,31 @@ PHALANX = str(Path(sysconfig.get_path("scripts")) / "phalanx")
 
 def run(folder, *words, **variables):
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run([*map(str, words)], cwd=folder, env=environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([*map(str, words)], cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_a_plain_script_trains_alike_with_each_word(tmp_path):
-    losses = {}
-    for word in ("mirrored", "parameter_server"):
-        output = run(tmp_path, sys.executable, EXAMPLE, word, "--epochs", 1)
-        losses[word] = float(*re.findall(r"epoch 1: loss ([\d.]+)", output))
-        ((name, number),) = set(re.findall(r"(\w+)Strategy, (\d+) replicas", output))
-        assert name.lower() == word.replace("_", "")
-        assert int(number) == len(os.sched_getaffinity(0))
-    assert losses["parameter_server"] == pytest.approx(losses["mirrored"], rel=1e-4)
+def _mirrored(rank, world_size):
+    """What the example says on ranks that are there already, forked from here: none imports torch again."""
+    sys.argv = [str(EXAMPLE), "mirrored", "--epochs", "1"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return said.getvalue()
+
+
+def _loss(output):
+    return float(*re.findall(r"epoch 1: loss ([\d.]+)", output))
+
+
+@pytest.mark.parametrize("word", ["mirrored", "parameter_server"])
+def test_a_plain_script_trains_alike_with_each_word(tmp_path, word):
+    output = run(tmp_path, sys.executable, EXAMPLE, word, "--epochs", 1)
+    ((name, number),) = set(re.findall(r"(\w+)Strategy, (\d+) replicas", output))
+    assert name.lower() == word.replace("_", "")
+    assert int(number) == len(os.sched_getaffinity(0))
+    expected = run_ranks(_mirrored, int(number), timeout=100)[0]
+    assert _loss(output) == pytest.approx(_loss(expected), rel=1e-4)
     assert os.listdir(tmp_path) == []
 
 
@@ -105,54 +130,87 @@ def test_a_trainer_that_loses_a_rank_ends_with_the_bits_of_one_that_does_not(tmp
     assert ends[0].startswith("trained 3 18 ")
 
 
-SERVED = """
-import sys, torch, phalanx
+def _serve_and_train(rank, world_size, store, folder, epochs):
+    """What a trainer has at the end; a server leaves its strategy by SystemExit."""
+    os.environ.update(
+        RANK=f"{rank}",
+        WORLD_SIZE=f"{world_size}",
+        LOCAL_RANK=f"{rank}",
+        LOCAL_WORLD_SIZE=f"{world_size}",
+        MASTER_ADDR="localhost",
+        MASTER_PORT="1",
+        PHALANX_STORE=store,
+        PHALANX_STORE_OF=f"{rank}/{world_size}/1",
+    )
+    torch.manual_seed(0)
+    inputs = torch.randn(96, 8)
+    data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    try:
+        strategy = ParameterServerStrategy(num_servers=1, timeout=90)
+    except SystemExit as end:
+        return end.code
+    trainer = phalanx.Trainer(
+        model,
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        F.mse_loss,
+        strategy=strategy,
+        max_epochs=epochs,
+        checkpoint=folder,
+        save_every=4,
+        show_progress=False,
+    )
+    trainer.fit(DataLoader(data, 16, shuffle=True), DataLoader(data, 16))
+    strategy.close()
+    return trainer.epoch, trainer.step, trainer.metrics["loss"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_training_on_servers_resumes_as_if_it_had_not_ended(tmp_path, num_ranks):
+    """The second start refused the checkpoint; and one trainer alone waited for the servers to load it."""
+    ends = []
+    for folder, epochs in (("whole", 2), ("cut", 1), ("cut", 2)):
+        store = os.memfd_create("store", os.MFD_CLOEXEC)
+        try:
+            path = f"/proc/{os.getpid()}/fd/{store}"
+            ends.append(run_ranks(_serve_and_train, num_ranks, path, tmp_path / folder, epochs, init=False, timeout=90))
+        finally:
+            os.close(store)
+    whole, cut, resumed = ends
+    assert whole[0][:2] == (2, 12)
+    assert cut[0][:2] == (1, 6)
+    assert resumed == whole
+    assert whole[-1] == 0  # the server's end
+
+
+FAILS = """
+import torch, phalanx
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from phalanx.strategies import ParameterServerStrategy
 from phalanx.trainer import LambdaCallback
 
-torch.manual_seed(0)
-inputs = torch.randn(96, 8)
-data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-folder, epochs, fails = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "fails"
-strategy = ParameterServerStrategy(num_servers=1, timeout=60)
+strategy = ParameterServerStrategy(num_servers=1, timeout=90)
 
 
 def fail(trainer, loss):
-    if fails and strategy.replica_id_in_sync_group == 0:
+    if strategy.replica_id_in_sync_group == 0:
         raise RuntimeError("the first trainer fails")
 
 
 trainer = phalanx.Trainer(
-    model, lambda p: torch.optim.AdamW(p, lr=1e-2), F.mse_loss, strategy=strategy, max_epochs=epochs,
-    checkpoint=folder, save_every=4, show_progress=False, callbacks=[LambdaCallback(on_step_end=fail)],
+    nn.Linear(8, 1), lambda p: torch.optim.AdamW(p), F.mse_loss, strategy=strategy, max_epochs=1,
+    show_progress=False, callbacks=[LambdaCallback(on_step_end=fail)],
 )
-trainer.fit(DataLoader(data, 16, shuffle=True), DataLoader(data, 16))
-if strategy.is_main:
-    print("trained", trainer.epoch, trainer.step, trainer.metrics["loss"], flush=True)
+trainer.fit(DataLoader(TensorDataset(torch.randn(96, 8), torch.randn(96, 1)), 16))
 """
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_training_on_servers_resumes_as_if_it_had_not_ended(tmp_path, num_ranks):
-    """The second start refused the checkpoint; and one trainer alone waited for the servers to load it."""
-    (tmp_path / "train.py").write_text(SERVED)
-    ends = []
-    for folder, epochs in (("whole", 2), ("cut", 1), ("cut", 2)):
-        output = run(tmp_path, PHALANX, "run", "--nproc-per-node", num_ranks, "train.py", folder, epochs, "-")
-        ends += re.findall(r"trained .*", output)
-    assert ends[0].startswith("trained 2 12 ")
-    assert ends[1].startswith("trained 1 6 ")
-    assert ends[2] == ends[0]
 
 
 def test_a_trainer_that_fails_ends_a_job_with_servers(tmp_path):
     """At its exit it waited for all others, who waited for it."""
-    (tmp_path / "train.py").write_text(SERVED)
-    words = [PHALANX, "run", "--nproc-per-node", "3", "train.py", "folder", "1", "fails"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    (tmp_path / "train.py").write_text(FAILS)
+    words = [PHALANX, "run", "--nproc-per-node", "3", "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert "the first trainer fails" in done.stdout + done.stderr
