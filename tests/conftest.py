@@ -51,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--resumptions", type=int, default=0, help="random jobs of a Trainer ended and taken up again")
     parser.addoption("--resumptions-seed", type=int, default=0, help="by which they are drawn")
+    parser.addoption(
+        "--averagings", type=int, default=1, help="random trainings apart of each kind, for each world size"
+    )
     parser.addoption("--elastic-kills", type=int, default=6, help="ranks of elastic jobs killed at random places")
 
 
@@ -108,6 +111,12 @@ def resumptions(request: pytest.FixtureRequest) -> Iterable[int]:
 def num_elastic_kills(request: pytest.FixtureRequest) -> int:
     """How many ranks of elastic jobs are killed at random places."""
     return int(request.config.getoption("elastic_kills"))
+
+
+@pytest.fixture
+def num_averagings(request: pytest.FixtureRequest) -> int:
+    """How many random trainings apart there are of each kind and world size."""
+    return int(request.config.getoption("averagings"))
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,12 +230,40 @@ def train_job(job: Job) -> dict[str, Any]:
         }
 
 
+@contextlib.contextmanager
+def strikes_at_exchanges(job: Job, find_step: Callable[[], int]) -> Iterator[None]:
+    """At "1 called" this rank is about to take part in the first exchange since its latest step, at "1 left" it has."""
+    names = "all_reduce", "batch_isend_irecv"
+    own = {name: getattr(dist, name) for name in names}
+    seen = [-1, 0]
+
+    def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if seen[0] != find_step():
+            seen[:] = find_step(), 0
+        seen[1] += 1
+        number = seen[1]
+        job.strike(f"{number} called", seen[0])
+        result = function(*args, **options)
+        job.strike(f"{number} left", seen[0])
+        return result
+
+    try:
+        for name in names:
+            setattr(dist, name, functools.partial(call, own[name]))
+        yield
+    finally:
+        for name in names:
+            setattr(dist, name, own[name])
+
+
 def train_apart(job: Job, kind: str) -> dict[str, Any]:
     """Replicas that train by themselves, and meet every four steps."""
     with phalanx.init(timeout=60.0):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        given: list[Tensor] = []
+        inner.register_step_post_hook(lambda *_: given.__setitem__(slice(None), map(torch.clone, model.parameters())))
         if kind == "LocalSGD":
             rounds: Any = phalanx.LocalSGD(model, inner, sync_every=4)
         elif kind == "EASGD":
@@ -262,9 +291,15 @@ def train_apart(job: Job, kind: str) -> dict[str, Any]:
                     job.strike("batch", state.step)
                     inner.zero_grad()
                     (model(x).squeeze(1) - y).pow(2).mean().backward()
-                    inner.step()
+                    try:
+                        inner.step()
+                    except phalanx.PhalanxError:  # a round that a loss has ended has changed no parameter
+                        Path(f"{job.folder}/torn-{os.getpid()}-{state.step}").touch()
+                        assert all(map(torch.equal, given, model.parameters()))
+                        raise
                     state.commit()
             rounds.finish()
 
-        train(state)
+        with strikes_at_exchanges(job, lambda: state.step):
+            train(state)
         return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "step": state.step}

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.elastic.jobs import Job, Strike, train_job
+from tests.elastic.jobs import Job, Strike, train_apart, train_job
 from tests.elastic.small_agent import SmallAgent
 
 IN_STEP = ["batch", "forward", "backward", "update", "updated", "commit"]
+IN_ROUND = ["batch", "1 called", "1 left", "2 called", "2 left"]
 IN_RECOVERY = ["lost", "leave", "meet", "agree", "rebind", "hand over", "restore"]
 NUM_STEPS = 16
+APART = ["StreamingDiLoCo", "GossipSGD", "EASGD", "DiLoCo", "LocalSGD"]
 
 
 def random_strikes(numbers: random.Random, world_size: int, most: int) -> tuple[Strike, ...]:
@@ -56,3 +58,32 @@ def test_a_random_schedule_of_kills_costs_no_sample_and_no_bit(
         for mine, theirs in zip(weights, expected, strict=True):
             assert [key for key in theirs if not torch.equal(mine[key], theirs[key])] == [], (seed, strikes)
         assert [sorted(used) for used in job.samples_of_epochs()] == [list(range(96))] * 2, (seed, strikes)
+
+
+def test_a_random_schedule_of_kills_leaves_those_that_train_apart_with_the_same_bits_at_the_end(
+    num_elastic_kills: int, tmp_path: Path
+) -> None:
+    """`train_apart` sees to it that a torn round has changed no parameter of a survivor."""
+    for seed in range(max(1, num_elastic_kills // 6)):
+        kind = APART[seed % len(APART)]
+        draw = random.Random(f"{kind} {seed}")
+        world_size = draw.choice([2, 3, 4, 5])
+        num_steps, every = 2 * -(-128 // (4 * world_size)), 2 if kind == "StreamingDiLoCo" else 4
+        victims = [0] if draw.random() < 0.3 else list(range(1, world_size))
+        strikes = []
+        for _ in range(draw.randint(1, 3)):
+            rank, place, step = draw.choice(victims), draw.choice(IN_ROUND), draw.randrange(num_steps)
+            if place != "batch":  # in the round behind it, the last one of which is that of `finish`
+                step = draw.choice([*range(every - 1, num_steps, every), num_steps])
+            if strikes and draw.random() < 0.3:
+                place, step = draw.choice([*IN_RECOVERY, "finish"]), -1
+            strikes.append(Strike(rank, place, step))
+        folder = tmp_path / f"{kind}-{seed}"
+        folder.mkdir()
+        job = Job(str(folder), tuple(strikes), samples=128)
+        ended = SmallAgent(train_apart, world_size, job, kind, folder=folder).run()
+        first, *others = (one["weights"] for one in ended.results)
+        for other in others:
+            assert [key for key in first if not torch.equal(first[key], other[key])] == [], (seed, job)
+        assert all(torch.isfinite(value).all() for value in first.values()), (seed, job)
+        assert len({one["step"] for one in ended.results}) == 1, (seed, job)

@@ -1,24 +1,29 @@
-"""Elastic averaging, gossip and streaming DiLoCo of k replicas in one process, as their papers write them."""
+"""Local SGD, DiLoCo, elastic averaging, gossip and streaming DiLoCo of k replicas in one process, as in the papers.
+
+`task`: what is trained; it has `model()`, `inner_of`, `outer_of` and `train_step`, as tests.optim.replicas does.
+"""
 
 import itertools
 
 import torch
-from tests.optim.replicas import Replica, floats, inner_of, outer_of, train_step
+from tests.optim import replicas
+from tests.optim.replicas import floats
 
 
 class Simulated:
     """Replicas, each after so many of its own steps."""
 
-    def __init__(self, steps_of):
+    def __init__(self, steps_of, task):
         self.steps_of, self.done = steps_of, [0] * len(steps_of)
-        self.models = [Replica() for _ in steps_of]
-        self.optimizers = [inner_of(model) for model in self.models]
+        self.models = [task.model() for _ in steps_of]
+        self.optimizers = [task.inner_of(model) for model in self.models]
+        self.task = task
 
     def advance(self, to):
         for rank, model in enumerate(self.models):
             while self.done[rank] < min(to, self.steps_of[rank]):
                 with torch.enable_grad():
-                    train_step(model, self.optimizers[rank], rank, self.done[rank])
+                    self.task.train_step(model, self.optimizers[rank], rank, self.done[rank])
                 self.done[rank] += 1
 
     def rounds(self, sync_every):
@@ -43,11 +48,43 @@ def set_mean_buffers(models, counting):
             buffer.copy_(mean)
 
 
+def set_values(model, values):
+    for mine, value in zip(trained(model) + buffers(model), values, strict=True):
+        mine.copy_(value)
+
+
 @torch.no_grad()
-def simulate_easgd(steps_of, sync_every, beta):
+def simulate_local(steps_of, sync_every, task=replicas):
+    """Stich (2019): x_i <- mean of x_j."""
+    all_of = Simulated(steps_of, task)
+    for counting in all_of.rounds(sync_every):
+        means = [torch.stack(each).mean(0) for each in zip(*(floats(all_of.models[r]) for r in counting), strict=True)]
+        for model in all_of.models:
+            set_values(model, means)
+    return floats(all_of.models[0])
+
+
+@torch.no_grad()
+def simulate_diloco(steps_of, sync_every, task=replicas):
+    """Algorithm 1 of Douillard et al. (2023)."""
+    all_of = Simulated(steps_of, task)
+    anchor = task.model()
+    outer = task.outer_of(anchor)
+    for counting in all_of.rounds(sync_every):
+        for index, t in enumerate(trained(anchor)):
+            t.grad = torch.stack([t - trained(all_of.models[rank])[index] for rank in counting]).mean(0)
+        outer.step()
+        set_mean_buffers(all_of.models, counting)
+        for model in all_of.models:
+            set_values(model, trained(anchor) + buffers(all_of.models[0]))
+    return floats(all_of.models[0])
+
+
+@torch.no_grad()
+def simulate_easgd(steps_of, sync_every, beta, task=replicas):
     """The center, and the buffers; equations 2.3 and 2.4 of Zhang et al. (2015) without their gradient terms."""
-    all_of = Simulated(steps_of)
-    center = [p.detach().clone() for p in trained(Replica())]
+    all_of = Simulated(steps_of, task)
+    center = [p.detach().clone() for p in trained(task.model())]
     alpha = beta / len(steps_of)
     for counting in all_of.rounds(sync_every):
         before = [p.clone() for p in center]
@@ -60,8 +97,8 @@ def simulate_easgd(steps_of, sync_every, beta):
 
 
 @torch.no_grad()
-def simulate_gossip(steps_of, sync_every, plan):
-    all_of = Simulated(steps_of)
+def simulate_gossip(steps_of, sync_every, plan, task=replicas):
+    all_of = Simulated(steps_of, task)
     for number, counting in enumerate(all_of.rounds(sync_every)):
         for group in plan.round(number).groups:
             voices = [rank for rank in group if rank in counting] or group
@@ -69,17 +106,16 @@ def simulate_gossip(steps_of, sync_every, plan):
                 torch.stack(each).mean(0) for each in zip(*(floats(all_of.models[r]) for r in voices), strict=True)
             ]
             for rank in group:
-                for mine, mean in zip(trained(all_of.models[rank]) + buffers(all_of.models[rank]), means, strict=True):
-                    mine.copy_(mean)
+                set_values(all_of.models[rank], means)
     return [torch.stack(each).mean(0) for each in zip(*map(floats, all_of.models), strict=True)]
 
 
 @torch.no_grad()
-def simulate_streaming(steps_of, sync_every, fragments, delay, mix):
+def simulate_streaming(steps_of, sync_every, fragments, delay, mix, task=replicas):
     """Algorithm 2 of Douillard et al. (2025), fragment by fragment."""
-    all_of = Simulated(steps_of)
-    anchor = Replica()
-    outer = outer_of(anchor)
+    all_of = Simulated(steps_of, task)
+    anchor = task.model()
+    outer = task.outer_of(anchor)
     window = sync_every // len(fragments)
     given_at = [[0] * len(fragments) for _ in steps_of]
     num_last = 0

@@ -275,6 +275,8 @@ def test_wrong_arguments_are_refused():
             (gossip, {"topology": "hypercube"}, "is for 2, 4, 8, ... ranks, and there are 3: use 'random'"),
             (streaming, {"sync_every": 5}, "2 fragments in turns need a sync_every that they divide, got 5: make it 6"),
             (streaming, {"delay": 3}, "delay must be 0 or more steps, and less than sync_every / fragments"),
+            (easgd, {"beta": "0.5"}, "EASGD: beta must be above 0 and at most 1, got '0.5'"),
+            (streaming, {"mix": None}, "mix must be 0 or more and less than 1, got None"),
             (streaming, {"delay": -1}, "delay must be 0 or more steps"),
             (streaming, {"mix": 1.0}, "mix must be 0 or more and less than 1, got 1.0"),
             (streaming, {"sync_every": 2.5}, "sync_every must be a number of steps, 1 or more, got 2.5"),
@@ -287,6 +289,29 @@ def test_wrong_arguments_are_refused():
         for make, options, words in wrong:
             with pytest.raises(ValueError, match=words):
                 make(model, inner, **options)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for words, make in (
+            ("EASGD: model must be a torch.nn.Module, got SGD", lambda: easgd(inner, model)),
+            (
+                r"DiLoCo: the optimizer must be .* got <class",
+                lambda: phalanx.DiLoCo(model, inner, type(outer), sync_every=2),
+            ),
+            (r"GossipSGD: the optimizer must be a torch.optim.Optimizer, got \[SGD", lambda: gossip(model, [inner])),
+            (
+                "fragments must be a number or modules of the model, one each, got 2.0",
+                lambda: streaming(model, inner, fragments=2.0),
+            ),
+        ):
+            with pytest.raises(TypeError, match=words):
+                make()
+        for make in (easgd, gossip, streaming):
+            with pytest.raises(ValueError, match="SGD holds no parameter of this model, which would never change"):
+                make(model, inner_of(Two()))
+        more = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))], lr=1.0)
+        with pytest.raises(
+            ValueError, match=r"the outer optimizer holds a parameter of shape \(7,\) that is not the model"
+        ):
+            phalanx.DiLoCo(model, inner, more, sync_every=2)
         outer = torch.optim.SGD([model.one.weight, *model.other.parameters()], lr=1.0)
         with pytest.raises(
             ValueError, match=r"StreamingDiLoCo: the outer optimizer does not hold parameter 'one.bias'"

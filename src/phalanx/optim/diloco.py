@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.optim.outer import OuterParameters, check_optimizers
-from phalanx.optim.rounds import Rounds
+from phalanx.optim.rounds import Rounds, check_kinds
 
 
 class DiLoCo(Rounds):
@@ -63,6 +63,7 @@ class DiLoCo(Rounds):
         backup_device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        check_kinds("DiLoCo", model, inner_optimizer, outer_optimizer)
         check_optimizers("DiLoCo", model, inner_optimizer, outer_optimizer)
         super().__init__(model, inner_optimizer, sync_every, process_group)
         self.outer_optimizer = outer_optimizer

@@ -67,7 +67,7 @@ class EASGD(Rounds):
         backup_device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not 0 < beta <= 1:
+        if not (isinstance(beta, float | int) and 0 < beta <= 1):
             raise ValueError(f"EASGD: beta must be above 0 and at most 1, got {beta!r}")
         self.beta = beta
         super().__init__(model, optimizer, sync_every, process_group, f", beta={beta}")

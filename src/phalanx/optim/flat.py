@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,19 @@ class Flat:
     blocks   the memory; with a group whose ranks share memory, in symmetric memory: reduced without another copy
     views    for each tensor, its copy, with the tensor's shape
 
-    Collective with such a group. `device` is where the copies lie, if not with the tensors.
+    Collective with such a group. `tensors` may be a function that finds them, each time of the same forms: buffers are
+    bound anew by some modules. `device` is where the copies lie, if not with the tensors.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+        self,
+        tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self._tensors = list(tensors)
+        self._find: Callable[[], Sequence[Tensor]] = tensors if callable(tensors) else list(tensors).copy
+        tensors = self._find()
         kinds: dict[tuple[torch.dtype, torch.device], int] = {}
         for tensor in tensors:
             kind = tensor.dtype, device or tensor.device
@@ -40,11 +46,11 @@ class Flat:
 
     def take(self) -> None:
         """Copy the tensors in."""
-        _copy(self.views, self._tensors)
+        _copy(self.views, self._find())
 
     def give(self) -> None:
         """Copy back out into the tensors."""
-        _copy(self._tensors, self.views)
+        _copy(self._find(), self.views)
 
     @property
     def numbers(self) -> list[Tensor]:

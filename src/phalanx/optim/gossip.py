@@ -77,7 +77,7 @@ class GossipSGD(Rounds):
         if not others:
             return
         (partner,) = others
-        theirs = Flat(self._parameters + self._buffers)
+        theirs = Flat(self._find_tensors)
         self._flat.take()
         swaps = []
         for mine, received in zip(self._flat.numbers, theirs.numbers, strict=True):

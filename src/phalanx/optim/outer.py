@@ -20,7 +20,7 @@ from phalanx.optim.flat import Flat
 
 
 def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optimizer) -> None:
-    """Refuse optimizers that are one, or an outer one that leaves parameters out.
+    """Refuse optimizers that are one, or an outer one that leaves parameters out or has others.
 
     Raises:
         ValueError: with which.
@@ -34,6 +34,14 @@ def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optim
             f"{name}: the outer optimizer does not hold parameter {missing[0]!r}, which would never change. Build "
             "it from model.parameters(), like the inner one"
         )
+    own = {id(parameter) for parameter in model.parameters()}
+    for group in outer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"{name}: the outer optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "model's, and would step it with gradients of the inner one. Build it from model.parameters()"
+                )
 
 
 class CommonParameters:

@@ -41,6 +41,7 @@ class Rounds(ABC):
         process_group: dist.ProcessGroup | None,
         settings: str = "",
     ) -> None:
+        check_kinds(self._name, model, optimizer)
         if not (isinstance(sync_every, int) and sync_every >= 1):
             raise ValueError(f"{self._name}: sync_every must be a number of steps, 1 or more, got {sync_every!r}")
         self.sync_every = sync_every
@@ -54,10 +55,16 @@ class Rounds(ABC):
         self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not self._named:
             raise ValueError(f"{self._name}: the model has no parameter that requires a gradient")
+        stepped = {id(parameter) for of in optimizer.param_groups for parameter in of["params"]}
+        if not any(id(parameter) in stepped for _, parameter in self._named):
+            raise ValueError(
+                f"{self._name}: {type(optimizer).__name__} holds no parameter of this model, which would never change. "
+                "Build it from the model's own model.parameters()"
+            )
         _verify_same(self._name, self._named, f"sync_every={sync_every}{settings}", group)
         self._parameters: list[Tensor] = [parameter for _, parameter in self._named]
-        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()]
-        self._flat = Flat(self._parameters + self._buffers, group=group)
+        self._places = _find_buffers(model)
+        self._flat = Flat(self._find_tensors, group=group)
         self._flat.take()
         self._flat.broadcast(group)
         self._flat.give()
@@ -66,6 +73,14 @@ class Rounds(ABC):
     _name: str
     _common: CommonParameters | None = None
     """What all ranks have alike between rounds."""
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        """As they are now: a module that writes `self.mean = 0.9 * self.mean + ...` binds its buffer anew."""
+        return [module.get_buffer(name) for module, name in self._places]
+
+    def _find_tensors(self) -> list[Tensor]:
+        return self._parameters + self._buffers
 
     def _make_plan(self, world_size: int) -> RoundPlan:
         return RoundPlan(world_size, self.sync_every)
@@ -100,7 +115,7 @@ class Rounds(ABC):
         """Go on in another group, after ranks were lost or came. Collective over it; `catch_up` comes next."""
         self.process_group = process_group
         self.plan = self._make_plan(process_group.size())
-        self._flat = Flat(self._parameters + self._buffers, group=process_group)
+        self._flat = Flat(self._find_tensors, group=process_group)
 
     def catch_up(self, *, is_new: bool) -> None:
         """A round out of turn, in which ranks that are new have no say: then all go on from the same one. Collective.
@@ -164,12 +179,35 @@ class Rounds(ABC):
             self._hook.remove()
 
 
+def check_kinds(name: str, model: Any, *optimizers: Any) -> None:
+    """Refuse what is no model and what is no optimizer.
+
+    Raises:
+        TypeError: with what it is.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name}: model must be a torch.nn.Module, got {model!r}")
+    for one in optimizers:
+        if isinstance(one, type) or not hasattr(one, "register_step_post_hook"):
+            raise TypeError(f"{name}: the optimizer must be a torch.optim.Optimizer, got {one!r}")
+
+
 def read_said(said: Tensor, work: dist.Work | None) -> tuple[tuple[int, ...], int]:
     """Which ranks count in a round, and how many have finished, once all have said it."""
     if work is not None:
         work.wait()
     *counts, num_finished = said.tolist()
     return tuple(rank for rank, one in enumerate(counts) if one), num_finished
+
+
+def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The module and the name of each that is averaged along: of floating or complex type, once where it is shared."""
+    places: dict[int, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() or buffer.is_complex():
+                places.setdefault(id(buffer), (module, name))
+    return list(places.values())
 
 
 def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> None:

@@ -9,6 +9,7 @@ Taken over:  t <- outer step with the mean of (t - x_i) as they were given;  x_i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.optim.flat import Flat
 from phalanx.optim.outer import OuterParameters, check_optimizers
 from phalanx.optim.round_plan import RoundPlan, plan_fragments
-from phalanx.optim.rounds import Rounds, read_said
+from phalanx.optim.rounds import Rounds, check_kinds, read_said
 
 
 @dataclass
@@ -96,6 +97,7 @@ class StreamingDiLoCo(Rounds):
         backup_device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        check_kinds("StreamingDiLoCo", model, inner_optimizer, outer_optimizer)
         check_optimizers("StreamingDiLoCo", model, inner_optimizer, outer_optimizer)
         self._fragments = _decide_fragments(model, fragments)
         num = len(self._fragments)
@@ -121,9 +123,11 @@ class StreamingDiLoCo(Rounds):
         self._exchange: Any = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
         self._rooms = []
         for number, fragment in enumerate(self._fragments):
-            tensors = [self._parameters[one] for one in fragment]
-            tensors += self._buffers if number == len(self._fragments) - 1 else []
-            self._rooms.append(Flat(tensors, group=self._exchange))
+            is_last = number == len(self._fragments) - 1
+            self._rooms.append(Flat(functools.partial(self._find_parts, fragment, is_last), group=self._exchange))
+
+    def _find_parts(self, fragment: tuple[int, ...], is_last: bool) -> list[Tensor]:
+        return [self._parameters[one] for one in fragment] + (self._buffers if is_last else [])
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """The outer parameters by name: the model to evaluate or save between rounds. Not copies.
@@ -280,7 +284,7 @@ def _check_times(sync_every: int, num_fragments: int, delay: int, mix: float) ->
             f"{name}: delay must be 0 or more steps, and less than sync_every / fragments, so that one fragment is "
             f"there before the next is sent; got {delay!r}"
         )
-    if not 0 <= mix < 1:
+    if not (isinstance(mix, float | int) and 0 <= mix < 1):
         raise ValueError(f"{name}: mix must be 0 or more and less than 1, got {mix!r}")
 
 
@@ -297,6 +301,10 @@ def _decide_fragments(model: nn.Module, fragments: int | Sequence[nn.Module]) ->
         if not trained:
             return ((),)  # which Rounds refuses
         return plan_fragments([parameter.nbytes for _, parameter in trained], fragments)
+    if not (isinstance(fragments, Sequence) and all(isinstance(module, nn.Module) for module in fragments)):
+        raise TypeError(
+            f"StreamingDiLoCo: fragments must be a number or modules of the model, one each, got {fragments!r}"
+        )
     owner_of: dict[int, int] = {}
     for number, module in enumerate(fragments):
         for parameter in module.parameters():
