@@ -181,6 +181,17 @@ class SmallAgent:
         message = json.loads(data)
         if message["kind"] == "lost":
             self.losses.append({**message, "seat": number})
+            self._require_cause()
+        elif message["kind"] == "waiting":
+            connection.send(json.dumps({"kind": "wait"}).encode())
+
+    def _require_cause(self) -> None:
+        """Ranks that all leave a generation, of which none is lost, disagree: nobody here would begin another."""
+        if self._end_on_loss:
+            return
+        told = {loss["seat"]: loss["error"] for loss in self.losses if loss["generation"] == self.generation}
+        if set(told) == set(self.seats) and all(seat.process.is_alive() for seat in self.seats.values()):
+            raise RuntimeError(f"all ranks have left generation {self.generation}, and none was lost: {told}")
 
     def _tell(self, number: int) -> None:
         seat, ranks = self.seats[number], self._ranks(n for n, s in self.seats.items())

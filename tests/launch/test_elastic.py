@@ -322,3 +322,95 @@ def test_what_comes_late_from_a_process_that_was_replaced_counts_for_nothing() -
     assert elastic.on_exit(Exit(1, 101, 0, 1.0), 1.0) is None
     assert not elastic.finished
     assert elastic.on_message(1, 201, {"kind": ["?"], "generation": "x", "step": None}, 1.0) == []
+
+
+def refused(actions: list[ElasticAction] | None) -> set[int]:
+    """The seats that are told that there is no other generation."""
+    told = [action for action in actions or () if isinstance(action, SendToRank)]
+    return {action.seat for action in told if action.message["kind"] == "no generation"}
+
+
+def disagree(elastic: Elastic, step: int, **message: object) -> list[ElasticAction]:
+    """Both ranks of two leave their group, of which none is lost."""
+    number = elastic.generation.number
+    fields = {"generation": number, "step": step, "error": "MismatchError: they differ", "disagrees": True, **message}
+    assert say(elastic, 0, "lost", **fields) == []
+    actions = say(elastic, 1, "lost", **fields)
+    for seat in (0, 1) if elastic.generation.number > number else ():
+        say(elastic, seat, "regrouped", generation=elastic.generation.number)
+    return actions
+
+
+def test_ranks_that_disagree_at_a_step_again_and_again_each_fail_of_their_own_error() -> None:
+    """All waited for a generation that nobody began, until one was killed for silence: "out of memory?", it said."""
+    elastic = job(2)
+    for _ in range(2):
+        assert "(rank 0: MismatchError: they differ): they form it again" in words(disagree(elastic, 3))
+    said = disagree(elastic, 3)
+    assert "the ranks have disagreed 3 times at the same step: MismatchError: they differ" in words(said)
+    assert refused(said) == {0, 1}
+    assert isinstance(said[-1], GiveUp)
+    assert elastic.next_due is None  # nobody is killed
+
+
+def test_ranks_that_disagree_at_another_step_or_are_slow_form_their_group_again() -> None:
+    elastic = job(2)
+    for step in range(30):
+        assert begun(disagree(elastic, step))
+    elastic = job(2)
+    for _ in range(20):
+        assert begun(disagree(elastic, 3, disagrees=False, error="DeadlineError: slow"))
+    actions = disagree(elastic, 3, disagrees=False)
+    assert refused(actions) == {0, 1}
+
+
+def test_who_leaves_the_group_when_another_has_ended_its_training_is_told_that_there_is_none() -> None:
+    """It waited for ever: from then on the job is an ordinary one, and nothing was decided for it any more."""
+    elastic = job(3)
+    say(elastic, 0, "finished")
+    assert refused(say(elastic, 1, "lost", generation=0)) == {1}
+    elastic = job(3)
+    assert say(elastic, 1, "lost", generation=0) == []
+    assert refused(say(elastic, 0, "finished")) == {1}
+    assert elastic.next_due is None  # nor is the one that has ended killed for its silence
+    elastic = job(3)
+    assert say(elastic, 1, "lost", generation=0) == []
+    assert lose(elastic, 0, 0) is None
+    assert elastic.next_due is None
+    assert refused(say(elastic, 1, "waiting", generation=0)) == {1}
+
+
+def test_who_asks_is_told_that_it_is_worth_waiting_or_that_it_is_not() -> None:
+    elastic = job(2, joined=1)
+    assert refused(say(elastic, 0, "lost", generation=0)) == {0}  # the other one trains nothing
+    elastic = job(2)
+    say(elastic, 0, "lost", generation=0)
+    assert say(elastic, 0, "waiting", generation=0) == [SendToRank(0, {"kind": "wait"})]
+    lose(elastic, 1)
+    assert say(elastic, 0, "waiting", generation=0) == [TellGeneration(0)]
+
+
+def test_who_was_spared_and_is_still_silent_is_killed_when_the_others_ask_again() -> None:
+    elastic = job(2)
+    lose(elastic, 0)
+    elastic.on_started(0, 200)
+    say(elastic, 0, "elastic", generation=1)
+    say(elastic, 0, "lost", generation=1)
+    assert Continue(1) in elastic.on_time(1.0 + SILENT_S)  # it alone holds the state
+    assert elastic.next_due is None
+    say(elastic, 0, "waiting", 20.0, generation=1)
+    (evict,) = elastic.on_time(20.0 + SILENT_S)
+    assert isinstance(evict, Evict)
+    say(elastic, 0, "waiting", 31.0, generation=1)
+    assert elastic.next_due == 20.0 + SILENT_S + DYING_S
+
+
+def test_a_replacement_that_comes_when_the_others_were_told_to_end_is_told_as_well() -> None:
+    elastic = job(3, max_replacements=1)
+    say(elastic, 0, "elastic", min_ranks=3)
+    lose(elastic, 1)
+    elastic.on_started(1, 201)
+    lose(elastic, 2)
+    (told,) = say(elastic, 1, "elastic", generation=1)
+    assert isinstance(told, SendToRank)
+    assert (told.seat, told.message["kind"]) == (1, "end")

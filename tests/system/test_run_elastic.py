@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from tests.system.phalanx_command import Finished, Running, run, said_by, start, write_script
 
 SCRIPT = str(Path(__file__).with_name("elastic_rank.py"))
@@ -351,3 +352,47 @@ def test_a_second_elastic_function_says_that_it_is_not_elastic(tmp_path: Path) -
     assert "a rank that is lost in it ends the job" in told[0]
     assert "Put both into one function" in told[0]
     assert sum(len(said_by(line)) for line in finished.out.splitlines() if "did 3" in line) == 2
+
+
+DISAGREEING = """
+import sys
+import torch
+import torch.distributed as dist
+import phalanx
+from phalanx import elastic
+
+with phalanx.init():
+    model = torch.nn.Linear(2, 1)
+    things = {}
+    if sys.argv[1] == "DDP":
+        model = phalanx.DistributedDataParallel(model, check=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if sys.argv[1] == "LocalSGD":
+        things["rounds"] = phalanx.LocalSGD(model, optimizer, sync_every=2)
+    state = elastic.State(model=model, optimizer=optimizer, **things)
+
+    @elastic.run(state)
+    def train(state):
+        while state.step < 8:
+            if state.step >= 3 and dist.get_rank() == 1:
+                dist.broadcast(torch.ones(1), src=0)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            state.commit()
+
+    train(state)
+"""
+
+
+@pytest.mark.parametrize("kind", ["DDP", "LocalSGD"])
+def test_ranks_that_disagree_whenever_their_group_is_formed_fail_and_say_how(kind: str, tmp_path: Path) -> None:
+    """All lived, and 21 times formed their group again; then all waited for another, until one was killed for it.
+
+    The job ended with `First failure: rank 1: SIGKILL (out of memory?)`.
+    """
+    finished = run("--nproc-per-node", "2", write_script(tmp_path, DISAGREEING), kind)
+    assert finished.code == 1
+    assert "the ranks have disagreed 3 times at the same step: MismatchError: " in finished.err
+    assert "SIGKILL" not in finished.err
+    assert "First failure: rank " in finished.err
+    assert "rank 1: broadcast(src=0) of float32 (1,) at " in finished.err.partition("First failure")[2]

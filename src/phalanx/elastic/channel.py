@@ -7,19 +7,23 @@ import json
 import os
 import select
 import socket
+import struct
 import time
 from collections import deque
 from typing import Any
 
 from phalanx.coordination.elastic_link import outlive_zygote
 from phalanx.deadline import Deadline
-from phalanx.elastic.membership import Generation, JobEndedError, Loss
-from phalanx.errors import PhalanxError
+from phalanx.elastic.membership import Generation, JobEndedError, Loss, NoGenerationError
+from phalanx.errors import DeadlineError, PhalanxError
 
 _MAX_PACKET_BYTES = 1 << 20
+_ENDS = ("end", "no generation")
 _WELCOME_S = 30.0
 _AGAIN_AFTER_S = 0.01
 _POLL_EVERY_S = 0.02  # how often a commit looks whether something has come
+_ASK_EVERY_S = 5.0  # whether there will be a generation
+_SILENT_AGENT_S = 60.0  # what an agent may take to answer, however short the operations of the group may be
 
 
 class AgentChannel:
@@ -87,10 +91,25 @@ class AgentChannel:
             with contextlib.suppress(OSError):  # the agent has ended, and with it, in a moment, this process
                 self._sock.send(json.dumps(message).encode())
 
+    def _ask(self, after: int) -> None:
+        """Whether there will be a generation; an agent that takes nothing is asked no more."""
+        with contextlib.suppress(OSError):
+            self._sock.send(json.dumps({"kind": "waiting", "generation": after}).encode(), socket.MSG_DONTWAIT)
+
+    @property
+    def _agent_pid(self) -> int:
+        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", credentials)[0])
+
     def report(self, loss: Loss) -> None:
         """I have lost a peer, and wait."""
         self._send(
-            kind="lost", generation=loss.generation, ranks=list(loss.ranks), step=loss.step, error=loss.error[:2000]
+            kind="lost",
+            generation=loss.generation,
+            ranks=list(loss.ranks),
+            step=loss.step,
+            error=loss.error[:2000],
+            disagrees=loss.disagrees,
         )
 
     def regrouped(self, number: int) -> None:
@@ -111,18 +130,31 @@ class AgentChannel:
 
     # -- what it hears -------------------------------------------------------------------------------------------
 
-    def next_generation(self, after: int) -> Generation:
-        """Wait for a generation later than `after`; of several the latest.
+    def next_generation(self, after: int, timeout_s: float) -> Generation:
+        """Wait for a generation later than `after`; of several the latest. The agent is asked now and then.
 
         Raises:
             JobEndedError: there will be none.
+            NoGenerationError: there will be none, for what this rank has reported.
+            DeadlineError: the agent does not answer.
             PhalanxError: the agent has ended.
         """
+        patience_s = max(timeout_s, _SILENT_AGENT_S)
+        deadline = Deadline.after(patience_s)
         while True:
-            self._receive(wait=False)
+            self._receive(wait_s=0.0)
             if (latest := self._latest(after)) is not None:
                 return latest
-            self._receive(wait=True)
+            if self._receive(wait_s=min(_ASK_EVERY_S, deadline.left_s)):
+                deadline = Deadline.after(patience_s)
+            elif deadline.passed:
+                raise DeadlineError(
+                    f"phalanx.elastic, after generation {after}: this rank has left its group, and `phalanx run` on "
+                    f"{socket.gethostname()} (pid {self._agent_pid}), which begins the next one, has not answered "
+                    f"within {patience_s:g} s.\nLook whether that process is stopped, or the host overloaded."
+                )
+            else:
+                self._ask(after)
 
     def newer_than(self, number: int) -> bool:
         """Whether a later generation was announced, or others wait to be let in."""
@@ -130,34 +162,39 @@ class AgentChannel:
         if now < self._next_poll and not self._arrived:
             return False
         self._next_poll = now + _POLL_EVERY_S
-        self._receive(wait=False)
-        return any(m.get("kind") == "end" or int(m.get("generation", 0)) > number for m in self._arrived)
+        self._receive(wait_s=0.0)
+        return any(m["kind"] in _ENDS or int(m.get("generation", 0)) > number for m in self._arrived)
 
     def _latest(self, after: int) -> Generation | None:
         latest = None
         for message in self._arrived:
             if message.get("kind") == "end":
                 raise JobEndedError(str(message.get("why", "")), exit_code=int(message.get("code", 75)))
+            if message.get("kind") == "no generation":
+                raise NoGenerationError(f"phalanx.elastic: the group is not formed again: {message.get('why', '')}")
             if message.get("kind") == "generation" and int(message["generation"]) > after:
                 latest = Generation.of_message(message)
         if latest is not None:
             self._arrived.clear()
         return latest
 
-    def _receive(self, *, wait: bool) -> None:
-        while select.select([self._sock], [], [], None if wait else 0)[0]:
+    def _receive(self, *, wait_s: float) -> bool:
+        """Whether something has come; all that has is taken."""
+        has_come = False
+        while select.select([self._sock], [], [], 0.0 if has_come else wait_s)[0]:
             try:
                 data = self._sock.recv(_MAX_PACKET_BYTES)
             except OSError:
                 data = b""
             if not data:
-                if wait:
+                if wait_s:
                     raise PhalanxError("elastic: the agent of this host has ended, and nobody forms the group again")
-                return
+                return has_come
             self._take(data)
-            wait = False
+            has_come = True
+        return has_come
 
     def _take(self, data: bytes) -> None:
         message = json.loads(data)
-        if message.get("kind") in ("generation", "joining", "end"):
+        if message.get("kind") in ("generation", "joining", *_ENDS):
             self._arrived.append(message)

@@ -112,10 +112,12 @@ class ElasticGroup:
             dist.barrier(group=self.process_group)
         self._membership.finished()
 
-    def is_lost(self, error: BaseException) -> bool:
-        """Also by an error that came through torch's C++, as that of a reducer of its own does, under another type."""
+    def find_loss(self, error: BaseException) -> BaseException | None:
+        """The loss, if it is one; also under an error that came through torch's C++, as that of its reducer does."""
+        if is_loss(error):
+            return error
         heard = self.process_group.find_failure() if type(error) is RuntimeError else None
-        return is_loss(error) or (heard is not None and is_loss(heard))
+        return heard if heard is not None and is_loss(heard) else None
 
     def restore_own(self) -> None:
         """Have what this rank alone knows as it was at the latest commit."""

@@ -6,21 +6,28 @@ import traceback
 
 import torch.distributed as dist
 
-from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
 
 
 class NewGenerationError(PhalanxError):
     """Others wait to be let in: all ranks stop at a commit, and form the group anew."""
 
 
+def is_mismatch(error: BaseException) -> bool:
+    """Whether this, or what it came of, is that ranks disagree: the same program will do it again."""
+    return _has(error, (MismatchError,))
+
+
 def is_loss(error: BaseException) -> bool:
     """Whether this, or what it came of, is the loss of a peer, and not a mistake."""
+    return _has(error, (PeerLostError, DeadlineError, NewGenerationError, dist.DistBackendError, dist.DistNetworkError))
+
+
+def _has(error: BaseException, types: tuple[type[BaseException], ...]) -> bool:
     seen: set[int] = set()
     now: BaseException | None = error
     while now is not None and id(now) not in seen:
-        if isinstance(
-            now, (PeerLostError, DeadlineError, NewGenerationError, dist.DistBackendError, dist.DistNetworkError)
-        ):
+        if isinstance(now, types):
             return True
         seen.add(id(now))
         now = now.__cause__ or now.__context__

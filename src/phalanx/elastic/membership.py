@@ -30,18 +30,23 @@ class JobEndedError(PhalanxError):
         self.exit_code = exit_code
 
 
+class NoGenerationError(PhalanxError):
+    """The launcher begins no other generation: what this rank has reported is its failure now."""
+
+
 class SupersededError(Exception):
     """While the ranks of a generation meet, the launcher has begun another."""
 
 
 @dataclass
 class Loss:
-    """What a rank reports."""
+    """What a rank reports. `disagrees`: no rank is lost, they called different operations."""
 
     generation: int
     step: int
     error: str
     ranks: tuple[int, ...] = field(default=())
+    disagrees: bool = False
 
 
 class Membership(Protocol):
@@ -51,11 +56,13 @@ class Membership(Protocol):
         """I have lost a peer, and wait."""
         ...
 
-    def next_generation(self, after: int) -> Generation:
-        """Wait for a generation later than `after`.
+    def next_generation(self, after: int, timeout_s: float) -> Generation:
+        """Wait for a generation later than `after`: as long as who decides says that there may be one.
 
         Raises:
-            JobEndedError: there will be none.
+            JobEndedError: there will be none; what is held is to be saved.
+            NoGenerationError: there will be none, and the loss that was reported is this rank's failure.
+            DeadlineError: nothing was heard of who decides for `timeout_s`.
         """
         ...
 

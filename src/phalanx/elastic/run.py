@@ -17,10 +17,11 @@ from phalanx.backend.shared import rehearses
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.elastic.channel import AgentChannel
 from phalanx.elastic.group import ElasticGroup, leave_all_groups
-from phalanx.elastic.losses import forget, is_loss
-from phalanx.elastic.membership import Generation, JobEndedError, Loss, Membership, SupersededError
+from phalanx.elastic.losses import forget, is_loss, is_mismatch
+from phalanx.elastic.membership import Generation, JobEndedError, Loss, Membership, NoGenerationError, SupersededError
 from phalanx.elastic.points import LOST, reached
 from phalanx.elastic.state import State
+from phalanx.errors import DeadlineError
 from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
@@ -123,12 +124,13 @@ class ElasticJob:
                     group.finish()
                     return result
                 except Exception as error:
-                    if not group.is_lost(error):
+                    lost = group.find_loss(error)
+                    if lost is None:
                         membership.failed(self._state.step, f"{type(error).__name__}: {error}")
                         raise
-                    loss = self._describe(group, error)
+                    loss = self._describe(group, lost)
                     forget(error)
-                self._recover(group, membership, loss)
+                self._recover(group, membership, loss, lost)
         except JobEndedError as error:
             self._end(group, error)
         finally:
@@ -181,10 +183,16 @@ class ElasticJob:
     def _describe(self, group: ElasticGroup, error: BaseException) -> Loss:
         ranks = tuple(getattr(error, "ranks", ()))
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Loss(group.generation, self._state.step, text, ranks)
+        return Loss(group.generation, self._state.step, text, ranks, is_mismatch(error))
 
-    def _recover(self, group: ElasticGroup, membership: Membership, loss: Loss | None) -> None:
-        """Return when this rank is in the group of a later generation, with the state to go on from."""
+    def _recover(
+        self, group: ElasticGroup, membership: Membership, loss: Loss | None, cause: BaseException | None = None
+    ) -> None:
+        """Return when this rank is in the group of a later generation, with the state to go on from.
+
+        Raises:
+            `cause`, or what came of a later generation: there will be no other.
+        """
         generation: Generation | None = None
         if loss is not None:
             reached(LOST)
@@ -194,7 +202,12 @@ class ElasticJob:
         after = group.generation
         while True:
             if generation is None:
-                generation = membership.next_generation(after)
+                try:
+                    generation = membership.next_generation(after, group.process_group._timeout_s)
+                except (NoGenerationError, DeadlineError) as none:
+                    if cause is None:
+                        raise
+                    raise cause from none.with_traceback(None)
             after = generation.number
             try:
                 group.enter(generation)
@@ -205,6 +218,7 @@ class ElasticJob:
                 if not is_loss(error):
                     raise
                 membership.report(self._describe(group, error))
+                cause = error
                 forget(error)
                 generation = None
                 continue

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.agent.elastic_actions import (
     Abandon,
     BeginGeneration,
@@ -38,8 +39,10 @@ BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start
 ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait
 DYING_S = 5.0  # what the kernel may take to end a process that was killed (a system call that cannot be interrupted)
 ALL_LEFT = "all ranks have left their group"
+_HAS_ENDED = "another rank has ended its training"
 SILENT_S = 10.0  # what a rank may keep the others waiting, which have given up on it
 _MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
+_MAX_DISAGREED = 3  # times that ranks called different operations; once or twice it may come of a loss
 _MAX_ALIKE = 2  # times that the same exception is raised at the same step
 
 
@@ -77,6 +80,7 @@ class Elastic:
         self.given_up = False
         self.lost_early = False  # a rank was killed before all had come as far as training
         self.ended: int | None = None  # the exit code with which the ranks were told to end
+        self._ending: dict[str, Any] = {}  # what they were told
         self.next_due: float | None = None
         self._exits: list[tuple[Exit, Report | None]] = []  # losses of which nothing was decided yet
         self._newest: list[Lost] = []  # the same in words
@@ -90,6 +94,8 @@ class Elastic:
         self._best_step = -1
         self._in_vain = 0
         self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # exceptions at a step -> how often
+        self._told: dict[int, tuple[bool, str]] = {}  # by seat: whether ranks disagree, and its error
+        self._disagreed = 0  # times since the last step that was completed
 
     @property
     def active(self) -> bool:
@@ -144,9 +150,13 @@ class Elastic:
         elif kind == "regrouped":
             return self._on_regrouped(member, generation, now)
         elif kind == "lost":
-            return self._on_told_loss(member, generation, now)
+            disagrees, error = message.get("disagrees") is True, str(message.get("error", ""))
+            return self._on_told_loss(member, generation, (disagrees, error), now)
+        elif kind == "waiting":
+            return self._on_waiting(member, generation, now)
         elif kind == "finished":
-            self.finished = self.has_trained = True
+            self.has_trained = True
+            return self._finish()
         return []
 
     def claims(self, seat: int, pid: int) -> bool:
@@ -168,7 +178,7 @@ class Elastic:
         if member is None or member.pid != exit.pid:
             return None
         if exit.status == 0 and member.report is None:
-            self.finished = True
+            self._finish()
         if not self.active:
             comes_early = not (self.generation.number or self.finished or self.given_up or self._best_step >= 0)
             if comes_early and exit.status < 0 and member.report is None:
@@ -239,8 +249,18 @@ class Elastic:
     def give_up(self) -> GiveUp:
         """What was lost and not decided is an ordinary failure from now on."""
         self.given_up = True
+        self._due = {}
+        self._plan_due()
         exits, self._exits = self._exits, []
         return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
+
+    def _finish(self) -> list[ElasticAction]:
+        """An ordinary job from now on: nobody is killed for being silent, and who waits for others waits in vain."""
+        self.finished = True
+        self._due = {}
+        self._plan_due()
+        waiting = [member for member in self.members.values() if member.has_lost >= self.generation.number]
+        return [_refuse(member, _HAS_ENDED) for member in waiting if self.ended is None]
 
     def _on_joined(self, member: Member, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
         member.joined = True
@@ -249,6 +269,8 @@ class Elastic:
             member.holds_state = True
         wait_s = message.get("wait_s")
         member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
+        if self.ended is not None:  # the others were told before
+            return [SendToRank(member.seat, self._ending)]
         return [TellGeneration(member.seat)] if self.generation.number and not self._exits else []
 
     def _on_regrouped(self, member: Member, generation: int, now: float) -> list[ElasticAction]:
@@ -273,29 +295,60 @@ class Elastic:
             f"{now - min(each.at for each in lost):.2f} s after the loss"
         )
 
-    def _on_told_loss(self, member: Member, generation: int, now: float) -> list[ElasticAction]:
+    def _on_told_loss(self, member: Member, generation: int, told: tuple[bool, str], now: float) -> list[ElasticAction]:
         """A rank has left a generation. If no process has ended, the others must follow, or are what it waits for."""
         member.has_lost = max(member.has_lost, generation)
+        if why := self._find_no_generation():
+            return [_refuse(member, why)]
         if generation != self.generation.number or self._exits or not self.active:
             return []
+        self._told.setdefault(member.seat, told)
         silent = [other for other in self.members.values() if other.has_lost < generation]
         if not silent:
             self._in_vain += 1
+            self._disagreed += any(disagrees for disagrees, _ in self._told.values())
             return self._decide(now, ALL_LEFT)
-        for other in silent:
-            if other.seat not in self._due:
-                span_s = self.silence_s(other.seat)
-                why = f"rank {self.rank_of(member.seat)} has given up on their group, and it has not for {span_s:g} s"
-                self._set_due(other.seat, now + span_s, why)
+        self._set_due_silent(member, silent, now)
         for seat in [seat for seat in self._due if self.members[seat].has_lost >= generation]:
             if self.members[seat].report is None:
                 del self._due[seat]
         return []
 
+    def _set_due_silent(self, member: Member, silent: list[Member], now: float) -> None:
+        for other in silent:
+            if other.seat not in self._due and other.pid not in self._evicted:
+                span_s = self.silence_s(other.seat)
+                why = f"rank {self.rank_of(member.seat)} has given up on their group, and it has not for {span_s:g} s"
+                self._set_due(other.seat, now + span_s, why)
+
+    def _on_waiting(self, member: Member, generation: int, now: float) -> list[ElasticAction]:
+        """A rank waits for the generation after that one: it is answered, so that it does not wait for nobody."""
+        if generation < self.generation.number and not self._exits:
+            return [TellGeneration(member.seat)]
+        if why := self._find_no_generation():
+            return [_refuse(member, why)]
+        if self.active and not self._exits and member.has_lost >= generation:  # one that was spared may still be silent
+            silent = [other for other in self.members.values() if other.has_lost < generation]
+            self._set_due_silent(member, silent, now)
+        return [SendToRank(member.seat, {"kind": "wait"})]
+
+    def _find_no_generation(self) -> str:
+        """Why no other generation will be begun; empty where one may be, or the ranks were told to end."""
+        if self.ended is not None:
+            return ""
+        if self.given_up:
+            return "`phalanx run` has given the job up"
+        if self.finished:
+            return _HAS_ENDED
+        strangers = [seat for seat, other in self.members.items() if not other.joined]
+        if strangers and not self.generation.number:
+            return f"{name_ranks(strangers)} never came to phalanx.elastic.run"
+        return ""
+
     def _on_step(self, step: int) -> None:
         if step > self._best_step:
             self._best_step = step
-            self._in_vain = 0
+            self._in_vain = self._disagreed = 0
             self._raised = {key: times for key, times in self._raised.items() if key[2] >= step}
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
@@ -303,10 +356,10 @@ class Elastic:
         if any(member.report is not None for member in self.members.values()):
             return []
         if not any(member.holds_state for member in self.members.values()):
-            return [self.give_up()]
+            return self._fail("no rank that is left holds the state of the training")
         why = self._find_hopeless()
         if why:
-            return [Say(f"phalanx run: {why}"), self.give_up()]
+            return [Say(f"phalanx run: {why}"), *self._fail(why)]
         living = frozenset(self.members) | self._forking
         all_living = {host.member: living & frozenset(host.seats) for host in self.seating.hosts}
         self.seating = seating = self.seating.with_living(all_living, self.plan_refills(living))
@@ -315,6 +368,9 @@ class Elastic:
             return self._end(missing, now)
         lost, self._newest = self._newest, []
         generation = plan_generation(self.generation.number + 1, seating)
+        if without_loss == ALL_LEFT and self._told:
+            seat, (_, error) = next(iter(self._told.items()))
+            without_loss = f"{ALL_LEFT} (rank {self.rank_of(seat)}: {error})"
         forked = {seat for part in generation.parts for seat in part.forked}
         self.num_replaced += len(forked)
         lost = [replace(each, replaced=each.seat in forked) for each in lost]
@@ -322,7 +378,7 @@ class Elastic:
         retired = tuple(seat for seat in self.generation.seats if seat not in generation.seats)
         self.generation = generation
         self._exits, self._gone = [], set()
-        self._due = {}
+        self._due, self._told = {}, {}
         self._plan_due()
         holders = tuple(member.seat for member in self.members.values() if member.holds_state)
         self._forking |= forked
@@ -331,6 +387,11 @@ class Elastic:
             *([Retire(retired)] if retired else []),
             BeginGeneration(generation, holders, tuple(lost)),
         ]
+
+    def _fail(self, why: str) -> list[ElasticAction]:
+        """The job fails of those that were lost; if none was, each rank of the error by which it left its group."""
+        told = [] if self._exits or self._gone else [_refuse(member, why) for member in self.members.values()]
+        return [*told, self.give_up()]
 
     def silence_s(self, seat: int) -> float:
         """For how long the process in a seat may keep the others waiting."""
@@ -363,6 +424,9 @@ class Elastic:
             self._raised[key] = self._raised.get(key, 0) + 1
             if self._raised[key] >= _MAX_ALIKE:
                 return f"rank {self.rank_of(seat)} has raised the same as before at the same step, and is not replaced"
+        if self._disagreed >= _MAX_DISAGREED:
+            error = next(error for disagrees, error in self._told.values() if disagrees)
+            return f"the ranks have disagreed {self._disagreed} times at the same step: {error}"
         if self._in_vain > _MAX_IN_VAIN:
             return f"{self._in_vain} ranks were lost in a row, and no step was completed in between"
         return ""
@@ -377,7 +441,7 @@ class Elastic:
         self.ended = BELOW_MINIMUM_EXIT_CODE
         self.losses += self._newest
         self._newest = []
-        message = {"kind": "end", "code": self.ended, "why": why}
+        message = self._ending = {"kind": "end", "code": self.ended, "why": why}
         retired = tuple(seat for seat in self.generation.seats if seat not in {*self.members, *self._forking})
         self._exits = []
         return [
@@ -409,6 +473,10 @@ class Elastic:
 
     def _plan_due(self) -> None:
         self.next_due = min([*(at for at, _ in self._due.values()), *self._undying.values()], default=None)
+
+
+def _refuse(member: Member, why: str) -> SendToRank:
+    return SendToRank(member.seat, {"kind": "no generation", "why": why})
 
 
 def _read_int(value: object, default: int) -> int:
