@@ -48,16 +48,45 @@ _MODULE_OF = {
     "PeerLostError": "phalanx.errors",
 }
 
-# Packages that are used by their own name: `phalanx.elastic.run`, `phalanx.strategies.get`.
-_PACKAGES = ("elastic", "mapreduce", "report", "strategies")
+# Packages that are used by their own name: `phalanx.elastic.run`, `phalanx.nn.place`.
+_PACKAGES = (
+    "checkpoint",
+    "collectives",
+    "data",
+    "ddp",
+    "elastic",
+    "errors",
+    "mapreduce",
+    "nn",
+    "optim",
+    "parameter_server",
+    "pipeline",
+    "report",
+    "rpc",
+    "strategies",
+    "testing",
+    "trainer",
+)
 
 __all__ = ["__version__", *_MODULE_OF, *_PACKAGES]
 
 if TYPE_CHECKING:
+    from phalanx import checkpoint as checkpoint
+    from phalanx import collectives as collectives
+    from phalanx import data as data
+    from phalanx import ddp as ddp
     from phalanx import elastic as elastic
+    from phalanx import errors as errors
     from phalanx import mapreduce as mapreduce
+    from phalanx import nn as nn
+    from phalanx import optim as optim
+    from phalanx import parameter_server as parameter_server
+    from phalanx import pipeline as pipeline
     from phalanx import report as report
+    from phalanx import rpc as rpc
     from phalanx import strategies as strategies
+    from phalanx import testing as testing
+    from phalanx import trainer as trainer
     from phalanx.backend import Options as Options
     from phalanx.backend import init as init
     from phalanx.backend import mesh as mesh

@@ -408,7 +408,9 @@ def test_auto_takes_what_fits_and_says_why(now, name, options, words):
 
 def test_wrong_names_numbers_and_devices_are_refused():
     for call, words in [
-        (lambda: strategies.get("ddp"), "there is no strategy 'ddp': it is 'auto' or one of 'single_device', 'mirr"),
+        (lambda: strategies.get("ddp"), "no strategy 'ddp'; you may mean 'mirrored': it is 'auto' or one of 'single_d"),
+        (lambda: strategies.get("miror"), "no strategy 'miror'; you may mean 'mirrored'"),
+        (lambda: strategies.get("fsdp"), "you may mean 'sharded' with shard='model'"),
         (lambda: strategies.MirroredStrategy(0), "devices must be 1 or more, got 0"),
         (lambda: strategies.MirroredStrategy(["cpu:0", "oven"]), "devices=.*oven"),
         (lambda: strategies.MirroredStrategy([]), "must name one or more of one kind"),
@@ -427,6 +429,10 @@ def test_wrong_names_numbers_and_devices_are_refused():
     ]:
         with pytest.raises(ValueError, match=words):
             call()
+    with pytest.raises(TypeError, match=r"MirroredStrategy has no option 'num_gpus'.*: it has 'devices', 'launch'"):
+        strategies.get("mirrored", num_gpus=2)
+    with pytest.raises(TypeError, match=r"no option 'device'; you may mean 'devices'"):
+        strategies.get("multi_worker_mirrored", device=2)
     with pytest.raises(TypeError, match=r"devices must be how many, or a list of names as .* got 'cpu'"):
         strategies.MirroredStrategy("cpu")
     with pytest.raises(RuntimeError, match=r"2 ranks are asked for, and a .* cannot be started again"):

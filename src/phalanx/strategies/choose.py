@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,20 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
         EASGDStrategy,
         GossipSGDStrategy,
     )
+}
+
+# What other frameworks call them, for who writes that.
+_ELSEWHERE = {
+    "dp": "'mirrored' (a process for each device)",
+    "ddp": "'mirrored'",
+    "ddp_spawn": "'mirrored'",
+    "fsdp": "'sharded' with shard='model'",
+    "fsdp2": "'sharded' with shard='model'",
+    "zero": "'sharded'",
+    "deepspeed": "'sharded'",
+    "horovod": "'mirrored' or 'multi_worker_mirrored'",
+    "one_device": "'single_device'",
+    "ps": "'parameter_server'",
 }
 
 
@@ -101,6 +116,15 @@ def decide_strategy(now: Situation) -> Choice:
     return Choice("multi_worker_mirrored" if several else "mirrored", {}, f"{where}; a copy of the model fits each")
 
 
+def _advise(name: str) -> str:
+    """What to write instead, if that can be guessed."""
+    meant = _ELSEWHERE.get(str(name).lower())
+    close = difflib.get_close_matches(str(name), ["auto", *STRATEGIES], n=1)
+    if meant is None and close:
+        meant = repr(close[0])
+    return "" if meant is None else f"; you may mean {meant}"
+
+
 def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: Any) -> Strategy:
     """The strategy of this name; "auto" looks at ranks, hosts and devices, takes one, and says why (`reason`).
 
@@ -116,7 +140,8 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
     if name != "auto":
         if name not in STRATEGIES:
             raise ValueError(
-                f"there is no strategy {name!r}: it is 'auto' or one of {', '.join(map(repr, STRATEGIES))}"
+                f"there is no strategy {name!r}{_advise(name)}: it is 'auto' or one of "
+                f"{', '.join(map(repr, STRATEGIES))}"
             )
         return STRATEGIES[name](**options)
     launched = is_launched(os.environ)

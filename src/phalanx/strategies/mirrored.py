@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -69,6 +71,7 @@ class MirroredStrategy(ReplicatedStrategy):
 
     Raises:
         ValueError: there are several hosts, or other ranks than `devices` asks for.
+        TypeError: neither the strategy nor DistributedDataParallel has such an option.
         RuntimeError: a notebook, or another program that cannot be started again.
     """
 
@@ -82,6 +85,7 @@ class MirroredStrategy(ReplicatedStrategy):
         timeout: float = 1800.0,
         **options: Any,
     ) -> None:
+        _check_options(self._called, options)
         self._options = options
         super().__init__(devices, launch=launch, timeout=timeout)
 
@@ -104,6 +108,17 @@ class MirroredStrategy(ReplicatedStrategy):
         """The model inside of DistributedDataParallel."""
         model = super().bare_model
         return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _check_options(called: str, options: Mapping[str, Any]) -> None:
+    known = list(inspect.signature(DistributedDataParallel).parameters)[1:]  # without the module
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, ["devices", "launch", "timeout", *known], n=1)
+            raise TypeError(
+                f"{called} has no option {name!r}{f'; you may mean {close[0]!r}' if close else ''}: it has 'devices', "
+                "'launch', 'timeout', and those of DistributedDataParallel"
+            )
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
