@@ -15,7 +15,7 @@ from tests.gpu.collectives import all_collectives
 import phalanx
 from phalanx.backend import device_backends
 from phalanx.backend.device_backends import DeviceBackend
-from phalanx.backend.job import decide_device
+from phalanx.backend.job import decide_device, find_cuda_backend
 from phalanx.engines.nccl import find_shared_gpu
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import RankFailed, run_ranks
@@ -176,18 +176,24 @@ def test_models_are_trained_over_staged_collectives(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "ranks_here", "gpus", "per_gpu", "is_nccl", "device"),
+    ("local_rank", "ranks_here", "gpus", "per_gpu", "config", "device"),
     [
-        (0, 1, 0, 1, False, "cpu"),
-        (0, 1, 1, 1, False, "cuda:0"),
-        (3, 4, 4, 1, False, "cuda:3"),
-        (3, 4, 1, 4, False, "cuda:0"),
-        (3, 4, 2, 2, False, "cuda:1"),
-        (3, 16, 8, 1, False, "cpu"),  # a rank per core
-        (3, 4, 1, 1, True, "cuda:0"),
+        (0, 1, 0, 1, "phalanx", "cpu"),
+        (0, 1, 1, 1, "cpu:phalanx,cuda:phalanx", "cuda:0"),
+        (3, 4, 4, 1, "phalanx", "cuda:3"),
+        (3, 4, 1, 4, "phalanx", "cuda:0"),
+        (3, 4, 2, 2, "phalanx", "cuda:1"),
+        (3, 16, 8, 1, "phalanx", "cpu"),  # a rank per core
+        (3, 4, 1, 1, "cuda:nccl", "cuda:0"),
+        (3, 4, 1, 1, "cpu:gloo,cuda:nccl", "cuda:0"),
+        (0, 1, 1, 1, "cpu:gloo,cuda:gloo", "cpu"),  # a script for Gloo has always trained on the CPU
+        (0, 1, 1, 1, "cpu:phalanx", "cpu"),
+        (0, 1, 1, 1, "mpi", "cpu"),
+        (3, None, 4, 1, "phalanx", "cuda:3"),  # 16 ranks on four hosts, by a launcher that says LOCAL_RANK only
+        (4, None, 4, 1, "phalanx", "cpu"),
     ],
 )
 def test_neighbours_share_a_gpu_and_ranks_that_were_counted_by_cores_have_none(
-    local_rank, ranks_here, gpus, per_gpu, is_nccl, device
+    local_rank, ranks_here, gpus, per_gpu, config, device
 ) -> None:
-    assert decide_device(local_rank, ranks_here, gpus, per_gpu, is_nccl=is_nccl) == torch.device(device)
+    assert decide_device(local_rank, ranks_here, gpus, per_gpu, find_cuda_backend(config)) == torch.device(device)

@@ -14,7 +14,8 @@ class LateStaging(Staging):
 
     def __init__(self, device):
         super().__init__(device)
-        self._to_host, self._to_device = [], []
+        self.copies_early = True
+        self._to_host, self._to_device, self._then = [], [], []
         LateStaging.made.append(self)
 
     def to_host(self, host, tensor):
@@ -32,15 +33,19 @@ class LateStaging(Staging):
     def follow(self):
         """Here it has no say: whoever changes a gradient that is being copied has waited."""
 
-    def to_device(self, tensors, host):
+    def to_device(self, tensors, host, then):
         self._to_device += [(tensor, source, source.clone()) for tensor, source in zip(tensors, host, strict=True)]
+        self._then.append(then)
 
     def settle(self):
         copies, self._to_device = self._to_device, []
+        then, self._then = self._then, []
         with torch.no_grad():
-            for tensor, host, then in copies:
-                assert torch.equal(host, then), "the host's memory was written before it was read"
+            for tensor, host, read in copies:
+                assert torch.equal(host, read), "the host's memory was written before it was read"
                 tensor.copy_(host)
+            for do in then:
+                do()
 
     @classmethod
     def compute(cls, module, _inputs=None):

@@ -13,7 +13,7 @@ import phalanx
 from phalanx import ZeroRedundancyOptimizer, strategies
 from phalanx.optim import merge_state_dicts, offload, zero
 from phalanx.optim.plan import plan_waves
-from phalanx.optim.staging import plan_pages
+from phalanx.optim.staging import Staging, plan_pages
 from phalanx.testing import run_ranks
 
 STEPS = 3
@@ -178,6 +178,102 @@ def test_what_is_written_into_parameters_between_steps_counts():
         return same(results[1][0], results[2][0])
 
     assert run_ranks(written, 2) == [True] * 2
+
+
+class _EarlyStaging(Staging):
+    """Copies of gradients on the CPU as early as those of a device."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.copies_early = True
+
+
+def test_gradients_changed_by_what_pytorch_does_not_count_are_what_the_update_takes(monkeypatch):
+    """A copy used to count while the gradient's version was the same, which neither collectives nor the unscaling of a
+    GradScaler raise: with a GradScaler, models were trained on gradients as they were scaled, and a gradient that
+    the user reduced himself on one that was not."""
+
+    def trained(rank, world_size):
+        alone = [dist.new_group([one]) for one in range(world_size)][rank]
+        results = []
+        for away, staging in ((False, Staging), (True, Staging), (True, _EarlyStaging)):
+            monkeypatch.setattr(zero, "Staging", staging)
+            ddp, bare = wrapped(), Uneven()
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, offload=away, lr=0.1)
+            # A group of its own, in a job where others may reduce what autograd has written here.
+            other = ZeroRedundancyOptimizer(bare.parameters(), optim.SGD, offload=away, lr=0.1, process_group=alone)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale(ddp(batch(rank, step)).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
+                for gradient in gradients:
+                    if step == 1:
+                        dist.all_reduce(gradient)
+                    if step == 2:
+                        gradient.data.neg_()
+                    if step == 3:
+                        gradient.data.copy_(gradient.flatten().flip(0).view_as(gradient))
+                if step == 3:
+                    optimizer.clip_grad_norm_(0.01)
+                scaler.step(optimizer)
+                scaler.update()
+                other.zero_grad()
+                backward(bare, rank, step)
+                for parameter in bare.parameters():
+                    if parameter.grad is not None:
+                        dist.all_reduce(parameter.grad)
+                other.step()
+            results.append((values(ddp), values(bare)))
+        return [same(result[n], results[0][n]) for result in results[1:] for n in range(2)]
+
+    assert run_ranks(trained, 2) == [[True] * 4] * 2
+
+
+def test_parameters_changed_by_what_pytorch_does_not_count_stay_changed(monkeypatch):
+    """What a broadcast, a DDP that was built after the optimizer, or a write through .data left in a parameter was put
+    back by the next step, since the parameter's version was still the one of the last copy to it."""
+
+    def changed(rank, world_size):
+        lost = []
+        for staging in (Staging, _EarlyStaging):
+            monkeypatch.setattr(zero, "Staging", staging)
+            for dtype in (torch.float32, torch.bfloat16):
+                module = nn.Linear(60, 41).to(dtype)
+                optimizer = ZeroRedundancyOptimizer(module.parameters(), optim.SGD, offload=True, lr=0.1)
+
+                def broadcast(module=module):
+                    if rank == 0:
+                        nn.init.normal_(module.weight)
+                    with torch.no_grad():
+                        dist.broadcast(module.weight, 0)
+
+                def average(module=module):
+                    for parameter in module.parameters():
+                        dist.all_reduce(parameter.data)
+
+                def build_ddp(module=module):
+                    if rank == 0:
+                        nn.init.normal_(module.weight)
+                    phalanx.DistributedDataParallel(module)
+
+                def through_data(module=module):
+                    module.weight.data.neg_()
+                    module.bias.data = torch.full_like(module.bias, 3.0)
+
+                for change in (broadcast, average, build_ddp, through_data):
+                    for _ in range(2):
+                        change()
+                        expected = values(module)
+                        for parameter in module.parameters():
+                            parameter.grad = torch.zeros_like(parameter)
+                        optimizer.step()
+                        if not same(values(module), expected):
+                            lost.append((staging.__name__, dtype, change.__name__))
+        return lost
+
+    assert run_ranks(changed, 2) == [[], []]
 
 
 def test_groups_frozen_parameters_and_those_without_gradients(monkeypatch):
@@ -411,6 +507,42 @@ def test_gather_gradients_false_and_strategies_take_it_too():
     assert run_ranks(sharded, 2) == [True] * 2
 
 
+def _refuses_parameters_in_the_same_memory():
+    """Each had a master, of which the last to be copied back won: the other's update was lost."""
+    one = nn.Parameter(torch.ones(10))
+    for offloads in (False, True):
+        again = nn.Parameter(one.data)
+        for params in ([one, again], iter([{"params": iter([("one", one)])}, {"params": [("tail", again)]}])):
+            with pytest.raises(
+                ValueError, match=r"two parameters, of shapes \(10,\) and \(10,\), lie in the same memory"
+            ):
+                ZeroRedundancyOptimizer(params, optim.SGD, offload=offloads)
+        optimizer = ZeroRedundancyOptimizer([one], optim.SGD, offload=offloads)
+        with pytest.raises(ValueError, match="lie in the same memory on rank 0"):
+            optimizer.add_param_group({"params": [nn.Parameter(one.data[5:])]})
+        flat = torch.ones(10)  # side by side is not the same
+        optimizer.add_param_group({"params": [nn.Parameter(flat[:5]), nn.Parameter(flat[5:])]})
+        optimizer.step()
+
+
+def test_frozen_integers_may_be_among_the_parameters_on_any_rank():
+    """The rank that was given them failed in construction, "only Tensors of floating point dtype can require
+    gradients", and the others waited for it."""
+
+    def built(rank, world_size):
+        for offloads in (False, True):
+            codes = nn.Parameter(torch.arange(70000, dtype=torch.int32), requires_grad=False)  # cut
+            few = nn.Parameter(torch.ones(5, dtype=torch.uint8), requires_grad=False)
+            weight = nn.Parameter(torch.ones(300))
+            optimizer = ZeroRedundancyOptimizer([codes, few, weight], optim.AdamW, offload=offloads, lr=0.1)
+            weight.grad = torch.ones(300)
+            optimizer.step()
+            assert weight.lt(1).all()
+            assert torch.equal(codes, torch.arange(70000, dtype=torch.int32))
+
+    run_ranks(built, 2)
+
+
 def test_what_it_does_not_do_is_refused_with_the_reason():
     def refused(rank, world_size):
         parameters = [nn.Parameter(torch.randn(4, 6).t()[::2])]
@@ -426,6 +558,7 @@ def test_what_it_does_not_do_is_refused_with_the_reason():
         linear.double()
         with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 .* was moved to another device or dtype"):
             optimizer.step()
+        _refuses_parameters_in_the_same_memory()
 
     run_ranks(refused, 1)
 

@@ -14,6 +14,10 @@ from torch._C._distributed_c10d import HashStore
 from phalanx.backend.rendezvous import join, join_siblings, ranks_per_gpu
 from phalanx.coordination.launchers import Launch, find_incomplete_environment, find_launch
 from phalanx.deadline import Deadline
+from phalanx.log import get_logger, warn_once
+
+_logger = get_logger(__name__)
+_GPU_BACKENDS = {"phalanx", "nccl"}
 
 
 class Job:
@@ -155,24 +159,55 @@ def _local_rank() -> int:
 def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return decide_device(
-        local_rank, _ranks_here(), torch.cuda.device_count(), ranks_per_gpu(), is_nccl=dist.get_backend() == "nccl"
-    )
+    gpus, ranks_here, backend = torch.cuda.device_count(), _ranks_here(), _backend_of_cuda()
+    device = decide_device(local_rank, ranks_here, gpus, ranks_per_gpu(), backend)
+    if gpus and device.type == "cpu":
+        reason = (
+            f"{ranks_here or 'more'} ranks on this host have {gpus} GPUs. Start one per GPU, or give `phalanx run` "
+            "--ranks-per-gpu"
+            if backend in _GPU_BACKENDS
+            else f"the backend is {backend or 'of the CPU only'!r}. For a GPU, leave backend= out, or give 'nccl'"
+        )
+        warn_once(_logger, f"phalanx.init: the device of this job is the CPU, as {reason}")
+    return device
 
 
-def _ranks_here() -> int:
-    """How many ranks of the job this host has; all of them, if nobody says how many."""
+def _ranks_here() -> int | None:
+    """How many ranks of the job this host has; None if we know this rank's place among them only."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     launch = find_launch(os.environ)
-    return int(told) if told.isdecimal() else (launch.local_size if launch is not None else 0) or dist.get_world_size()
+    if told.isdecimal():
+        return int(told)
+    if launch is not None and launch.local_size:
+        return launch.local_size
+    return None if os.environ.get("LOCAL_RANK", "").isdecimal() else dist.get_world_size()
 
 
-def decide_device(local_rank: int, ranks_here: int, gpus: int, ranks_per_gpu: int, *, is_nccl: bool) -> torch.device:
+def _backend_of_cuda() -> str | None:
+    name = dist.get_backend()  # "phalanx", whose devices are not all told at the start; or a pair for each device
+    return find_cuda_backend(name if name == "phalanx" else dist.get_backend_config())
+
+
+def find_cuda_backend(config: str) -> str | None:
+    """Which backend of a group carries tensors of CUDA devices: "nccl" of "cpu:gloo,cuda:nccl"; None if there is none.
+
+    A group whose configuration names no devices has one backend for all that it can carry.
+    """
+    pairs = dict(pair.split(":", 1) for pair in config.lower().split(",") if ":" in pair)
+    return pairs.get("cuda") if pairs else config.lower()
+
+
+def decide_device(
+    local_rank: int, ranks_here: int | None, gpus: int, ranks_per_gpu: int, backend: str | None
+) -> torch.device:
     """The device for a rank of a host with `gpus`: `ranks_per_gpu` neighbours share one.
 
     Where there are more ranks than that leaves room for, they were not counted by GPUs, and get the CPU; with NCCL,
-    which knows nothing else, a GPU in turn.
+    which knows nothing else, a GPU in turn. Over Gloo and MPI, `backend` of CUDA's tensors, whoever wants a GPU takes
+    one. If `ranks_here` is unknown, each rank that has room for itself gets a GPU.
     """
-    if gpus and (is_nccl or ranks_here <= gpus * ranks_per_gpu):
+    room = gpus * ranks_per_gpu
+    fits = local_rank < room if ranks_here is None else ranks_here <= room
+    if gpus and backend in _GPU_BACKENDS and (fits or backend == "nccl"):
         return torch.device("cuda", local_rank // ranks_per_gpu % gpus)
     return torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -81,11 +82,16 @@ def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:
         )
 
 
-def check_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup, *, offload: bool = False) -> None:
+def check_parameters(
+    parameters: Iterable[Tensor], group: dist.ProcessGroup, *, offload: bool = False, others: Iterable[Tensor] = ()
+) -> None:
     """Return on every rank, or raise on every rank. Collective.
 
+    `others`: the parameters of other groups, also those of this one.
+
     Raises:
-        ValueError: a parameter can't live in the host's memory, or, with `offload`, not be copied there.
+        ValueError: a parameter can't live in the host's memory, or, with `offload`, not be copied there; or two of them
+            lie in the same memory.
         MismatchError: ranks pass different parameters.
     """
     parameters = list(parameters)
@@ -105,8 +111,17 @@ def check_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup, *, 
                 "With offload=True they stay on their device"
             )
     mine: list[_Form] = [(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in parameters]
-    everyone: list[list[_Form]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everyone, mine, group=group)
+    overlap = find_overlap([*parameters, *others])
+    told: list[tuple[list[_Form], Any]] = [([], None)] * group.size()
+    dist.all_gather_object(told, (mine, overlap), group=group)
+    for rank, (_, shapes) in enumerate(told):
+        if shapes is not None:
+            raise ValueError(
+                f"ZeroRedundancyOptimizer: two parameters, of shapes {shapes[0]} and {shapes[1]}, lie in the same "
+                f"memory on rank {rank}. Each would be updated apart from the other, and one update be lost. Use one "
+                "nn.Parameter in both places (b = a, not nn.Parameter(a.data)), or clone one."
+            )
+    everyone = [theirs for theirs, _ in told]
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise MismatchError(
@@ -115,6 +130,39 @@ def check_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup, *, 
                 "Build the model and its parameter groups from the same arguments on every rank.",
                 calls={r: f"{len(given)} parameters" for r, given in enumerate(everyone)},
             )
+
+
+def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shapes of two different parameters whose memory overlaps, if there are; of dense ones, without gaps."""
+    blocks = []
+    for parameter in {id(parameter): parameter for parameter in parameters}.values():
+        strided = parameter.layout is torch.strided and not parameter.is_meta
+        if strided and parameter.numel() and is_dense(parameter):
+            start = parameter.data_ptr()
+            blocks.append((str(parameter.device), start, start + parameter.nbytes, tuple(parameter.shape)))
+    blocks.sort()
+    for (device, _, stop, shape), (other_device, start, _, other_shape) in itertools.pairwise(blocks):
+        if device == other_device and start < stop:
+            return shape, other_shape
+    return None
+
+
+def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
+    """An optimizer's argument, of which iterators may be read once, to be read again; and the tensors in it."""
+    if isinstance(params, Tensor):  # the base class says what is wrong with it
+        return params, []
+    params = list(params)
+    found: list[Any] = []
+    for one in params:
+        if not isinstance(one, dict):
+            found.append(one)
+            continue
+        if not isinstance(one.get("params"), Tensor | set | None):
+            one["params"] = list(one["params"])
+        members = one.get("params")
+        found += members if isinstance(members, list) else [members]
+    tensors = [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in found]  # named, or not
+    return params, [one for one in tensors if isinstance(one, Tensor)]
 
 
 def _difference(theirs: list[_Form], first: list[_Form], rank: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import functools
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from phalanx.optim.plan import Slice
 from phalanx.optim.shared_parameters import SharedBlock
-from phalanx.optim.staging import Staging
+from phalanx.optim.staging import Staging, lock
 
 _HALF = {torch.float16, torch.bfloat16}
 
@@ -33,14 +34,15 @@ class MasterParameters(SharedBlock):
         source: int = 0,
         previous: MasterParameters | None = None,
     ) -> None:
-        super().__init__(parameters, [master_dtype(p.dtype) for p in parameters], group)
+        super().__init__(parameters, [master_dtype(p.dtype) for p in parameters], group, in_pages=True)
         self._stagings = stagings
         self._is_half = [p.dtype in _HALF for p in parameters]
         self._rounded: SharedBlock | None = None
         if any(self._is_half):
-            self._rounded = SharedBlock(parameters, [p.dtype for p in parameters], group)
+            self._rounded = SharedBlock(parameters, [p.dtype for p in parameters], group, in_pages=True)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
-        self._seen: list[tuple[int, int] | None] = [None] * len(self.parameters)  # None: not what the master says
+        self._parts: dict[int, Slice] = {}  # this rank's slices
+        self._notes: dict[int, Tensor] = {}  # of those whose master says what the parameter did when it was noted
         self._keep = [True] * len(self.parameters)  # whether what the master has beyond the parameter's precision is so
         self._live = [p.requires_grad for p in parameters]
         frozen = None if all(self._live) else SharedBlock(parameters, [p.dtype for p in parameters], group)
@@ -60,19 +62,27 @@ class MasterParameters(SharedBlock):
         self.push_exact()
         dist.barrier(group=group)  # nobody updates what another still reads
 
+    def watch(self, parts: Iterable[Slice]) -> None:
+        """From now on notice whoever writes into these slices, this rank's, of the parameters on their devices."""
+        self._parts = {part.index: part for part in parts}
+        for device, staging in self._stagings.items():
+            here = [n for n in self._parts if self._live[n] and self.parameters[n].device == device]
+            staging.to_device([], [], functools.partial(self._note, here))
+
     def _lock(self) -> None:
         """Page-lock what is copied to devices."""
-        for device, staging in self._stagings.items():
-            for block, is_half in ((self, False), (self._rounded, True)):
-                if block is not None:
-                    staging.lock(
-                        block.memory,
-                        [
-                            block.byte_range(Slice(number, 0, parameter.numel()))
-                            for number, parameter in enumerate(self.parameters)
-                            if parameter.device == device and self._is_half[number] == is_half and self._live[number]
-                        ],
-                    )
+        for block, is_half in ((self, False), (self._rounded, True)):
+            if block is not None:
+                lock(
+                    block.memory,
+                    [
+                        block.byte_range(Slice(number, 0, parameter.numel()))
+                        for number, parameter in enumerate(self.parameters)
+                        if self._stagings[parameter.device].locks
+                        and self._is_half[number] == is_half
+                        and self._live[number]
+                    ],
+                )
 
     def values(self, number: int) -> Tensor:
         """A parameter's values in the master's precision, on the host: of the master, where it rounds to them."""
@@ -82,14 +92,29 @@ class MasterParameters(SharedBlock):
             return now
         return torch.where(master.to(now.dtype) == now, master, now.to(master.dtype))
 
-    def take(self, part: Slice) -> None:
-        """See to it that this rank's slice of a master says what the parameter does, whoever has written that."""
-        number = part.index
-        parameter = self.parameters[number]
-        if not self._live[number] or self._seen[number] == _mark(parameter):
-            return
+    def take(self) -> None:
+        """See to it that this rank's slices of masters say what the parameters do, whoever has written those.
+
+        Cost: on a device a checksum of the slices, and a wait for it; on the CPU they are compared with the copy.
+        """
+        for number in self._parts:
+            if self._live[number] and number not in self._notes:
+                self._take(number)
+        for device, staging in self._stagings.items():
+            here = [number for number in self._notes if self.parameters[number].device == device]
+            differ = staging.differ([self._on_device(n) for n in here], [self._notes[n] for n in here])
+            for number, differs in zip(here, differ, strict=True):
+                if differs:
+                    self._take(number)
+
+    def _on_device(self, number: int) -> Tensor:
+        part, parameter = self._parts[number], self.parameters[number]
+        return parameter.detach().as_strided((parameter.numel(),), (1,))[part.start : part.stop]
+
+    def _take(self, number: int) -> None:
+        part = self._parts[number]
         master = self.flats[number][part.start : part.stop]
-        now = _in_memory_order(parameter)[part.start : part.stop].cpu()
+        now = self._on_device(number).cpu()
         if self._is_half[number] and self._keep[number]:
             master.copy_(torch.where(master.to(now.dtype) == now, master, now.to(master.dtype)))
         else:
@@ -99,7 +124,7 @@ class MasterParameters(SharedBlock):
     def load(self, part: Slice, values: Tensor | None) -> None:
         """Set this rank's slice of a master, to what the parameter has, if None; the parameter has the last word."""
         self._keep[part.index] = values is not None
-        self._seen[part.index] = None
+        self._notes.pop(part.index, None)
         if values is not None:
             self.flats[part.index][part.start : part.stop].copy_(values.reshape(-1))
 
@@ -143,9 +168,19 @@ class MasterParameters(SharedBlock):
     def _copy(self, pairs: Sequence[tuple[int, Tensor]]) -> None:
         for device, staging in self._stagings.items():
             here = [(n, host) for n, host in pairs if self._live[n] and self.parameters[n].device == device]
-            staging.to_device([self.parameters[n].detach() for n, _ in here], [host for _, host in here])
+            mine = [number for number, _ in here if number in self._parts]
+            tensors = [self.parameters[number].detach() for number, _ in here]
+            staging.to_device(tensors, [host for _, host in here], functools.partial(self._note, mine))
             for number, _ in here:
-                self._seen[number], self._keep[number] = _mark(self.parameters[number]), True
+                self._keep[number] = True
+
+    def _note(self, numbers: Iterable[int]) -> None:
+        """Note what this rank's slices are, which have been queued to be what was rounded."""
+        for number in numbers:
+            part, parameter = self._parts[number], self.parameters[number]
+            block = self._rounded if self._rounded is not None and self._is_half[number] else self
+            host = block.flats[number].detach()[part.start : part.stop]
+            self._notes[number] = self._stagings[parameter.device].note(self._on_device(number), host)
 
     def find_moved(self) -> int | None:
         """The first parameter that changed its device or dtype, if there is one."""
@@ -160,12 +195,3 @@ class MasterParameters(SharedBlock):
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which precision a parameter of this dtype is updated."""
     return torch.float32 if dtype in _HALF else dtype
-
-
-def _mark(parameter: Tensor) -> tuple[int, int]:
-    """Changes with every write that autograd would notice."""
-    return parameter.data_ptr(), parameter._version
-
-
-def _in_memory_order(parameter: Tensor) -> Tensor:
-    return parameter.detach().as_strided((parameter.numel(),), (1,))

@@ -13,7 +13,7 @@ Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in mem
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,10 +80,11 @@ class Offload:
                 masters,
                 part,
                 self._stagings[parameters[part.index].device],
-                alone=self._group.size() == 1,
+                alone=self._group.size() == 1 and not (dist.is_initialized() and dist.get_world_size() > 1),
             )
             for part in parts[self._group.rank()]
         ]
+        masters.watch(parts[self._group.rank()])
         self._masters.append(masters)
         self._shards.append(shards)
         self._states.append(SharedState(masters.extents, parts, self._group))
@@ -94,17 +95,33 @@ class Offload:
         for masters in self._masters:
             masters.settle()
             masters.revive()
+        early = [shard for _, shard in self._all() if shard.is_staged]
         for _, shard in self._all():
+            shard.stage()
+        self._forget_outdated(early)
+        for shard in early:
             shard.stage()
         for staging in self._stagings.values():
             staging.follow()
 
+    def _forget_outdated(self, shards: Iterable[OffloadedShard]) -> None:
+        """Let copies of gradients that were changed afterwards not count: by a collective, a GradScaler, anybody."""
+        noted: dict[Staging, list[tuple[OffloadedShard, Tensor, Tensor]]] = {}
+        for shard in shards:
+            pair = shard.noted_gradient()
+            if pair is not None:
+                noted.setdefault(self._stagings[shard.parameter.device], []).append((shard, *pair))
+        for staging, of_device in noted.items():
+            differ = staging.differ([gradient for _, gradient, _ in of_device], [note for *_, note in of_device])
+            for (shard, *_), differs in zip(of_device, differ, strict=True):
+                if differs:
+                    shard.forget()
+
     def update(self, optimizer: Optimizer) -> None:
         """Update this rank's slices of the masters; a process that is alone sends them to their devices at once."""
-        pairs = list(self._all())
-        for masters, shard in pairs:
-            masters.take(shard.part)
-        with_gradient = [pair for pair in pairs if pair[1].parameter.grad is not None]
+        for masters in self._masters:
+            masters.take()
+        with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]
         sizes = [(shard.part.stop - shard.part.start) * shard.tensor.element_size() for _, shard in with_gradient]
         waves = plan_waves(sizes, WAVE_BYTES) if self._cut else [range(len(with_gradient))]
         for wave in waves:
@@ -152,6 +169,7 @@ class Offload:
 
     def scale_gradients(self, factor: Tensor, parameters: Sequence[Tensor], foreach: bool | None) -> None:
         """Multiply all gradients by `factor`, and the copies of slices that have been made of them."""
+        self._forget_outdated([shard for _, shard in self._all() if shard.is_staged])
         copied = [(shard, copy) for _, shard in self._all() if (copy := shard.staged_copy()) is not None]
         tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
         tensors += [copy for _, copy in copied]

@@ -21,7 +21,8 @@ class ParameterShard:
         self.is_whole = part.stop - part.start == parameter.numel()
         self.tensor = parameter
         if not self.is_whole:
-            self.tensor = flat[part.start : part.stop].requires_grad_()
+            self.tensor = flat[part.start : part.stop]
+            self.tensor.requires_grad_(flat.is_floating_point() or flat.is_complex())
 
     def take_gradient(self) -> None:
         """Show the optimizer this slice of the gradient; copied only if its strides are not the parameter's.

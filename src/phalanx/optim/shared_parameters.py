@@ -11,15 +11,31 @@ from torch import Tensor
 from phalanx.optim.plan import Extent, Slice, plan_offsets
 from phalanx.transport.tensors import is_dense
 
+PAGE = 4096
+
+
+def whole_pages(nbytes: int) -> int:
+    """The bytes of the pages that so many bytes fill."""
+    return -(-nbytes // PAGE) * PAGE
+
 
 class SharedBlock:
     """One block of the host's memory, with room for the elements of each of `parameters`, as `dtypes`. Collective.
+
+    `in_pages`: no other block has a part of its pages.
 
     memory   the block, as bytes
     flats    each parameter's elements in the order of memory; a storage of its own, so that saving one saves no other
     """
 
-    def __init__(self, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        group: dist.ProcessGroup,
+        *,
+        in_pages: bool = False,
+    ) -> None:
         from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
 
         self.group = group
@@ -27,7 +43,11 @@ class SharedBlock:
         self.dtypes = list(dtypes)
         self.extents = [Extent(p.numel(), dtype.itemsize) for p, dtype in zip(parameters, dtypes, strict=True)]
         self.offsets, nbytes = plan_offsets(self.extents)
-        self.memory = shared_empty(max(nbytes, 1), dtype=torch.uint8, group=group, owner=0)
+        room = whole_pages(nbytes) + PAGE if in_pages else max(nbytes, 1)
+        self.memory = shared_empty(room, dtype=torch.uint8, group=group, owner=0)
+        if in_pages:
+            start = -self.memory.data_ptr() % PAGE  # the same on every rank: heaps begin with a page
+            self.memory = self.memory[start : start + max(nbytes, 1)]
         self.flats = [self._flat(number) for number in range(len(self.parameters))]
 
     def _flat(self, number: int) -> Tensor:

@@ -6,30 +6,35 @@
     compute stream                                      parameters, to the device -->
 
 Memory of the host that copies read or write is page-locked on CUDA devices, since only then a copy runs beside
-anything. On the CPU a copy is a copy, done when the call returns: the same calls, in the same order.
+anything. On the CPU a copy is a copy, done when the call returns, and none is made early: there is nothing to hide it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.log import get_logger, warn_once
+from phalanx.optim.checksum import checksum
+from phalanx.optim.shared_parameters import PAGE, whole_pages
 
 _logger = get_logger(__name__)
-_PAGE = 4096
 
 
 class Staging:
-    """The way to the host and back for tensors on `device`."""
+    """The way to the host and back for tensors on `device`.
+
+    copies_early   whether copies to the host are to begin as soon as they can
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.copies_early = device.type != "cpu"
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._sent: Any = None  # an event after the latest copy to the device
 
@@ -69,33 +74,80 @@ class Staging:
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
-    def to_device(self, tensors: Iterable[Tensor], host: Iterable[Tensor]) -> None:
-        """Begin to copy to the device; what is queued there later sees it. The host's memory is read until `settle`."""
+    def to_device(self, tensors: Iterable[Tensor], host: Iterable[Tensor], then: Callable[[], object]) -> None:
+        """Begin to copy to the device; what is queued there later sees it. The host's memory is read until `settle`.
+
+        `then` queues what is to be done behind the copies, and by `settle`.
+        """
         for tensor, source in zip(tensors, host, strict=True):
             tensor.copy_(source, non_blocking=True)
+        then()
         if self._stream is not None:
             self._sent = torch.accelerator.current_stream(self.device).record_event()
 
     def settle(self) -> None:
-        """Wait until all copies to the device have been made, so that the host's memory may be written."""
+        """Wait until all copies to the device have been made, and what was to follow: the host may write."""
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None
 
-    def lock(self, memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
-        """Page-lock these ranges of bytes of `memory`, until it is let go. Without the right to, copies are slower.
+    def note(self, flat: Tensor, host: Tensor) -> Tensor:
+        """What `differ` knows by later whether `flat`, of one dimension, has been written since, by whomever.
 
-        Cost: the pages exist from now on.
+        On the CPU that is `host`, of the same values, which stays as it is until then. Else a checksum, queued on the
+        device; what is queued later does not count.
         """
-        if self.device.type != "cuda":
-            return
+        return checksum(flat) if self.copies_early else host
+
+    def differ(self, tensors: Sequence[Tensor], notes: Sequence[Tensor]) -> list[bool]:
+        """Which of the tensors don't hold the bits any more that were noted of them. Waits for the device, once.
+
+        Nothing is queued any more on another stream for the notes.
+        """
+        if not self.copies_early:
+            return [not _same_bits(tensor, note) for tensor, note in zip(tensors, notes, strict=True)]
+        if not tensors:
+            return []
+        now = torch.stack([checksum(tensor) for tensor in tensors])
+        differ: list[bool] = (now != torch.stack(list(notes))).any(1).tolist()
+        return differ
+
+    @property
+    def locks(self) -> bool:
+        """Whether memory of the host is to be page-locked for this device."""
+        return self.device.type == "cuda"
+
+    def empty_host(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host to copy to: page-locked where that counts, so in pages of its own."""
+        nbytes = count * dtype.itemsize
+        if not self.locks or nbytes == 0:
+            return torch.empty(count, dtype=dtype)
+        memory = torch.empty(whole_pages(nbytes) + PAGE, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGE
+        host = memory[start : start + nbytes].view(dtype)
+        lock(host, [(0, nbytes)])
+        return host
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.detach().view(torch.uint8), other.detach().view(torch.uint8))
+
+
+def lock(memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
+    """Page-lock these ranges of bytes of `memory`, until it is let go. Without the right to, copies are slower.
+
+    A page is locked once: call it once for all ranges of a block of memory, which shares no page with another.
+    Cost: the pages exist from now on.
+    """
+    for start, stop in plan_pages(memory.data_ptr(), ranges):
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for start, stop in plan_pages(memory.data_ptr(), ranges):
-            status = cudart.cudaHostRegister(start, stop - start, 1)  # portable: for every device of this process
-            if int(status) != 0:
-                warn_once(_logger, f"offload: memory of the host can't be page-locked ({status}): copies take longer")
-                return
-            weakref.finalize(memory, _unlock, cudart, start).atexit = False  # CUDA may be gone by then
+        status = cudart.cudaHostRegister(start, stop - start, 1)  # portable: for every device of this process
+        if int(status) != 0:
+            warn_once(_logger, f"offload: memory of the host can't be page-locked ({status}): copies take longer")
+            with contextlib.suppress(RuntimeError):  # else the next kernel's launch would report this error as its own
+                torch.zeros(1, device="cuda")
+            return
+        weakref.finalize(memory, _unlock, cudart, start).atexit = False  # CUDA may be gone by then
 
 
 def _unlock(cudart: Any, address: int) -> None:
@@ -115,8 +167,8 @@ def plan_pages(address: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[in
     for start, stop in sorted(ranges):
         if start == stop:
             continue
-        first = (address + start) // _PAGE * _PAGE
-        last = -(-(address + stop) // _PAGE) * _PAGE
+        first = (address + start) // PAGE * PAGE
+        last = -(-(address + stop) // PAGE) * PAGE
         if pages and first <= pages[-1][1]:
             pages[-1] = pages[-1][0], max(pages[-1][1], last)
         else:

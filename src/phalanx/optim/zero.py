@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from phalanx.backend.dynamo import undecorated, untraced
 from phalanx.backend.gradient_shards import NeededSlice, find_needed
 from phalanx.backend.shared import rehearses, shares_memory
-from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, refuse
+from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, list_parameters, refuse
 from phalanx.optim.kept_state import KeptState
 from phalanx.optim.local_optimizer import build_local
 from phalanx.optim.master_parameters import MasterParameters
@@ -75,13 +75,14 @@ class ZeroRedundancyOptimizer(Optimizer):
             own. Their masters (float32 for float16 and bfloat16, else of the parameter's dtype) and the optimizer's
             state lie in the host's memory, once for all its ranks. Each rank copies its slices of the gradients there,
             beside backward, and updates its slices of the masters on the processor, by torch's fused kernels if
-            `fused` and `foreach` are left out; then all new parameters go back to every device. Change parameters and
-            gradients by operations on them, not on their `.data`, which nobody notices. Needs a group of backend
-            `phalanx` whose ranks are on one host; with several hosts, pass the group of this host's ranks.
+            `fused` and `foreach` are left out; then all new parameters go back to every device. Whoever changes
+            parameters or gradients in between, by whatever means, is heard. Needs a group of backend `phalanx` whose
+            ranks are on one host; with several hosts, pass the group of this host's ranks.
         defaults: options of `optimizer_class`.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense, or is refused with the reason.
+        ValueError, TypeError: an argument makes no sense, or is refused with the reason; two parameters lie in the
+            same memory.
         MismatchError: ranks pass different parameters.
 
     Source: Rajbhandari et al. (2020), ZeRO stage 1; parameters once per host are our addition.
@@ -144,7 +145,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._kept: KeptState | None = None
         self._moving: tuple[int, dict[int, Any] | None] | None = None  # updates and state, on the way to another group
         self._consolidated = False
+        params, self._given_parameters = list_parameters(params)  # of all groups, before any has moved
         super().__init__(params, defaults)  # adds the groups
+        self._given_parameters = []
 
     @property
     def optim(self) -> Optimizer:
@@ -160,7 +163,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         undecorated(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
-            check_parameters(group["params"], self.process_group, offload=self.offload)
+            others = [*self._given_parameters, *(p for other in self.param_groups[:-1] for p in other["params"])]
+            check_parameters(group["params"], self.process_group, offload=self.offload, others=others)
         except BaseException:
             self.param_groups.pop()
             raise

@@ -1,0 +1,39 @@
+"""A checksum that notices what is done to gradients and parameters."""
+
+import pytest
+import torch
+
+from phalanx.optim.checksum import checksum
+
+_BLOCK = 1 << 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_it_changes_with_scaling_signs_places_and_single_elements(dtype):
+    """Of 2^21 elements a sum with factors 1, 3, 5 ... would not: their sum is a power of two."""
+    for numel in (1, 7, _BLOCK, 2 * _BLOCK + 3):
+        torch.manual_seed(0)
+        flat = torch.randn(numel).to(dtype)
+        changed = [flat * 2, flat / 1024, -flat]
+        for place in {0, numel // 2, numel - 1}:
+            changed.append(flat.clone())
+            changed[-1][place] *= 1.5
+        if numel > 1:
+            changed += [flat.flip(0), flat.roll(1)]
+            flat[1] = 0.0
+            zero = flat.clone()
+            zero[1] = -0.0
+            changed.append(zero)
+        before = checksum(flat)
+        assert torch.equal(before, checksum(flat.clone()))
+        assert [torch.equal(before, checksum(other)) for other in changed] == [False] * len(changed)
+
+
+def test_elements_that_are_all_alike_are_told_from_multiples_and_from_an_exchange_of_blocks():
+    ones = torch.ones(1 << 21)
+    assert not torch.equal(checksum(ones), checksum(ones * 1024))
+    alternating = torch.tensor([1.0, -1.0]).repeat(1 << 20)
+    assert not torch.equal(checksum(alternating), checksum(-alternating))
+    blocks = torch.arange(130.0).repeat_interleave(_BLOCK)
+    assert not torch.equal(checksum(blocks), checksum(blocks.roll(64 * _BLOCK)))
+    assert checksum(torch.empty(0)).tolist() == [0, 0]
