@@ -1,6 +1,7 @@
 """Offloading changes where the update happens, not one bit of what it gives."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -574,6 +575,48 @@ def test_waves_hold_as_much_as_they_may_and_every_gradient_is_in_one():
     assert plan_waves([], 10) == [range(0)]
     assert plan_waves([3, 3, 3, 3], 6) == [range(2), range(2, 4)]
     assert plan_waves([30, 1, 1, 30], 6) == [range(1), range(1, 3), range(3, 4)]
+
+
+class _Pages:
+    """Refuses as CUDA does: a page is registered once, and its range given back as it was registered."""
+
+    def __init__(self):
+        self.registered = {}
+        self.num_refused = 0
+
+    def cudaHostRegister(self, start, nbytes, _flags):  # CUDA's name
+        taken = any(start < at + length and at < start + nbytes for at, length in self.registered.items())
+        self.num_refused += taken
+        if not taken:
+            self.registered[start] = nbytes
+        return 712 if taken else 0
+
+    def cudaHostUnregister(self, start):  # CUDA's name
+        del self.registered[start]
+
+
+def test_no_two_locked_pieces_of_memory_share_a_page(monkeypatch):
+    """The copies of small gradients lay side by side, in pages of which CUDA registers each once; what it had refused
+    it told the next kernel."""
+
+    class Locking(Staging):
+        locks = True
+
+    def locked(rank, world_size):
+        pages = _Pages()
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: pages)
+        monkeypatch.setattr(zero, "Staging", Locking)
+        parameters = _half_parameters() + [nn.Parameter(torch.randn(30)) for _ in range(20)]
+        groups = [{"params": parameters[:9]}, {"params": parameters[9:]}]
+        optimizer = ZeroRedundancyOptimizer(groups, optim.SGD, offload=True)
+        _give_gradients(parameters, 0)
+        optimizer.step()
+        num_locked = len(pages.registered)
+        del optimizer, groups
+        gc.collect()
+        return pages.num_refused, num_locked > 10, pages.registered
+
+    assert run_ranks(locked, 2) == [(0, True, {})] * 2
 
 
 def test_a_page_is_locked_once_whatever_lies_in_it():
