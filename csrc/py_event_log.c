@@ -49,6 +49,16 @@ static int log_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   return 0;
 }
 
+/* The events that are new, by `on_due`. What it raises is whoever marks's, too. */
+static PyObject *take(EventLog *self) {
+  self->inside = 1;
+  PyObject *done = PyObject_CallObject(self->on_due, NULL);
+  self->inside = 0;
+  if (done == NULL) return NULL;
+  Py_DECREF(done);
+  Py_RETURN_NONE;
+}
+
 static double now_s(void) { return (double)plx_now_ns() * 1e-9; }
 
 static PyObject *note(EventLog *self, double kind, double value, double now) {
@@ -60,12 +70,14 @@ static PyObject *note(EventLog *self, double kind, double value, double now) {
   event[2] = value;
   plx_word_store(self->count, number + 1);
   if (self->inside || (number + 1 - self->taken < self->limit && now < self->due)) Py_RETURN_NONE;
-  self->inside = 1;
-  PyObject *done = PyObject_CallObject(self->on_due, NULL);
-  self->inside = 0;
-  if (done == NULL) return NULL;
-  Py_DECREF(done);
-  Py_RETURN_NONE;
+  return take(self);
+}
+
+/* take(): now; not within itself, as a signal's handler may come while it runs, nor once closed, nor by another thread. */
+static PyObject *log_take(EventLog *self, PyObject *unused) {
+  (void)unused;
+  if (self->count == NULL || self->inside || PyThread_get_thread_ident() != self->thread) Py_RETURN_NONE;
+  return take(self);
 }
 
 /* mark(kind[, value[, now]]) */
@@ -132,6 +144,7 @@ static void log_dealloc(PyObject *object) {
 static PyMethodDef log_methods[] = {{"mark", (PyCFunction)(void (*)(void))log_mark, METH_FASTCALL, NULL},
                                     {"begin_update", (PyCFunction)(void (*)(void))log_begin_update, METH_FASTCALL, NULL},
                                     {"end_update", (PyCFunction)(void (*)(void))log_end_update, METH_FASTCALL, NULL},
+                                    {"take", (PyCFunction)log_take, METH_NOARGS, NULL},
                                     {"took", (PyCFunction)log_took, METH_VARARGS, NULL},
                                     {"close", (PyCFunction)log_close, METH_NOARGS, NULL},
                                     {NULL, NULL, 0, NULL}};

@@ -23,15 +23,16 @@ static int check(int status) {
   return -1;
 }
 
-/* TextSums(seed) */
-static int sums_init(PyObject *object, PyObject *args, PyObject *kwargs) {
-  TextSums *self = (TextSums *)object;
+/* TextSums(seed). In tp_new, so that there is no table without memory. */
+static PyObject *sums_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   unsigned long long seed;
   (void)kwargs;
-  if (!PyArg_ParseTuple(args, "K", &seed)) return -1;
-  plx_sums_free(&self->sums);
-  self->kind = 0;
-  return check(plx_sums_init(&self->sums, seed));
+  if (!PyArg_ParseTuple(args, "K", &seed)) return NULL;
+  allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  TextSums *self = (TextSums *)allocate(type, 0);
+  if (self == NULL) return NULL;
+  if (check(plx_sums_init(&self->sums, seed)) != 0) Py_CLEAR(self);
+  return (PyObject *)self;
 }
 
 static void sums_dealloc(PyObject *object) {
@@ -162,7 +163,37 @@ static void write_number(char *at, size_t width, int64_t number) {
   memcpy(at, &number, width); /* its low bytes, which come first where this runs */
 }
 
-/* add(packed): columns of keys and integers, as pack() gives them. How many; 0 if they can't be here: nothing was added. */
+static int refuse(const char *why) {
+  PyErr_SetString(PyExc_ValueError, why);
+  return -1;
+}
+
+/* The keys of packed columns, into what has been checked for room. -1 with an exception: there was no memory. */
+static int add_columns(TextSums *self, const char *text, const char *numbers, size_t width, size_t count) {
+  struct plx_sums_key batch[BATCH];
+  for (size_t start = 0; start < count; start += BATCH) {
+    size_t most = count - start < BATCH ? count - start : BATCH;
+    for (size_t i = 0; i < most; i++) {
+      const char *end = start + i + 1 == count ? numbers : memchr(text, '\n', (size_t)(numbers - text));
+      batch[i] = (struct plx_sums_key){text, (size_t)(end - text), read_number(numbers + (start + i) * width, width), 0};
+      plx_sums_meet(&self->sums, &batch[i]);
+      text = end + 1;
+    }
+    for (size_t i = 0; i < most; i++)
+      if (check(plx_sums_add(&self->sums, &batch[i])) != 0) return -1;
+  }
+  return 0;
+}
+
+/* Whether columns have as many keys as numbers, `count`; else -1 with an exception. */
+static int check_columns(const char *text, const char *numbers, size_t count) {
+  size_t keys = 1;
+  for (const char *at = text; (at = memchr(at, '\n', (size_t)(numbers - at))) != NULL; at++) keys++;
+  return keys == count ? 0 : refuse("packed columns have another number of keys than of numbers");
+}
+
+/* add(packed): columns of keys and integers, as pack() gives them. How many; 0 if they can't be here. Nothing is added
+ * then, nor of columns that are damaged, a ValueError. Cost: the borders between keys are counted first. */
 static PyObject *sums_add(TextSums *self, PyObject *packed) {
   char *data;
   Py_ssize_t size;
@@ -171,34 +202,20 @@ static PyObject *sums_add(TextSums *self, PyObject *packed) {
   if (width == 0 || (data[0] != 't' && data[0] != 'B') || (self->kind && self->kind != data[0])) return PyLong_FromLong(0);
   uint64_t text_bytes, weight = 0;
   memcpy(&text_bytes, data + 2, sizeof text_bytes);
-  const char *text = data + HEADER, *numbers = text + text_bytes;
-  if (text_bytes > (uint64_t)(size - HEADER)) {
-    PyErr_SetString(PyExc_ValueError, "these are no packed columns");
+  if (text_bytes > (uint64_t)(size - HEADER) || ((uint64_t)(size - HEADER) - text_bytes) % width != 0) {
+    refuse("these are no packed columns");
     return NULL;
   }
+  const char *text = data + HEADER, *numbers = text + text_bytes;
   size_t count = ((size_t)size - HEADER - (size_t)text_bytes) / width;
+  if (check_columns(text, numbers, count) != 0) return NULL;
   for (size_t i = 0; i < count; i++) {
     uint64_t own = weight_of(read_number(numbers + i * width, width));
     weight = own > UINT64_MAX - weight ? UINT64_MAX : weight + own;
   }
   if (!plx_sums_has_room(&self->sums, weight, (size_t)text_bytes, count)) return PyLong_FromLong(0);
   self->kind = data[0];
-  struct plx_sums_key batch[BATCH];
-  for (size_t start = 0; start < count; start += BATCH) {
-    size_t most = count - start < BATCH ? count - start : BATCH;
-    for (size_t i = 0; i < most; i++) {
-      const char *end = start + i + 1 == count ? numbers : memchr(text, '\n', (size_t)(numbers - text));
-      if (end == NULL) {
-        PyErr_SetString(PyExc_ValueError, "packed columns have fewer keys than numbers");
-        return NULL;
-      }
-      batch[i] = (struct plx_sums_key){text, (size_t)(end - text), read_number(numbers + (start + i) * width, width), 0};
-      plx_sums_meet(&self->sums, &batch[i]);
-      text = end + 1;
-    }
-    for (size_t i = 0; i < most; i++)
-      if (check(plx_sums_add(&self->sums, &batch[i])) != 0) return NULL;
-  }
+  if (add_columns(self, text, numbers, width, count) != 0) return NULL;
   return PyLong_FromSize_t(count);
 }
 
@@ -332,7 +349,7 @@ static PyMethodDef sums_methods[] = {{"fold", (PyCFunction)sums_fold, METH_VARAR
                                      {"text_bytes", (PyCFunction)sums_text_bytes, METH_NOARGS, NULL},
                                      {NULL, NULL, 0, NULL}};
 
-static PyType_Slot sums_slots[] = {{Py_tp_init, sums_init},
+static PyType_Slot sums_slots[] = {{Py_tp_new, sums_new},
                                    {Py_tp_dealloc, sums_dealloc},
                                    {Py_tp_methods, sums_methods},
                                    {Py_mp_length, sums_length},

@@ -152,6 +152,7 @@ size_t plx_sums_peak_bytes(const struct plx_sums *sums) {
 }
 
 static int make_order(struct plx_sums *sums) {
+  sums->ordered = 0; /* until all stand in it: whoever fails on the way leaves none */
   free(sums->order);
   sums->order = malloc((sums->count + 1) * sizeof *sums->order);
   return sums->order == NULL ? -ENOMEM : 0;

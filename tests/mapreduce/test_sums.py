@@ -2,6 +2,7 @@
 
 import operator
 import random
+import subprocess
 import sys
 from collections import Counter
 
@@ -220,3 +221,86 @@ def test_a_job_gives_the_same_with_and_without_it(monkeypatch, name, memory_byte
     for module in (table, grouper):
         monkeypatch.setattr(module, "new_sums", lambda: None)
     assert job() == found
+
+
+def test_a_table_that_was_not_made_cannot_be_used():
+    """`TextSums.__new__(TextSums)`, as pickle and copy make objects, had no memory: the first key ended the process."""
+    with pytest.raises(TypeError):
+        _core.TextSums.__new__(_core.TextSums)
+    sums = new_sums()
+    fold(sums, [[("a", 1)]])
+    sums.__init__(1)  # says nothing new
+    assert list(sorted_items(sums)) == [("a", 1)]
+
+
+def damaged(rng, packed):
+    data = bytearray(packed)
+    if rng.random() < 0.3:
+        return bytes(data[: rng.randrange(len(data))])
+    if rng.random() < 0.1:
+        data += rng.randbytes(rng.randrange(1, 9))
+    for _ in range(rng.choice([1, 1, 3, 30])):
+        at = rng.randrange(10) if rng.random() < 0.3 else rng.randrange(len(data))
+        data[at] ^= 1 << rng.randrange(8)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("kind", [str, bytes])
+def test_damaged_columns_are_added_whole_or_not_at_all(kind):
+    """Of columns with fewer keys than numbers the first were added, and bytes that make up no number were cut."""
+    rng = random.Random(11)
+    refused = 0
+    for _ in range(1500):
+        sums = new_sums()
+        fold(sums, [[("old" if kind is str else b"old", 5)]])
+        keys = list(dict.fromkeys(key if kind is str else key.encode() for key in texts(rng, rng.choice([1, 3, 20]))))
+        data = damaged(rng, pack(keys, [number(rng) for _ in keys]))
+        before = (len(sums), sums.text_bytes(), sums.held_bytes())
+        try:
+            count = sums.add(data)
+        except ValueError:
+            count = 0
+            refused += 1
+        if count == 0:
+            assert (len(sums), sums.text_bytes(), sums.held_bytes()) == before
+            continue
+        length, width = int.from_bytes(data[2:10], "little"), {"b": 1, "h": 2, "i": 4, "q": 8}[chr(data[1])]
+        keys = data[10 : 10 + length].split(b"\n")
+        numbers = data[10 + length :]
+        assert (len(keys), len(numbers)) == (count, count * width)
+        want = Counter({b"old": 5})
+        for i, key in enumerate(keys):
+            want[key] += int.from_bytes(numbers[i * width : (i + 1) * width], "little", signed=True)
+        assert sums.text_bytes() == sum(map(len, want))
+        if kind is bytes:
+            assert dict(sorted_items(sums)) == want
+    assert refused > 300
+
+
+OUT_OF_MEMORY = """
+import resource
+from phalanx._core import TextSums
+
+sums = TextSums(1)
+sums.fold(iter([[(str(i), 1) for i in range(1_200_000)]]), 1 << 40, [0, 0, None])
+sums.sort()
+with open("/proc/self/statm") as file:
+    size = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), resource.RLIM_INFINITY))  # a column of 19 MB has no room
+try:
+    sums.partition(3)
+except MemoryError:
+    print("no memory")
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+for ask in (sums.pack, sums.items):
+    try:
+        ask(0, 1000)
+    except IndexError:
+        print("no places")
+"""
+
+
+def test_an_order_for_which_there_was_no_memory_is_none():
+    """The places of the order before were still valid, in memory that nobody had written."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.split("\n"), done.stderr) == (["no memory", "no places", "no places", ""], "")

@@ -1,5 +1,6 @@
 """A report's folder is the user's: what others have there stays, two runs never mix, and no report ends a job."""
 
+import json
 import os
 import signal
 import socket
@@ -48,7 +49,7 @@ def leave_record(folder, name, *, run="", pid=0, ago_s=0.0, host=HOST):
     now = time.monotonic() - ago_s
     file = StepFile(folder / "ranks" / name, now, time.time() - time.monotonic())
     file.set_facts({"rank": 0, "host": host, "pid": pid, "run": run})
-    file.set_state({"tally": {"rank": 0, "num_steps": 1}})
+    file.set_state(json.dumps({"tally": {"rank": 0, "num_steps": 1}}))
     file.close()
     return now
 
@@ -82,6 +83,19 @@ def test_a_report_without_a_name_is_refused():
     done = run("--nproc-per-node", "1", "--report", "", "x.py")
     assert done.code == 2
     assert "--report: needs the name of a directory" in done.err
+
+
+@pytest.mark.parametrize("fault", ["ZeroDivisionError", "KeyboardInterrupt"])
+def test_what_comes_up_while_recording_ends_takes_no_report_with_it(tmp_path, fault):
+    """`close` raised what had gone wrong once more, and whoever was to write the report behind it never did."""
+    script = STEPS + (
+        f"def fail(*given): raise {fault}\n"
+        "recorder = sys.modules['phalanx.report.recording'].current()\n"
+        "recorder._keep_state = fail\n"
+    )
+    python(tmp_path, script, "out")
+    found = read(tmp_path / "out")
+    assert [rank.steps for rank in found.ranks] == [5]
 
 
 def test_the_file_of_a_rank_has_all_its_blocks(tmp_path):

@@ -414,6 +414,7 @@ def _observe_steps() -> None:
     import torch
     from torch.utils.data import dataloader
 
+    from phalanx.diagnostics.interruptions import is_interruption
     from phalanx.diagnostics.step_machine import (
         BEGIN_BACKWARD,
         BEGIN_DATA,
@@ -431,8 +432,8 @@ def _observe_steps() -> None:
     @functools.wraps(theirs)
     def __next__(self: Any) -> Any:
         mark = marks[0]
-        mark(BEGIN_DATA)
-        try:
+        try:  # an exception of a signal's handler may come up in the first line, too
+            mark(BEGIN_DATA)
             batch = theirs(self)
         except BaseException:
             mark(NO_DATA)
@@ -453,8 +454,8 @@ def _observe_steps() -> None:
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         has_scaled, _has_scaled[0] = _has_scaled[0], False
         mark = marks[0]
-        mark(BEGIN_BACKWARD)
         try:
+            mark(BEGIN_BACKWARD)
             backward(tensors, *args, **kwargs)
         except BaseException:
             mark(END_BACKWARD)
@@ -462,8 +463,10 @@ def _observe_steps() -> None:
         if type(tensors) is tensor and tensors.is_cpu and not has_scaled:
             try:
                 loss = tensors.item()
-            except Exception:  # more than one number, or a tracer's tensor without any
+            except BaseException as error:  # more than one number, or a tracer's tensor without any
                 mark(END_BACKWARD)
+                if is_interruption(error):
+                    raise
             else:
                 mark(END_BACKWARD_WITH_LOSS, loss) if type(loss) is float else mark(END_BACKWARD)
         elif not isinstance(tensors, tensor) or (has_scaled and not hasattr(tensors, "unscaled_loss")):

@@ -86,8 +86,9 @@ class OperationSampler:
         """Groups of one name follow each other when ranks form theirs anew."""
         number = self._numbers.get(group.symm_mem)
         if number is None:
-            number = self._numbers[group.symm_mem] = len(self._groups)
+            number = len(self._groups)
             again = sum(g["name"] == group.group and g["generation"] == self.generation for g in self._groups)
             self._groups.append({"name": group.group, "generation": self.generation, "again": again})
+            self._numbers[group.symm_mem] = number
             self._tell_groups(self._groups)
         return number

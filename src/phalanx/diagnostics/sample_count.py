@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from phalanx.diagnostics.interruptions import Quiet
+
 _NUM_LOOKED_AT = 16  # of a list: what it holds is told by the first of them
 _DEEPEST = 8
 
@@ -13,16 +15,15 @@ _DEEPEST = 8
 def count_samples(batch: Any) -> float | None:
     """The first dimension of the first tensor (or array) in it, else the length of the first list; None: not known.
 
-    It runs within a program's own loader, so it raises nothing, whatever the batch is.
+    It runs within a program's own loader, so it raises nothing of its own, whatever the batch is.
     """
-    try:
+    with Quiet():
         for part in _parts(batch, 0):
             length = _first_dimension(part)
             if length is not None:
                 return length
         return next((float(len(part)) for part in _parts(batch, 0) if _is_plain_list(part)), None)
-    except Exception:
-        return None
+    return None
 
 
 def _parts(batch: Any, depth: int) -> Iterator[Any]:

@@ -102,6 +102,8 @@ def _allocate(fd: int) -> None:
 class StepFile:
     """The writer. Makes the file at `path`; every method but `set_facts` and `set_state` is a few stores.
 
+    An exception that comes up in between, of a signal's handler, leaves a file that `settle` makes whole.
+
     Raises:
         OSError: the file can't be made.
     """
@@ -159,14 +161,18 @@ class StepFile:
         self._words[_COST] = seconds
         self._words[_OPERATIONS_SEEN] = operations_seen
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """What a reader needs to turn the events after these records into more; what does not fit is left out whole."""
-        data = json.dumps(state).encode()
+    def set_state(self, state: str) -> None:
+        """What a reader needs to turn the events after these records into more, as JSON.
+
+        Where it does not fit the one before stays, and the reader turns the events after that.
+        """
+        data = state.encode()
+        if len(data) > _STATE_BYTES:
+            return
         twin = 1 - int(self._words[_STATE])
         at = _STATES_AT + twin * _STATE_BYTES
-        length = len(data) if len(data) <= _STATE_BYTES else 0
-        self._memory[at : at + length] = data[:length]
-        self._words[_STATE_LENGTHS + twin] = length
+        self._memory[at : at + len(data)] = data
+        self._words[_STATE_LENGTHS + twin] = len(data)
         self._words[_STATE] = twin
 
     def events_since(self, number: int) -> tuple[list[float], int]:
@@ -182,6 +188,13 @@ class StepFile:
         self._tables[at : at + _STEP_FIELDS] = record
         self._num_steps += 1
         self._words[_STEP_COUNT] = self._num_steps
+
+    def settle(self) -> int:
+        """Finish what an exception has broken off. How many steps are in the records."""
+        self._turn_steps()
+        self._turn_operations()
+        records = _records(self._tables, self._steps, self._num_steps, _STEP_FIELDS)
+        return int(sum(record[1] for record in records))
 
     def add_operation(self, record: array[float], seq: int) -> None:
         """One more operation, if its window is one that is kept."""
@@ -214,29 +227,35 @@ class StepFile:
         for i in range(_NUM_STEPS // 2):
             merged = merge(StepRecord(*records[2 * i]), StepRecord(*records[2 * i + 1]))
             self._tables[twin + i * _STEP_FIELDS : twin + (i + 1) * _STEP_FIELDS] = array("d", merged)
-        self.step_stride *= 2
-        self._steps, self._num_steps = twin, _NUM_STEPS // 2
-        self._turn(_STEP_TABLE, _STEP_COUNT, _STEP_STRIDE, self._num_steps, self.step_stride)
+        self.step_stride, self._steps, self._num_steps = self.step_stride * 2, twin, _NUM_STEPS // 2
+        self._turn_steps()
 
     def _thin_operations(self) -> None:
         first = 2 * _STEPS_BYTES // 8
         twin = first if self._operations != first else first + _OPERATIONS_BYTES // 8
         records = _records(self._tables, self._operations, _NUM_OPERATIONS, _OPERATION_FIELDS)
-        self.operation_stride *= 2
-        kept = [r for r in records if (int(r[2]) // WINDOW) % self.operation_stride == 0]
+        stride = self.operation_stride * 2
+        kept = [r for r in records if (int(r[2]) // WINDOW) % stride == 0]
         kept = kept if len(kept) < _NUM_OPERATIONS else kept[_NUM_OPERATIONS // 2 :]
         flat = array("d", [value for record in kept for value in record])
         self._tables[twin : twin + len(flat)] = flat
-        self._operations, self._num_operations = twin, len(kept)
-        self._turn(_OPERATION_TABLE, _OPERATION_COUNT, _OPERATION_STRIDE, len(kept), self.operation_stride)
+        self.operation_stride, self._operations, self._num_operations = stride, twin, len(kept)
+        self._turn_operations()
 
-    def _turn(self, table: int, count: int, stride: int, num: int, step: int) -> None:
+    def _turn_steps(self) -> None:
         """The other table takes over: a reader in between sees few records of it, never those of the wrong one."""
         words = self._words
-        words[count] = 0
-        words[table] = 1 - words[table]
-        words[stride] = step
-        words[count] = num
+        words[_STEP_COUNT] = 0
+        words[_STEP_TABLE] = self._steps * 8 // _STEPS_BYTES
+        words[_STEP_STRIDE] = self.step_stride
+        words[_STEP_COUNT] = self._num_steps
+
+    def _turn_operations(self) -> None:
+        words = self._words
+        words[_OPERATION_COUNT] = 0
+        words[_OPERATION_TABLE] = (self._operations * 8 - 2 * _STEPS_BYTES) // _OPERATIONS_BYTES
+        words[_OPERATION_STRIDE] = self.operation_stride
+        words[_OPERATION_COUNT] = self._num_operations
 
 
 def merge(a: StepRecord, b: StepRecord) -> StepRecord:

@@ -3,23 +3,28 @@
     DataLoader, autograd, optimizers ─▶ event log ┄ now and then ┄▶ step machine ─▶ records, operations, state
                                         (stores)                    (what the events mean)
 
+A signal's handler may raise anywhere in the second half, and the program go on: what was broken off there begins again
+from the state before, as a reader does after a kill. No event is lost, none counts twice.
+
 The second half runs after half a second, or after as many steps as the flight recorder has lines for: beside a step
 that streams its parameters through the caches a line of Python costs ten times what it does in a loop of its own.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from phalanx.diagnostics import progress_page
+from phalanx.diagnostics.interruptions import Quiet, is_interruption
 from phalanx.diagnostics.operation_sampler import OperationSampler
 from phalanx.diagnostics.progress_page import own_generation, own_step
 from phalanx.diagnostics.step_file import NUM_EVENTS, StepFile, StepRecord, merge
@@ -93,9 +98,13 @@ class StepRecorder:
         self._events_per_step = 6.0
         self._pending: StepRecord | None = None
         self._in_records = 0  # steps
+        self._in_records_already = 0  # of the next steps: they come again
+        self._is_whole = True  # nothing was broken off
         self._is_learning = False  # its place in a new generation
         self._loss_due = 0.0
         self._looked = self._cost_s = 0.0
+        self._kept = ""  # the state, as JSON
+        self._keep_state()
         listen_for_ends(self.end_group)
         progress_page.listen_for_generations(self._await_place)
 
@@ -135,7 +144,11 @@ class StepRecorder:
 
     def end_backward(self, loss: Any) -> None:
         """Autograd is done; `loss` is the tensor that it began from, None if that is no loss."""
-        value = None if loss is None else self.read_loss(loss)
+        try:
+            value = None if loss is None else self.read_loss(loss)
+        except BaseException:  # of a signal's handler
+            self.mark(END_BACKWARD)
+            raise
         if value is None:
             self.mark(END_BACKWARD)
         else:
@@ -161,10 +174,9 @@ class StepRecorder:
             if now < self._loss_due:
                 return None
             self._loss_due = now + _LOSS_S
-        try:
+        value = None
+        with Quiet():  # a tensor without a value, of a tracer
             value = loss.item()
-        except Exception:  # a tensor without a value, of a tracer
-            return None
         return float(value) if isinstance(value, (float, int)) else None
 
     def note_loss(self, loss: float | None) -> None:
@@ -186,8 +198,9 @@ class StepRecorder:
     def end_group(self, group: ObservedGroup) -> None:
         """This process is about to leave a group."""
         if threading.get_ident() == self._thread:
-            self._take_up_to_now()
-            self._operations.read_group(group, list(self._machine.marks), self._tally.num_steps)
+            self.log.take()
+            with Quiet(self._give_up):
+                self._operations.read_group(group, list(self._machine.marks), self._tally.num_steps)
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -206,13 +219,15 @@ class StepRecorder:
 
     @sample_share.setter
     def sample_share(self, share: float) -> None:
-        self._take_up_to_now()
+        self.log.take()
         self._tally.sample_share = share
+        if self._is_whole:
+            self._keep_state()
 
     @property
     def num_steps(self) -> int:
         """How many are done."""
-        self._take_up_to_now()
+        self.log.take()
         return self._tally.num_steps
 
     def forget(self) -> None:
@@ -224,45 +239,60 @@ class StepRecorder:
         """Write what there is; `ended`: the process comes to its end in order."""
         if self._thread == -1:
             return
-        self.log.close()
-        self._take()
-        self._machine.end()
-        if not self._tally.num_steps:  # else nobody would know how long it was there
-            self._machine.since = self._clock()
-        if self._pending is not None:
-            self._keep(self._pending)
-            self._pending = None
-        self._look(self._clock())
-        self._read_operations()
-        self._keep_state()
+        try:
+            self.log.take()
+            self.log.close()
+            with Quiet(self._give_up):
+                self._finish()
+        finally:
+            self._thread = -1
+            self.log.close()
+            stop_listening(self.end_group)
+            progress_page.stop_listening(self._await_place)
+            if ended:
+                self._file.set_ended()
+            self._file.close()
+
+    def _finish(self) -> None:
+        if self._is_whole:  # else a reader has the events
+            self._machine.end()
+            if not self._tally.num_steps:  # else nobody would know how long it was there
+                self._machine.since = self._clock()
+            if self._pending is not None:
+                self._keep(self._pending)
+                self._pending = None
+            self._look(self._clock())
+            self._read_operations()
+            self._keep_state()
         if not self._tally.num_steps:  # no training, but something was done
-            with suppress(Exception):
+            with Quiet():
                 self.on_first_step(self)
-        if ended:
-            self._file.set_ended()
-        self._thread = -1
-        stop_listening(self.end_group)
-        progress_page.stop_listening(self._await_place)
-        self._file.close()
 
     # -- now and then --------------------------------------------------------------------------------------------------
 
-    def _take_up_to_now(self) -> None:
-        if threading.get_ident() == self._thread:
-            self._take_safely()
-
     def _take_safely(self) -> None:
-        """Runs within a program's own calls, so it raises nothing: what goes wrong is said, and recording ends."""
+        """Runs within a program's own calls, so what goes wrong here is said, and recording ends.
+
+        Only an exception of the program's own, from a signal's handler, passes: what it has broken off is done again.
+        """
         try:
             self._take()
         except Exception as error:
-            self.log.close()
+            if is_interruption(error):
+                raise
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.log.close()
+        with Quiet():  # no stderr
             why = f"{type(error).__name__}: {error}"
-            with suppress(Exception):  # no stderr
-                print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
+            print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
 
     def _take(self) -> None:
         """Make records of the events that are new."""
+        if not self._is_whole:
+            self._go_back()
+        self._is_whole = False
         began, tally, steps = self._clock(), self._tally, self._tally.num_steps
         flat, num = self._file.events_since(self._taken)
         for at in range(0, len(flat), 3):
@@ -275,7 +305,25 @@ class StepRecorder:
         now = self._clock()
         self._cost_s += now - began
         self._file.set_cost(self._cost_s, self._operations.num_seen)
+        self._is_whole = True
         self.log.took(num, self._limit(), now + _LOOK_S)
+
+    def _go_back(self) -> None:
+        """To the state before what an exception has broken off. What is in the file stays there."""
+        state = json.loads(self._kept)
+        began = int(state["machine"]["since"] * 1e9)
+        marks = [mark for mark in self._machine.marks if mark[0] <= began]
+        self._machine = StepMachine.resume(state["machine"], self._add_step)
+        self._machine.marks.extend(marks)
+        self._tally = StepTally(**state["tally"])
+        self._pending = None if state["pending"] is None else StepRecord(*state["pending"])
+        self._taken = state["taken"]
+        self._in_records = self._file.settle()
+        self._file.set_facts(self._facts)
+        self._in_records_already = self._in_records - state["in_records"]
+        if self._in_records_already and self._pending is not None:
+            self._in_records_already -= int(self._pending.num_steps)
+            self._pending = None
 
     def _limit(self) -> int:
         """How many events are waited for. None while it has a place in the run to learn, which is known only then."""
@@ -286,7 +334,8 @@ class StepRecorder:
     def _add_step(self, step: FinishedStep) -> None:
         tally = self._tally
         if tally.num_steps == 0:
-            self.on_first_step(self)
+            with Quiet():
+                self.on_first_step(self)
             tally.generation = self._operations.generation = own_generation()  # of one that has come later
             if committed := own_step():  # later it could not be told: a loop may commit more seldom
                 tally.ahead = committed - 1
@@ -294,6 +343,9 @@ class StepRecorder:
             self._look(step.end)
         record = tally.add(step)
         self._learn_place()
+        if self._in_records_already:
+            self._in_records_already -= 1
+            return
         self._pending = record if self._pending is None else merge(self._pending, record)
         if self._pending.num_steps >= self._file.step_stride:
             self._keep(self._pending)
@@ -304,21 +356,22 @@ class StepRecorder:
         self._in_records += int(record.num_steps)
 
     def _keep_state(self) -> None:
-        self._file.set_state(
-            {
-                "taken": self._taken,
-                "in_records": self._in_records,
-                "pending": self._pending,
-                "tally": asdict(self._tally),
-                "machine": self._machine.state(),
-            }
-        )
+        state = {
+            "taken": self._taken,
+            "in_records": self._in_records,
+            "pending": self._pending,
+            "tally": asdict(self._tally),
+            "machine": self._machine.state(),
+        }
+        self._kept = json.dumps(state)
+        self._file.set_state(self._kept)
 
     def _await_place(self) -> None:
         """The ranks are about to go on in another generation: what came before was of this one."""
         if threading.get_ident() == self._thread:
-            self._take_safely()
             self._is_learning = True
+            self.log.take()
+            self._is_learning = True  # the steps before it have learned theirs
             self.log.took(self._taken, 1, 0.0)
 
     def _learn_place(self) -> None:
@@ -329,7 +382,8 @@ class StepRecorder:
         if generation == tally.generation:
             return
         tally.generation = self._operations.generation = generation
-        tally.rank = self.rank_now()
+        with Quiet():
+            tally.rank = self.rank_now()
         if tally.ahead is not None:
             tally.ahead = own_step() - tally.num_steps
 
@@ -344,8 +398,10 @@ class StepRecorder:
         except (OSError, IndexError):  # no Linux: the peak is all that is known
             resident, shared = float(usage.ru_maxrss), 0.0
         self._file.set_peak(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-        cpu_s = usage.ru_utime + usage.ru_stime
-        self._tally.process = (resident, shared, cpu_s, float(usage.ru_nivcsw), float(self.device_memory()))
+        cpu_s, on_device = usage.ru_utime + usage.ru_stime, 0.0
+        with Quiet():
+            on_device = float(self.device_memory())
+        self._tally.process = (resident, shared, cpu_s, float(usage.ru_nivcsw), on_device)
 
     def _read_operations(self) -> None:
         self._operations.read(list(self._machine.marks), self._tally.num_steps)

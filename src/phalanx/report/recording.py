@@ -274,9 +274,11 @@ def _forget() -> None:
 def _end() -> None:
     """Recording ends, and the report is written, if that is this process's part."""
     global _recorder
-    if _recorder is not None:
-        step_notes.stop_listening()
-        _recorder.close(ended=True)
+    try:
+        if _recorder is not None:
+            step_notes.stop_listening()
+            _recorder.close(ended=True)
+    finally:
         _recorder = None
-    while _writers:
-        _writers.pop()()
+        while _writers:
+            _writers.pop()()

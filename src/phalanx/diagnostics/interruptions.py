@@ -1,0 +1,41 @@
+"""Whose exception it is: what a program's signal handler raises comes up wherever Python happens to be, in ours too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether it came from outside, and only met the code that it came up in: that has to let it pass.
+
+    What is no `Exception`, like KeyboardInterrupt; and what a signal's handler, or a debugger's trace function, raised:
+    a function that was given the frame that it interrupts.
+    """
+    if not isinstance(error, Exception):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        interrupted, trace = trace.tb_frame, trace.tb_next
+        for value in trace.tb_frame.f_locals.values():
+            if value is interrupted or (type(value) is tuple and any(one is interrupted for one in value)):
+                return True
+    return False
+
+
+class Quiet:
+    """Suppresses what goes wrong inside, but no interruption. `tell`: called with it."""
+
+    def __init__(self, tell: Callable[[Exception], None] = lambda error: None) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception) or is_interruption(error):
+            return False
+        self._tell(error)
+        return True
