@@ -46,12 +46,12 @@ def live_line(state: ProgressState, *, fancy: bool = True) -> str:
     parts.append(_rate(state))
     if state.left_s is not None:
         parts.append(f"{_clock_time(state.left_s)} left")
-    return "  ".join(filter(None, [*parts, _values(state)]))
+    return "  ".join(filter(None, [*parts, values_text(state.values)]))
 
 
 def final_line(state: ProgressState) -> str:
     """`epoch 3: 50,000 samples in 4.1 s, 12,345 samples/s, loss 0.1234`."""
-    facts = [f"{state.samples:,} {state.unit} in {state.elapsed_s:.1f} s", _rate(state), _values(state)]
+    facts = [f"{state.samples:,} {state.unit} in {state.elapsed_s:.1f} s", _rate(state), values_text(state.values)]
     return f"{state.desc}: {', '.join(filter(None, facts))}" if state.desc else ", ".join(filter(None, facts))
 
 
@@ -60,8 +60,9 @@ def _rate(state: ProgressState) -> str:
     return f"{rate:,.0f} {state.unit}/s" if rate >= 10 else f"{rate:.2f} {state.unit}/s"
 
 
-def _values(state: ProgressState) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in state.values.items())
+def values_text(values: Mapping[str, float]) -> str:
+    """`loss 0.1234  accuracy 0.9`."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def _clock_time(seconds: float) -> str:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Generic, TextIO, TypeVar
+from typing import Generic, SupportsFloat, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,21 +47,25 @@ class Progress(Generic[T]):
         self._world_size = world_size
         self._clock = clock
         self._page = page or ProgressPage(bytearray(PAGE_BYTES))
-        self._values: dict[str, float | torch.Tensor] = {}
+        self._values: dict[str, SupportsFloat] = {}
+        self._is_last = False
         self._steps = self._samples = self._width = 0
         self._begun = self._drawn = self._ended = 0.0
 
     def __iter__(self) -> Iterator[T]:
         self._steps = self._samples = 0
         self._begun = self._drawn = self._clock()
+        self._is_last = False
         loop = self._page.begin_loop(self._total)
         try:
             for item in self._iterable:
-                yield item
-                samples = _samples_in(item) if self._per_step is None else self._per_step
-                self._steps += 1
-                self._samples += samples
-                self._page.count(loop, samples)
+                try:
+                    yield item
+                except GeneratorExit:
+                    if self._is_last:
+                        self._count(item, loop)
+                    raise
+                self._count(item, loop)
                 self._draw_if_due()
         finally:  # also after a break or an error: the line that stands there is finished
             self._ended = self._clock()
@@ -74,7 +78,17 @@ class Progress(Generic[T]):
             raise TypeError("progress over an iterable without a length has none either; give it total=")
         return self._total
 
-    def update(self, **values: float | torch.Tensor) -> None:
+    def end(self) -> None:
+        """The loop is left at the item at hand, which is done and counts: before a `break` or `return`."""
+        self._is_last = True
+
+    def _count(self, item: T, loop: int) -> None:
+        samples = _samples_in(item) if self._per_step is None else self._per_step
+        self._steps += 1
+        self._samples += samples
+        self._page.count(loop, samples)
+
+    def update(self, **values: SupportsFloat) -> None:
         """Show these numbers from now on, say `update(loss=loss)`; a tensor of one element is read when it is drawn."""
         for name, value in values.items():
             self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value

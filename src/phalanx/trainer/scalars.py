@@ -21,14 +21,14 @@ class Scalars:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, writes: Callable[[], bool]) -> None:
-        self._folder, self._writes = folder, writes
+        self.folder, self._writes = folder, writes
         self._writer: Any = None
         self._step = 0
         self._latest: dict[str, float] = {}  # of that step
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """One point of each curve."""
-        if self._folder is None:
+        if self.folder is None:
             return
         here = self._latest if step == self._step else {}
         new = {name: value for name, value in values.items() if name not in here}  # where a step is done again
@@ -43,7 +43,7 @@ class Scalars:
 
     def begin(self, *, again_from: int | None = None) -> None:
         """Open the folder, if this process writes; `again_from`: the step of the checkpoint, 0 if there is none."""
-        if self._folder is not None and self._writes():
+        if self.folder is not None and self._writes():
             self._open(again_from)
             if again_from is not None and again_from == self._step:
                 self._write(self._latest)
@@ -57,8 +57,8 @@ class Scalars:
             raise ModuleNotFoundError(
                 "Trainer(log_dir=...) writes for TensorBoard, which is not installed: pip install tensorboard"
             ) from error
-        assert self._folder is not None
-        self._writer = SummaryWriter(os.fspath(self._folder), purge_step=again_from)
+        assert self.folder is not None
+        self._writer = SummaryWriter(os.fspath(self.folder), purge_step=again_from)
 
     def flush(self) -> None:
         """What was added is on the disk."""

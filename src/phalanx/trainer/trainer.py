@@ -23,9 +23,9 @@ from phalanx import elastic
 from phalanx.backend import rendezvous
 from phalanx.backend.shared import rehearses
 from phalanx.checkpoint import CheckpointManager, RandomState
+from phalanx.checkpoint.folders import make_folders
 from phalanx.checkpoint.peers import Peers
 from phalanx.data import DistributedSampler
-from phalanx.log import get_logger
 from phalanx.report import begin as begin_report
 from phalanx.report import recording
 from phalanx.strategies import Strategy, get
@@ -35,11 +35,10 @@ from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
 from phalanx.strategies.strategy import require_pair
 from phalanx.trainer.callbacks import Callback, CallbackStates
+from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.metrics import SummedMetric, Sums, num_samples
-from phalanx.trainer.progress_display import progress
 from phalanx.trainer.scalars import Scalars
 
-_logger = get_logger(__name__)
 _DRY_STEPS = 2
 
 Metric = Callable[[Any, Any], Tensor] | SummedMetric
@@ -78,8 +77,9 @@ class Trainer:
         log_dir: for TensorBoard: loss and rate of each `log_every`-th update, and what validation measures.
         seed: of Python's, NumPy's and torch's random numbers, another one on each replica. None leaves them.
         min_ranks: with fewer an elastic job waits.
-        show_progress: one line for each epoch.
-        dry_run: two batches of training and validation, and nothing is written: does it run at all?
+        show_progress: one line for each epoch and validation, and on where `fit` goes on from and why it ends.
+        dry_run: two batches of training and validation, an update each (`accumulate` is 1), and nothing is written:
+            does it run at all?
 
     Raises:
         ValueError, TypeError: all that makes no sense, at once.
@@ -151,7 +151,8 @@ class Trainer:
         self._accumulate, self._max_norm = 1 if dry_run else accumulate, max_norm
         self._metrics = dict(metrics or {})
         self._save_every, self._log_every = save_every, log_every
-        self._dry_run, self._show, self._min_ranks = dry_run, show_progress, min_ranks
+        self._dry_run, self._min_ranks = dry_run, min_ranks
+        self._display = FitDisplay(show=show_progress)
         self.callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         self._manager: CheckpointManager | None = None
         if checkpoint is not None and not dry_run:
@@ -192,7 +193,7 @@ class Trainer:
 
     @property
     def why_stopped(self) -> str:
-        """What `stop` was given; empty if nobody has called it."""
+        """What `stop` was given; empty if nobody has called it, also where `max_epochs` or `max_steps` was the end."""
         return "" if self._state is None else str(self._state.why_stopped)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -208,13 +209,17 @@ class Trainer:
         Called once more it goes on where it ended: after `trainer.max_epochs = 20`, say.
 
         Raises:
-            ValueError, TypeError: a loader cannot be divided, or has no batch.
+            ValueError, TypeError: a loader cannot be divided, or has no batch; a folder to write into can't be made.
             CheckpointError: a checkpoint is damaged, does not fit, or cannot be written.
         """
         loader = self._divide("loader", loader)
         val_loader = None if val_loader is None else self._divide("val_loader", val_loader, padding=False)
         if isinstance(self.scheduler, ReduceLROnPlateau) and val_loader is None:
             raise ValueError("Trainer.fit: ReduceLROnPlateau steps by what validation measures: give a val_loader")
+        group = self.strategy.training_group
+        if group is None or not rehearses(group):  # who comes to a job that runs finds them
+            folders = {"checkpoint": self._manager.folder if self._manager else None, "log_dir": self._scalars.folder}
+            make_folders(Peers(self.strategy.checkpoint_group, what="Trainer.fit"), folders)
         before, self._state = self._state, self._make_state(loader)
         state = self._state
         if before is not None:
@@ -226,6 +231,9 @@ class Trainer:
 
         try:
             self._call("on_fit_begin")
+            if (self._is_over or state.epoch >= self.max_epochs) and state.step:
+                self._display.show_finished(self, self._manager.folder if self._manager else "")
+            begun = state.step
             if self.strategy.is_elastic:
                 elastic.run(state, min_ranks=self._min_ranks)(fit_state)(state)
             else:
@@ -233,11 +241,15 @@ class Trainer:
             if self._manager is not None:
                 self._save(state)
                 self._manager.wait()
+            if state.step > begun and not self._dry_run:
+                self._display.show_end(self)
             self._call("on_fit_end")
             self._scalars.close()
         except BaseException as error:
             with contextlib.suppress(OSError):  # a full disk may be what has ended it
                 self._scalars.close()
+            if isinstance(error, KeyboardInterrupt):
+                self._display.show_interrupted(self, state.saved[1])
             self._call("on_error", error)
             raise
 
@@ -268,6 +280,7 @@ class Trainer:
             self._keep_callbacks(state)
             if val_loader is not None:
                 state.metrics = self.validate(val_loader)
+                self._display.show_metrics(self.metrics)
                 self._scalars.add({f"val/{name}": value for name, value in self.metrics.items()}, self.step)
                 self._call("on_validation_end", self.metrics)
             if not is_whole:
@@ -278,32 +291,30 @@ class Trainer:
 
     def _train_epoch(self, state: elastic.State, loader: DataLoader[Any], epoch: int) -> bool:
         """Train on what is left of the epoch; whether to its end."""
-        total, done = len(loader), 0
+        total, begun = len(loader), self.step
         if self._is_over:  # a run that ended inside of it, and is started again
             return total == 0
         if loader.generator is None:  # it would draw from the model's, once more where an epoch is taken up
             loader.generator = torch.Generator()
         loader.generator.manual_seed(hash((loader.sampler.seed, epoch)) & (2**63 - 1))  # type: ignore[attr-defined]
-        shown: Any = loader
-        if self._show:
-            shown = progress(loader, desc=f"epoch {epoch + 1}/{self.max_epochs}", per_step=self._samples_shown(loader))
-        for number, batch in enumerate(shown, start=1):
+        name = f"epoch {epoch + 1}/{self.max_epochs}"
+        for number, batch in enumerate(self._display.batches(loader, name, self._samples_shown(loader)), start=1):
             group = (number - 1) // self._accumulate
             in_group = min(self._accumulate, total - group * self._accumulate)
             is_last = number == group * self._accumulate + in_group
             loss = self.strategy.compute_gradients(self._on_device(batch), share=1 / in_group, is_last=is_last)
+            self._display.add_loss(loss, self.step + 1)
             if not is_last:
                 continue
             self.strategy.update(self._max_norm)
             if self.scheduler is not None and self._by_step:
                 self.scheduler.step()
             state.commit()
-            if self._show and done % self._log_every == 0:
-                shown.update(loss=loss)
             self._after_step(state, loss)
-            done += 1
-            if self._is_over or (self._dry_run and done == _DRY_STEPS):
+            if self._is_over or (self._dry_run and self.step == begun + _DRY_STEPS):
+                self._display.end_epoch()
                 return number == total
+        self._display.end_epoch()
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor) -> None:
@@ -435,8 +446,8 @@ class Trainer:
 
     def _restore(self, state: elastic.State) -> None:
         restored = None if self._manager is None else self._manager.load(self._parts(state))
-        if restored is not None and self.strategy.is_main:
-            _logger.info("Trainer: goes on from %s, after step %d", restored.path, restored.step)
+        if restored is not None:
+            self._display.show_resumed(self, restored.path)
         self._called_step = state.step
         self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # a scheduler's question
         group = self.strategy.training_group

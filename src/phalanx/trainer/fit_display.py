@@ -1,0 +1,136 @@
+"""What rank 0 shows of a fit, besides the moving line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.log import get_logger
+from phalanx.trainer.line import values_text
+from phalanx.trainer.progress_display import Progress, progress
+
+if TYPE_CHECKING:
+    from phalanx.trainer.trainer import Trainer
+
+_logger = get_logger(__name__)
+
+
+class FitDisplay:
+    """Where a fit goes on from, its epochs, what a validation measured, and why it ended; a line each, on rank 0.
+
+    Cost: an addition on the loss's device for each batch. The sum is read when a line is drawn; on a CPU each loss is
+    read at once, to name the step whose loss is no number.
+    """
+
+    def __init__(self, *, show: bool) -> None:
+        self._show = show
+        self._bar: Progress[Any] | None = None
+        self._mean = RunningMean()
+        self._epoch = ""
+        self._has_warned = False
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+        if self._show and _is_first():
+            print(line, flush=True)
+
+    def batches(self, loader: Iterable[Any], epoch: str, per_step: int) -> Iterable[Any]:
+        """The batches of `loader`, with a line on how many there were."""
+        self._epoch, self._mean = epoch, RunningMean()
+        self._bar = progress(loader, desc=epoch, per_step=per_step) if self._show else None
+        return loader if self._bar is None else self._bar
+
+    def add_loss(self, loss: Tensor, step: int) -> None:
+        """The loss of the batch at hand, which is part of update `step`."""
+        self._mean.add(loss.detach())
+        if self._bar is not None:
+            self._bar.update(**{"mean loss": self._mean})
+        if loss.device.type == "cpu":
+            self._warn_if_broken(float(loss.detach()), f"at step {step}")
+
+    def end_epoch(self) -> None:
+        """The batch at hand is the last one, and counts."""
+        if self._bar is not None:
+            self._bar.end()
+        if self._mean.is_elsewhere:  # nobody has looked at each
+            self._warn_if_broken(float(self._mean), f"in {self._epoch}")
+
+    def show_metrics(self, metrics: Mapping[str, float]) -> None:
+        """What a validation has measured, behind an epoch's batches."""
+        if self._epoch:  # else a finished run that is started again measures once more
+            self.say(f"{self._epoch}: validation: {values_text(metrics)}")
+
+    def show_resumed(self, trainer: Trainer, path: Path) -> None:
+        """A checkpoint was loaded."""
+        place = f"in epoch {trainer.epoch + 1}" if trainer.epoch < trainer.max_epochs else f"epoch {trainer.epoch}"
+        self.say(f"goes on from {path}, after step {trainer.step}, {place}")
+
+    def show_finished(self, trainer: Trainer, folder: Path | str) -> None:
+        """There is nothing left to train."""
+        what, advice = _why_over(trainer)
+        whose = f"{folder} holds a finished run" if folder else "this run is finished"
+        self.say(f"{whose} ({what}): nothing to train; {advice}{', or give another folder' if folder else ''}")
+
+    def show_end(self, trainer: Trainer) -> None:
+        """The training has ended; nothing to say where that was after `max_epochs`."""
+        if trainer.why_stopped or trainer.epoch < trainer.max_epochs:
+            what, _ = _why_over(trainer)
+            self.say(f"stopped after step {trainer.step}, {trainer.epoch} of {trainer.max_epochs} epochs: {what}")
+
+    def show_interrupted(self, trainer: Trainer, saved_step: int) -> None:
+        """Ctrl-C: where a second run would begin."""
+        where = f"the last checkpoint is that of step {saved_step}: the same command goes on there"
+        self.say(f"stopped at step {trainer.step}; {where if saved_step >= 0 else 'there is no checkpoint'}")
+
+    def _warn_if_broken(self, loss: float, when: str) -> None:
+        if math.isfinite(loss) or self._has_warned or not _is_first():
+            return
+        self._has_warned = True
+        _logger.warning(
+            "Trainer: the loss is %s %s: lower the learning rate, clip the gradients (max_norm), and look at the batch "
+            "of that step. It is said once",
+            loss,
+            when,
+        )
+
+
+class RunningMean:
+    """The mean of what was added, which is read only where it is asked for."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    def add(self, value: Tensor) -> None:
+        """One more; no copy from the device."""
+        if self._sum is None:
+            self._sum = torch.zeros((), dtype=torch.float64, device=value.device)
+        self._sum.add_(value.reshape(()))
+        self._count += 1
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it lies on a device that is not the CPU."""
+        return self._sum is not None and self._sum.device.type != "cpu"
+
+    def __float__(self) -> float:
+        return math.nan if self._sum is None else float(self._sum) / self._count
+
+
+def _why_over(trainer: Trainer) -> tuple[str, str]:
+    """What has ended the training, and what to do about it."""
+    if trainer.why_stopped:
+        return trainer.why_stopped, "take out the callback that stops it"
+    if trainer.max_steps is not None and trainer.step >= trainer.max_steps:
+        return f"max_steps={trainer.max_steps}", "raise max_steps"
+    return f"max_epochs={trainer.max_epochs}", "raise max_epochs"
+
+
+def _is_first() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
