@@ -274,7 +274,7 @@ def test_a_loader_is_divided_with_its_options_or_refused():
     assert strategy.experimental_distribute_dataset(DataLoader(data, 4)).sampler.shuffle is False
     weighted = DataLoader(data, 5, sampler=WeightedRandomSampler([1.0] * 96, 96))
     for loader, error, words in [
-        (DataLoader(Endless(), 5), TypeError, "IterableDataset, which cannot be divided by index"),
+        (DataLoader(Endless(), 5), TypeError, "cannot be divided by index: .*distribute_datasets_from_function"),
         (DataLoader(data, None), ValueError, "without batch_size"),
         (weighted, ValueError, "the loader's sampler is a WeightedRandomSampler"),
     ]:
@@ -290,6 +290,8 @@ def test_a_loader_is_divided_with_its_options_or_refused():
     other = DataLoader(data, 5, sampler=DistributedSampler(data, 3, 1))
     with pytest.raises(ValueError, match="sampler gives part 1 of 3, and this is replica 0 of 1"):
         strategy.distribute(other)
+    with pytest.raises(TypeError, match=r"got a DataLoader, which is divided by strategy.distribute\(loader\)"):
+        strategy.loader(DataLoader(data, 5), 4)
     with pytest.raises(TypeError, match="sampler: the strategy divides the batch itself"):
         strategy.loader(data, 4, sampler=range(3))
 

@@ -172,6 +172,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_done():
         ({"metrics": {"loss": abs}}, "the loss is measured in any case, as 'loss'"),
         ({"callbacks": [print]}, "callbacks must be phalanx.trainer.Callback objects"),
         ({"seed": "a"}, "seed must be an int"),
+        ({"scheduler": "cosine"}, "scheduler must be an LRScheduler, or a function that makes one, got 'cosine'"),
         ({"strategy": strategy}, "has a model already: each Trainer needs one of its own"),
         ({"precision": "16-mixed"}, "is for GPUs"),
     ):
@@ -181,6 +182,21 @@ def test_what_makes_no_sense_is_said_before_anything_is_done():
         trainer_of("mse")
     with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
         make(nn.ReLU())
+
+
+def test_a_step_that_wants_a_batch_idx_and_a_metric_that_fails_are_named():
+    """They ended inside of the first step, or validation, with a TypeError of somebody's."""
+
+    class Lightnings(WithSteps):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch)
+
+    with pytest.raises(ValueError, match="training_step must take the batch alone, no batch_idx"):
+        without_loss(Lightnings())
+    Lightnings.training_step = lambda self, batch, batch_idx=0: WithSteps.training_step(self, batch)
+    without_loss(Lightnings()).fit(load())
+    with pytest.raises(RuntimeError, match="metric 'recall' fails: ZeroDivisionError: division by zero"):
+        make(metrics={"recall": lambda result, target: 1 / 0}).fit(load(), load())
 
 
 def test_who_watches_a_validation_needs_one():

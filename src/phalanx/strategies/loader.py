@@ -73,6 +73,8 @@ def make_loader(
     """
     if clash := sorted(_OWN & options.keys()):
         raise TypeError(f"loader: {', '.join(clash)}: the strategy divides the batch itself")
+    if isinstance(dataset, DataLoader):
+        raise TypeError("loader: it takes a dataset, got a DataLoader, which is divided by strategy.distribute(loader)")
     if isinstance(dataset, IterableDataset):
         raise TypeError(
             f"loader: {type(dataset).__name__} is an IterableDataset, which cannot be divided by index: give a dataset "
@@ -130,8 +132,8 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
         return None
     if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
-            f"{type(loader.dataset).__name__} is an IterableDataset, which cannot be divided by index: make a loader "
-            "that yields each replica's own batches, and train with a loop of your own"
+            f"{type(loader.dataset).__name__} is an IterableDataset, which cannot be divided by index: make each "
+            "replica's own batches in strategy.distribute_datasets_from_function(...), and train in your own loop"
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise ValueError("a DataLoader without batch_size, or with a batch_sampler, cannot be divided: use batch_size")

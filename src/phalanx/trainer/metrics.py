@@ -40,6 +40,18 @@ class SummedMetric:
     compute: Callable[[Tensor], Any]
 
 
+def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, target: Any) -> Tensor:
+    """What the metric of that name gives for a batch.
+
+    Raises:
+        RuntimeError: it fails; with its name, from its own error.
+    """
+    try:
+        return function(result, target)
+    except Exception as error:
+        raise RuntimeError(f"Trainer: metric {name!r} fails: {type(error).__name__}: {error}") from error
+
+
 class Sums:
     """What a validation counts, by name; exact with uneven last batches, and other numbers of them on each rank."""
 

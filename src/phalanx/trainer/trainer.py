@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import pickle
@@ -36,7 +37,7 @@ from phalanx.strategies.precision import Precision
 from phalanx.strategies.strategy import require_pair
 from phalanx.trainer.callbacks import Callback, CallbackStates
 from phalanx.trainer.fit_display import FitDisplay
-from phalanx.trainer.metrics import SummedMetric, Sums, num_samples
+from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
 from phalanx.trainer.scalars import Scalars
 
 _DRY_STEPS = 2
@@ -118,7 +119,7 @@ class Trainer:
             "save_every": 1 if save_every is None else save_every,
         }
         problems = [f"{name} must be 1 or more, got {n!r}" for name, n in counts.items() if not _is_count(n)]
-        problems += _find_problems(model, strategy, loss, metrics, callbacks, seed)
+        problems += _find_problems(model, strategy, loss, metrics, callbacks, seed, scheduler)
         if max_norm is not None and not max_norm > 0:
             problems.append(f"max_norm must be above zero, got {max_norm!r}")
         if scheduler_interval not in ("epoch", "step"):
@@ -388,9 +389,9 @@ class Trainer:
             sums.add_mean("loss", self._loss(result, target), count)
             for name, metric in self._metrics.items():
                 if isinstance(metric, SummedMetric):
-                    sums.add(name, metric.count(result, target))
+                    sums.add(name, call_metric(name, metric.count, result, target))
                 else:
-                    sums.add_mean(name, metric(result, target), count)
+                    sums.add_mean(name, call_metric(name, metric, result, target), count)
         sums.add_batch(count)
 
     # -- what goes into a checkpoint -----------------------------------------------------------------------------------
@@ -528,7 +529,9 @@ def _in_full_precision(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
-def _find_problems(model: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any) -> list[str]:
+def _find_problems(
+    model: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any, scheduler: Any
+) -> list[str]:
     """What is wrong with what a Trainer was given."""
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     wrong = [one for one in several if not isinstance(one, Callback)]
@@ -537,6 +540,14 @@ def _find_problems(model: Any, strategy: Any, loss: Any, metrics: Any, callbacks
     checks = (
         (isinstance(model, nn.Module), f"model must be a torch.nn.Module, got a {type(model).__name__}"),
         (not lacks, f"give a loss, or {type(model).__name__} a training_step(batch)"),
+        (
+            loss is not None or not _lacks_arguments(model, "training_step"),
+            "training_step must take the batch alone, no batch_idx",
+        ),
+        (
+            loss is not None or not _lacks_arguments(model, "validation_step"),
+            "validation_step must take the batch alone, no batch_idx",
+        ),
         (loss is None or callable(loss), f"loss must be a function of the model's result and the target, got {loss!r}"),
         (loss is not None or not metrics, "metrics need a loss: without one the model's validation_step returns them"),
         (is_metrics, f"metrics must be a dict of functions by name, got a {type(metrics).__name__}"),
@@ -544,8 +555,23 @@ def _find_problems(model: Any, strategy: Any, loss: Any, metrics: Any, callbacks
         (not wrong, f"callbacks must be phalanx.trainer.Callback objects, got {wrong[:1]}"),
         (not has_model, f"this {name} has a model already: each Trainer needs one of its own"),
         (seed is None or isinstance(seed, int), f"seed must be an int, got {seed!r}"),
+        (
+            scheduler is None or isinstance(scheduler, LRScheduler) or callable(scheduler),
+            f"scheduler must be an LRScheduler, or a function that makes one, got {scheduler!r}",
+        ),
     )
     return [problem for fine, problem in checks if not fine]
+
+
+def _lacks_arguments(model: Any, name: str) -> bool:
+    """Whether the model's step of that name, if it has one, cannot be called with a batch."""
+    try:
+        inspect.signature(getattr(model, name)).bind(None)
+    except TypeError:
+        return True
+    except (AttributeError, ValueError):  # there is none, or nobody can tell
+        return False
+    return False
 
 
 def _is_count(value: object) -> bool:
