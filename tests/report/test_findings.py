@@ -82,6 +82,14 @@ def test_the_straggler_is_named_with_what_it_does_longer():
     assert "two may be a slower machine" in texts(measured(ranks[0], far, ranks[2], lateness=late))[0]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_few_noisy_steps_are_no_loss_that_rises(seed):
+    """The loss of a step jumps: every second short run whose loss fell little was told that it rises."""
+    draw = random.Random(seed)
+    loss = tuple((step, 2.0 + draw.gauss(0, 0.3)) for step in range(24))
+    assert not [text for text in texts(measured(rank(0), loss=loss)) if "The loss rises" in text]
+
+
 @pytest.mark.parametrize(
     ("rows", "hosts", "advice"),
     [

@@ -129,7 +129,11 @@ def _loss(run: Measurements) -> Iterator[Finding]:
         gained_back = last - best > 0.1 * (
             first - best
         )  # near its least value noise alone makes it half as large again
-        if last > first > 0 or (last > 0 and best > 0 and last > 1.5 * best and gained_back):
+        # Three times what two such medians differ by chance, by how far each loss lies from the next one.
+        noise = 4.5 * median(abs(a - b) for a, b in pairwise(losses)) / math.sqrt(tenth)
+        if last - best <= noise:
+            return
+        if (first > 0 and last > first + noise) or (last > 0 and best > 0 and last > 1.5 * best and gained_back):
             yield Finding(
                 "warn",
                 f"The loss rises: {three_digits(last)} at the end, {three_digits(min(best, first))} before. Lower the "

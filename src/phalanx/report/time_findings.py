@@ -154,8 +154,8 @@ def _parts_of_one(run: Measurements) -> Iterator[Finding]:
         verb = "spend" if who.startswith("Ranks") else "spends"
         yield Finding(
             "warn",
-            f"{who} {verb} {percent(share)} of the time outside of the steps: evaluation, logging, saving. Evaluate "
-            "less often, and save in the background (phalanx.CheckpointManager).",
+            f"{who} {verb} {percent(share)} of the time outside of the steps: evaluation, callbacks, logging, "
+            "saving. Do these less often; torch.save can go to the background (phalanx.CheckpointManager).",
             share,
         )
 
