@@ -75,6 +75,8 @@ class Executor:
         """The stage whose message is waited for, if one is."""
         self.leaves = False
         """Whether this rank failed so that it can't meet the others: it was interrupted, or its group is broken."""
+        self.has_told = False
+        """Whether this rank failed in the present step, and has told those who may wait for it."""
         self.failed_itself = False
         """Whether it was this rank's own action that failed, and not one that it waited for."""
         self._turn = 0.0
@@ -82,6 +84,11 @@ class Executor:
         """What this rank will receive in this step, and has posted no receive for."""
         self._posted_for: list[int] = []
         """The places in the order of actions for which receives are posted, those to come."""
+
+    def begin(self) -> None:
+        """A step begins, in which nothing has failed yet."""
+        self.has_told = self.leaves = self.failed_itself = False
+        self.awaited = None
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -191,7 +198,8 @@ class Executor:
             for source in stage.part.receives:  # what came was sent after these gradients were there
                 if source not in self.stages:
                     count = self.schedule.backwards_before[source, micro_batch]
-                    self._wire.let_go(Edge(stage.index, source, True), count)
+                    with self._talking_to(source):
+                        self._wire.let_go(Edge(stage.index, source, True), count)
         begin = time.perf_counter()
         if stage.part.receives or stage.index:
             note_wait(begin - self._turn, "stages")
@@ -294,7 +302,8 @@ class Executor:
                 self.awaited = target
                 grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
                 self.awaited = None
-                self._wire.let_go(Edge(stage.index, target), micro_batch + 1)  # it had the values of this one
+                with self._talking_to(target):
+                    self._wire.let_go(Edge(stage.index, target), micro_batch + 1)  # it had the values of this one
         begin = time.perf_counter() - recomputed
         note_wait(begin - self._turn, "stages")
         with self._wire.making():
@@ -321,10 +330,17 @@ class Executor:
 
     # -- failure -------------------------------------------------------------------------------------------------
 
-    def refuse(self, error: Exception) -> BaseException:
-        """The error to raise for inputs that make no sense, after those who wait for them have been told."""
+    def refuse(self, error: BaseException) -> BaseException:
+        """The error to raise for what fails before the first action, after those who wait for it have been told."""
         self.at = self.awaited = self.schedule = None
         return self._fail(error)
+
+    def tell_end(self, error: BaseException) -> None:
+        """This rank fails behind its last action, and takes part in no further step: others may be in one already."""
+        text = f"Pipeline: rank {self._rank}, at the end of a step: {type(error).__name__}: {error}"
+        self.has_told = True
+        lost = isinstance(error, PeerLostError)
+        self._wire.tell_failure(self._edges(), text, lost=lost, leaves=True, between=True)
 
     def _fail(self, error: BaseException) -> BaseException:
         """The error to raise here, after all who wait for this rank have been told."""
@@ -340,6 +356,7 @@ class Executor:
         self.failed_itself = not isinstance(error, (StageFailedError, StageLostError)) and self.awaited is None
         self.leaves = not isinstance(error, Exception) or (self.awaited is not None and not is_heard)
         self.leaves = self.leaves or isinstance(error, (PeerLostError, DeadlineError))
+        self.has_told = True
         self._wire.tell_failure(self._edges(), text, lost=isinstance(error, PeerLostError), leaves=self.leaves)
         return raised
 

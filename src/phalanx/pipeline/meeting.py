@@ -17,6 +17,7 @@ from torch import Tensor
 
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.deadline import Deadline
+from phalanx.pipeline.failure import with_note
 
 _outliving: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[dist.Work, Tensor]]] = weakref.WeakKeyDictionary()
 
@@ -43,42 +44,73 @@ class Meeting:
         self._others = range(1, group.size()) if group.rank() == 0 else range(1)
         self._posted: list[tuple[dist.Work, Tensor]] = []
         self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._gone: RuntimeError | None = None
+        """What was raised for a rank whose connection had ended before the step began."""
+        self.lost: int | None = None
+        """The rank that was found to be gone first."""
 
     def begin(self, count: int) -> None:
-        """A step begins, at whose end so many numbers are added."""
+        """A step begins, at whose end so many numbers are added. That a rank is gone is raised there: others count on
+        this one until then, and its neighbours find out by themselves."""
         for other in self._others:
             numbers = torch.empty(count, dtype=torch.float64)
-            self._posted.append((self._group.recv([numbers], other, self._tag), numbers))
+            try:
+                self._posted.append((self._group.recv([numbers], other, self._tag), numbers))
+            except RuntimeError as error:
+                self._gone = self._gone or self._of(other, error)
 
     def add(self, numbers: Tensor) -> None:
         """`numbers` become the sum of all ranks', in the order of ranks.
 
         Raises:
-            RuntimeError: a rank is gone. Where it is another than the first, that one tells the rest with `leave`.
+            RuntimeError: a rank is gone. Where it is another than the first, that one tells the rest with `leave`. If
+                it was lost after it had sent its numbers, the rest may have got the sum, and hear of it in their next.
         """
-        if self._group.rank():
-            self._send(numbers)
-        for work, come in self._posted:
-            work.wait()
+        if self._gone is not None:
+            raise self._gone
+        if self._group.rank() and (unsent := self._send(numbers)):
+            raise unsent
+        for other, (work, come) in zip(self._others, self._posted, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._of(other, error) from error.__cause__
             numbers.copy_(come) if self._group.rank() else numbers.add_(come)
         self._posted.clear()
-        if self._group.rank() == 0:
-            self._send(numbers)
-        for work, _ in self._sent:
-            work.wait()
+        if self._group.rank() == 0 and (unsent := self._send(numbers)):
+            raise unsent
+        for other, (work, _) in zip(self._others, self._sent, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._of(other, error) from error.__cause__
         self._sent.clear()
 
     def leave(self, numbers: Tensor, *, stay_s: float) -> None:
         """Be counted with these; stay until all have come, or so long, in case this process ends with it."""
         deadline = Deadline.after(stay_s)
-        with contextlib.suppress(RuntimeError):  # a peer is gone, which the others see
-            self._send(numbers)
-            for work, _ in self._posted if stay_s else ():
+        if not self._posted:  # this one is over; in the next, the others' numbers want to be taken, or they stay
+            self.begin(len(numbers))
+        self._send(numbers)  # to whom it can be sent
+        for work, _ in self._posted if stay_s else ():
+            with contextlib.suppress(RuntimeError):  # this one is gone, or late; others may still come
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
         outlive(self._group, [*self._posted, *self._sent])
         self._posted, self._sent = [], []
 
-    def _send(self, numbers: Tensor) -> None:
+    def _send(self, numbers: Tensor) -> RuntimeError | None:
+        """Send to all, also to those behind one that is gone; the first error."""
+        first = None
         for other in self._others:
             copied = numbers.clone()
-            self._sent.append((self._group.send([copied], other, self._tag), copied))
+            try:
+                self._sent.append((self._group.send([copied], other, self._tag), copied))
+            except RuntimeError as error:
+                first = first or self._of(other, error)
+        return first
+
+    def _of(self, other: int, error: RuntimeError) -> RuntimeError:
+        """The error, with the rank whose connection it is about."""
+        self.lost = other if self.lost is None else self.lost
+        with_note(error, f"That is the connection to rank {other}.")
+        return error

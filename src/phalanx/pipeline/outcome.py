@@ -27,6 +27,7 @@ _ENDED_ALONE = (
     "Pipeline: this rank has done its part of the step; another was lost before the end, where all meet. Read its log."
 )
 _LOST, _INTERRUPTED = 1e6, 1e12  # each more than all ranks that have the one before
+_NAMED = -1.0  # in the place of the loss's dtype: in that of the loss is the rank that was lost
 
 
 class Outcome:
@@ -77,11 +78,17 @@ class Outcome:
             raise error
         return torch.tensor(value, dtype=_DTYPES[int(dtype)], device=self._device)
 
-    def leave(self, *, lost: bool) -> None:
-        """This rank ends its step without the others, who shall not wait: it was interrupted, or `lost` a peer."""
-        if self._meeting is not None:
-            last = torch.tensor([0.0, 0.0, _LOST if lost else _INTERRUPTED], dtype=torch.float64)
-            self._meeting.leave(last, stay_s=0.0 if lost else FAREWELL_S)
+    @property
+    def meets_by_messages(self) -> bool:
+        """Whether nothing ends the group for those who see nothing of a loss themselves: each must be told."""
+        return self._meeting is not None
+
+    def leave(self, *, lost: bool, who: int | None = None) -> None:
+        """This rank ends its step without the others, who shall not wait: it was interrupted, or `lost` a peer.
+
+        `who`: that peer, if it is known.
+        """
+        self._leave_meeting(lost=lost, who=who)
         groups = [self._data_group] if lost or self._meeting is not None else [self._group, self._data_group]
         for group, numbers in zip(groups, (2, 1)[-len(groups) :], strict=True):
             if group is not None:
@@ -89,8 +96,21 @@ class Outcome:
                     words = torch.tensor([0.0] * numbers + [_LOST if lost else _INTERRUPTED], dtype=torch.float64)
                     self._last_words.append((dist.all_reduce(words, group=group, async_op=True), words))
 
+    def _leave_meeting(self, *, lost: bool, who: int | None) -> None:
+        if self._meeting is None:
+            return
+        who = self._meeting.lost if who is None else who
+        last = [0.0, 0.0, _LOST if lost else _INTERRUPTED]
+        if lost and who is not None and self._group.rank() == 0:  # the others get these numbers, and no sum
+            last[:2] = float(who), _NAMED
+        self._meeting.leave(torch.tensor(last, dtype=torch.float64), stay_s=0.0 if lost else FAREWELL_S)
+
     def abandon(self, error: BaseException) -> None:
-        """This rank fails behind the place where all meet, where the others may wait for it in either group."""
+        """This rank fails behind the place where all meet, where the others may wait for it in either group.
+
+        Where they meet by messages, they find its last words at their next meeting.
+        """
+        self._leave_meeting(lost=isinstance(error, Exception), who=None)
         if self._data_group is None and isinstance(error, (PeerLostError, DeadlineError)):
             return  # its one group is over, and all see it
         _revoke(self._group)
@@ -113,7 +133,9 @@ class Outcome:
             return numbers, error or StageFailedError("Pipeline: another rank of this step was interrupted.")
         if failures >= _LOST:
             own = group is self._group
-            fact = "a rank of it was lost" if own else "a replica has lost a rank of its pipeline"
+            named = own and sums[1] == _NAMED
+            one = f"rank {sums[0]:.0f}" if named else "a rank"
+            fact = f"{one} of it was lost" if own else "a replica has lost a rank of its pipeline"
             return numbers, error or StageLostError(f"Pipeline: {fact}. Read its log.")
         self.all_have_heard = True
         told: list[Any] = [None] * group.size()

@@ -43,7 +43,7 @@ from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.stage_module import StageModule
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
 from phalanx.pipeline.values import share_result
-from phalanx.pipeline.wire import Step, Wire
+from phalanx.pipeline.wire import StageFailedError, StageLostError, Step, Wire
 
 
 class _Made:
@@ -315,6 +315,7 @@ class Pipeline(StageModule):
             plan=lambda micro_batches: self._plan(micro_batches, grad),
             finish=finish(),
         )
+        self._executor.begin()
         try:
             self._wire.begin(grad=grad)
             self._outcome.begin()
@@ -325,9 +326,13 @@ class Pipeline(StageModule):
             self._run(work)
         except BaseException as error:
             self._failed = _first_line(error)
+            if not self._executor.has_told:  # it was interrupted before its first action, or behind its last one
+                self._executor.refuse(error)
             if isinstance(error, Exception) and not self._executor.leaves:
                 return work, error
-            self._outcome.leave(lost=isinstance(error, Exception))
+            awaited = self._executor.awaited
+            who = None if awaited is None else self._rank_of(awaited)
+            self._outcome.leave(lost=isinstance(error, Exception), who=who)
             self._wire.leave()
             raise
         return work, None
@@ -337,16 +342,20 @@ class Pipeline(StageModule):
         loss = None
         if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
             loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()
+        has_met = False
         try:
             loss = self._outcome.share(loss, error, replicas=work.grad)
+            has_met = True
             self._require_current((work.grad, work.training))
-            self._wire.settle()  # not before all ranks have done their part: one that failed takes no messages
+            with self._meeting():
+                self._wire.settle()  # not before all ranks have done their part: one that failed takes no messages
             self._wire.learn()
             return loss
         except Exception as failure:
             if self._outcome.all_have_heard:  # and have told all whose receives may be posted
                 self._wire.end_receives()
             else:
+                self._end_alone(failure, has_met=has_met)
                 self._wire.leave()
             self._failed = self._failed or _first_line(failure)
             self._statistics.forget()
@@ -363,7 +372,19 @@ class Pipeline(StageModule):
         except BaseException as error:
             self._failed = _first_line(error)
             self._outcome.abandon(error)
+            if self._outcome.meets_by_messages:
+                self._executor.tell_end(error)
+                self._wire.leave()
             raise
+
+    def _end_alone(self, failure: Exception, *, has_met: bool) -> None:
+        """A peer is lost at the end of a step: others may have seen nothing of it, and be in the next one already."""
+        is_news = isinstance(failure, (StageFailedError, StageLostError))  # that all have, or get
+        if self._outcome.meets_by_messages and isinstance(failure, RuntimeError) and not is_news:
+            if has_met and not self._executor.has_told:
+                self._outcome.abandon(failure)
+            if not self._executor.has_told:
+                self._executor.tell_end(failure)
 
     def _require_current(self, mode: tuple[bool, bool]) -> None:
         """Raise, on all ranks, where a stage would use a copy of what another changes; after the first step of a mode.
@@ -414,6 +435,9 @@ class Pipeline(StageModule):
 
     def _plan(self, micro_batches: int, grad: bool) -> Schedule:
         return plan_schedule(self._schedule, self._size, micro_batches, self._num_stages, training=grad)
+
+    def _rank_of(self, stage: int) -> int:
+        return self._plan(self._micro_batches, True).rank_of(stage)
 
     def _result(self, results: dict[fx.Node, Any]) -> Any:
         return fx.node.map_arg(self._layers.output.args[0], lambda node: results[node])

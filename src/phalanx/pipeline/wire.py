@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from phalanx.backend.shared import shares_memory
 from phalanx.deadline import Deadline
 from phalanx.errors import MismatchError, PeerLostError, PhalanxError
+from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
 
@@ -274,11 +275,15 @@ class Wire:
 
     def settle(self) -> None:
         """Return when all that was sent has left its memory."""
-        sent = list(self._works.values())
-        self._works.clear()
-        for works in sent:
+        for edge, works in self._works.items():
             for _, work, _ in works:
-                work.wait()
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    if edge is not None:
+                        with_note(error, f"That is the connection to rank {self._rank_of[edge.target]}.")
+                    raise
+        self._works.clear()
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
@@ -374,26 +379,28 @@ class Wire:
 
     # -- failing -------------------------------------------------------------------------------------------------
 
-    def tell_failure(self, edges: Sequence[Edge], text: str, *, lost: bool, leaves: bool) -> None:
-        """Put the news on edges, for whoever waits there, or comes there next. What fails here is not told.
+    def tell_failure(
+        self, edges: Sequence[Edge], text: str, *, lost: bool, leaves: bool, between: bool = False
+    ) -> None:
+        """Put the news on edges, for whoever waits there, or comes there next. Where that fails the others are told.
 
         `lost`: it is a rank that is gone; who hears of it shall raise what they would if they had seen it themselves.
         `leaves`: this rank will not meet the others any more, so it waits a little for them to hear it.
+        `between`: not in the step, but at its end: the others may be in the next one, of whatever kind.
         """
         data, status = text.encode(), _LOST if lost else _FAILED
-        try:
-            for edge in edges:
-                self._tell(edge, status, data)
-            deadline = Deadline.after(FAREWELL_S)
-            waits = leaves and not meets_by_messages(self._group)  # there it stays for the others where all meet
-            for work, _ in self._farewells if waits else ():
+        for edge in edges:
+            with contextlib.suppress(RuntimeError):  # its end is gone; that of the next edge may see nothing of it
+                # Gloo takes a frame that is shorter than its receive, but none that is longer.
+                self._tell(edge, status, data, HEADER_BYTES if between else self._frames.length_of(edge))
+        deadline = Deadline.after(FAREWELL_S)
+        waits = leaves and not meets_by_messages(self._group)  # there it stays for the others where all meet
+        for work, _ in self._farewells if waits else ():
+            with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
-        except RuntimeError:  # a peer is gone, which the others hear anyway
-            pass
 
-    def _tell(self, edge: Edge, status: int, data: bytes) -> None:
+    def _tell(self, edge: Edge, status: int, data: bytes, length: int) -> None:
         """A frame for each receive that may be posted there, so that none is left; the first one is read."""
-        length = self._frames.length_of(edge)
         inside = HEADER_BYTES + len(data) <= length
         header = [status, len(data), 0, 0, 0, 0, inside * _INSIDE, length * _WORD]
         frame, body = _words(header, length), _bytes(data)
