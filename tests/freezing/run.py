@@ -134,13 +134,14 @@ class Frost:
             if not there:
                 continue
             process = there[int(choice * len(there))]
+            who = _describe(process)  # before: what is killed while it is frozen has no name any more
             if not move(process, self._group):
                 continue
             try:
                 self._hierarchy.freeze(self._group)
                 self.count += 1
                 at = time.monotonic() - self._began
-                self._log.write(f"{at:9.3f} s, for {length:.3f} s: {_describe(process)}\n")
+                self._log.write(f"{at:9.3f} s, for {length:.3f} s: {who}\n")
                 over.wait(length)
             finally:
                 self._hierarchy.thaw(self._group)
