@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.doctor.facts import Driver, Facts, Torch
+from phalanx.doctor.facts import Driver, Facts, Probe, Torch
 from phalanx.doctor.finding import Finding, Status
 
 
@@ -74,33 +74,30 @@ def check_mig(facts: Facts) -> Finding:
 
 def check_host_copies(facts: Facts) -> Finding:
     """Whether the host's memory can be page-locked, through which ranks that share a GPU exchange."""
-    torch = facts.torch
-    if not isinstance(torch, Torch) or torch.pinned is None:
-        return Finding("page-locked", Status.OK, "not tried: PyTorch uses no GPU here")
-    if torch.pinned.works:
-        return Finding("page-locked", Status.OK, torch.pinned.detail)
-    return Finding(
+    return _judge(
         "page-locked",
-        Status.WARNING,
-        torch.pinned.detail,
+        facts.torch.pinned if isinstance(facts.torch, Torch) else None,
         "Copies to and from the GPU are slow: raise the limit on locked memory (ulimit -l unlimited).",
     )
 
 
 def check_ipc(facts: Facts) -> Finding:
     """Whether a GPU's memory can be handed to another process, as PyTorch's queues and NCCL inside a host do."""
-    torch = facts.torch
-    if not isinstance(torch, Torch) or torch.ipc is None:
-        return Finding("CUDA IPC", Status.OK, "not tried: PyTorch uses no GPU here")
-    if torch.ipc.works:
-        return Finding("CUDA IPC", Status.OK, torch.ipc.detail)
-    return Finding(
+    return _judge(
         "CUDA IPC",
-        Status.WARNING,
-        torch.ipc.detail,
+        facts.torch.ipc if isinstance(facts.torch, Torch) else None,
         "CUDA tensors cannot be sent through torch.multiprocessing: run containers with --ipc=host, and leave "
         "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF.",
     )
+
+
+def _judge(name: str, probe: Probe | None, advice: str) -> Finding:
+    """What was tried; `advice` is for where it does not work."""
+    if probe is None:
+        return Finding(name, Status.OK, "not tried: PyTorch uses no GPU here")
+    if probe.works:
+        return Finding(name, Status.OK, probe.detail)
+    return Finding(name, Status.WARNING, probe.detail, advice)
 
 
 def check_gpu_clocks(facts: Facts) -> Finding:
