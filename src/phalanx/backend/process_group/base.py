@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced
+from phalanx.backend.torch_integration.inner_backend import attach_backend
 from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
 from phalanx.core_numbers import BACKGROUND, WAITS
 from phalanx.deadline import Deadline
@@ -82,6 +83,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         self.num_gradient_rounds = 0
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
         self._uneven_inputs: UnevenInputs | None = None  # once somebody trains over the group
+        self._inner_backend = attach_backend(self, self._device_types)
         _groups.add(self)
 
     # -- identity ------------------------------------------------------------------------------------------------
@@ -123,6 +125,14 @@ class ProcessGroupBase(dist.ProcessGroup):
     @property
     def group_desc(self) -> str:
         """What the group is for, in the words of whoever made it."""
+        return self._desc
+
+    def getGroupName(self) -> str:
+        """The same, for torch's C++."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """The same, for torch's C++."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:

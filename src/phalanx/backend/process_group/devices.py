@@ -47,8 +47,8 @@ class RoutedProcessGroup(StagedProcessGroup):
     """A `PhalanxProcessGroup` in a process with devices that an engine reaches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._device_backends = available()  # first: who begins a group asks for its devices
         super().__init__(*args, **kwargs)
-        self._device_backends = available()
         self._inside: dict[str, Any] = {}
         self._agreed: set[str] = set()
         self._staged: set[str] = set()  # types of device whose tensors go through the host's memory
