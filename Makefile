@@ -4,12 +4,16 @@
 #   make test ARGS="tests/ddp -k bucket"       hand arguments to pytest (or to the demo, or to each benchmark)
 #   make test WORKERS=0                        one test after another, in one process (ARGS="-x --pdb" wants that)
 #   make freeze TEST=tests/rpc N=10 SEED=7     ten times, with the seeds 7 to 16
+#   make test TORCH=2.15.0 PYTHON=python3.13   with this PyTorch, in an environment of its own under .venvs/
+#   make matrix                                every pair of Python and PyTorch that docs/compatibility.md lists, and write
+#                                              the page; ARGS="python3.12=2.15.0" runs one, ARGS="--help" says the rest
 #   make demo TORCH_INDEX=<address>            take PyTorch from this package index as well: on Linux, the default
 #                                              index serves the build for NVIDIA GPUs (gigabytes), and the "CPU" address
 #                                              of PyTorch's "Get started" page serves the small one; where both are
 #                                              seen, pip takes the small one
 
 PYTHON ?= python3
+TORCH ?=
 TORCH_INDEX ?=
 ARGS ?=
 # Tests wait more than they compute: three for each two cores, side by side.
@@ -20,9 +24,11 @@ TEST ?= tests
 N ?= 1
 SEED ?= 0
 
-VENV := .venv
+PYTHON_VERSION = $(shell $(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null)
+VENV := $(if $(TORCH),.venvs/python$(PYTHON_VERSION)-torch$(TORCH),.venv)
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # The core's compiler is the one that `make` uses.
 export CC
@@ -34,7 +40,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test freeze lint bench sanitize clean
+.PHONY: help setup demo test freeze matrix lint bench sanitize clean same-python
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +54,9 @@ test: setup ## Run all tests
 freeze: setup ## Run the tests in TEST N times while their processes freeze for moments (as root)
 	@$(BIN)/python -m tests.freezing.run --runs $(N) --seed $(SEED) -- \
 	    $(BIN)/python -m pytest -p no:cacheprovider -n 1 $(TEST) $(ARGS)
+
+matrix: ## Run all tests with each pair of Python and PyTorch, and write docs/compatibility.md
+	@$(PYTHON) -m tests.compatibility.run --make $(MAKE) $(ARGS)
 
 lint: setup ## Check style, format and types
 	@$(BIN)/ruff check .
@@ -69,12 +78,18 @@ sanitize: ## Run the C core's stress programs under ASan, UBSan and TSan
 	    $$program; \
 	done; done; echo "make sanitize: nothing found."
 
-clean: ## Remove the environment and everything that was built
-	rm -rf $(VENV) build dist src/*.egg-info src/phalanx/*.so .mypy_cache .ruff_cache .pytest_cache
+clean: ## Remove the environments and everything that was built
+	rm -rf .venv .venvs build dist src/*.egg-info src/phalanx/*.so .mypy_cache .ruff_cache .pytest_cache
 
 # Set-up: three steps, each skipped while what it depends on has not changed.
 
-setup: $(VENV)/package.stamp
+setup: same-python $(VENV)/package.stamp
+
+# An environment keeps the Python that it was made with; whoever names another one is told so.
+same-python:
+	@test "$(origin PYTHON)" = file || test ! -x $(BIN)/python || test "$$($(PYTHON) -V)" = "$$($(BIN)/python -V)" || { \
+	    echo "make: $(VENV) was made with $$($(BIN)/python -V), and PYTHON=$(PYTHON) is $$($(PYTHON) -V). Remove it with" \
+	        "make clean, or name TORCH=... as well, for an environment of its own." >&2; exit 1; }
 
 $(VENV)/python.stamp:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -98,6 +113,7 @@ $(VENV)/python.stamp:
 # PyTorch comes first and alone: it is by far the largest, and nothing else may decide which build of it is taken.
 # Open MPI comes last, into a folder of its own: its wheel and MPICH's both bring a bin/mpiexec.
 $(VENV)/requirements.stamp: $(VENV)/python.stamp constraints.txt pyproject.toml
+	@test -z "$(TORCH)" || sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS)
 	@test -n "$(TORCH_INDEX)" || command -v nvidia-smi >/dev/null || test "$$(uname)" != Linux || echo \
 	    "make: no NVIDIA GPU here. If pip downloads the GPU build of PyTorch, stop it and see TORCH_INDEX in the Makefile."
 	$(PIP) $(INDEX) torch
