@@ -9,6 +9,7 @@ QUICK = [
     "DistAutogradTest.test_backward_autograd_engine_error",
     "DistAutogradTest.test_backward_rref_nested",
     "DistAutogradTest.test_graph_for_py_nested_call_itself",
+    "DistAutogradTest.test_post_hooks",
     "DistOptimizerTest.test_dist_optim",
     "RpcTest.test_add_done_callback",
     "RpcTest.test_async_class_rref_proxy_async",

@@ -6,6 +6,7 @@
         gradients = rpc.autograd.get_gradients(context_id)  # of this worker's own tensors; no .grad is touched
 
 graph.py       where tensors leave and arrive, and what takes part
+leaf_hooks.py  hooks of the nodes that would add to `.grad`
 hook.py        what is noted of each call
 contexts.py    what a worker keeps of a context
 passes.py      a backward pass on one worker: how it runs is drawn there

@@ -34,8 +34,11 @@ class Context:
         self.passes: dict[tuple[int, int], Any] = {}
         self.gradients: dict[Tensor, Tensor] = {}
 
-    def accumulate(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add gradients to what is there. What nobody else has is kept as it is, without a copy."""
+    def accumulate(self, found: Sequence[tuple[Tensor, Tensor]], *, is_shared: bool = False) -> None:
+        """Add gradients to what is there. What nobody else has is kept as it is, without a copy.
+
+        `is_shared`: others may have them, who are not among those found.
+        """
         counts = Counter(_memory(gradient) for _, gradient in found) if len(found) > 1 else _ONCE
         with self.lock:
             for variable, gradient in found:
@@ -43,7 +46,7 @@ class Context:
                 if before is not None:
                     # Not in place: who has asked for the gradients holds them.
                     gradient = gradient + before if before.is_sparse else before + gradient
-                elif (counts and counts[_memory(gradient)] > 1) or not _is_plain(gradient, variable):
+                elif is_shared or (counts and counts[_memory(gradient)] > 1) or not _is_plain(gradient, variable):
                     gradient = gradient.clone()
                 self.gradients[variable] = gradient
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.errors import PhalanxError
+from phalanx.rpc.autograd.leaf_hooks import LeafHooks
 
 # How many messages lie before it, at most, in a row; the uid of its sender; its number there.
 # Backwards, who lies deeper comes first: all workers wait for gradients in this order, so none for another in turn.
@@ -42,6 +44,12 @@ class Gradients(Protocol):
 
     def send(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of a message's tensors to where they came from."""
+
+    def gather(self, variable: Tensor, gradient: Tensor) -> None:
+        """Add a leaf's gradient to the context while the engine runs."""
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """Return what lets this thread be inside of the context."""
 
 
 class _Current(threading.local):
@@ -228,12 +236,17 @@ def chain_gates(sends: Sequence[Send]) -> Tensor:
 
 
 def run_engine(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor], reached: Iterable[Reached], retain_graph: bool
+    run: Gradients,
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    reached: Iterable[Reached],
+    retain_graph: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Run autograd from `outputs` to where it ends, in this thread; the leaves' gradients.
+    """Run autograd from `outputs` to where it ends, in this thread; the leaves' gradients that `run` has not gathered.
 
-    No `.grad` is touched; but where hooks wait for gradients to be in `.grad` (DistributedDataParallel's do, and
-    combine them there), they find them, and all is put back at the end. One such run goes on at a time.
+    No `.grad` is touched, and hooks of the nodes that would add to it are called as if they did. But where hooks wait
+    for gradients to be in `.grad` (DistributedDataParallel's do, and combine them there), they find them, and all is
+    put back at the end. One such run goes on at a time.
     """
     leaves: dict[Any, None] = {}
     has_received = False
@@ -243,17 +256,12 @@ def run_engine(
     variables = [node.variable for node in leaves]
     if any(one._post_accumulate_grad_hooks for one in variables):
         return _run_through_grad(outputs, gradients, variables, retain_graph)
-    inputs = [GradientEdge(node, 0) for node in leaves]
-    if has_received and _anchor_edge.node not in leaves:
-        inputs.append(_anchor_edge)
-    if not inputs:
-        return []
-    found = _run(tuple(outputs), tuple(gradients), retain_graph, tuple(inputs))
-    return [(variable, one) for variable, one in zip(variables, found, strict=False) if one is not None]
+    others = [_anchor_edge] if has_received and _anchor_edge.node not in leaves else []
+    return _run(run, list(outputs), list(gradients), retain_graph, list(leaves), others)[0]
 
 
 def run_engine_from(
-    send: Send, arrived: Sequence[Tensor | None], context_id: int, retain_graph: bool
+    run: Gradients, send: Send, arrived: Sequence[Tensor | None], retain_graph: bool
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[MessageId, Sequence[Tensor | None]]]]:
     """As `run_engine`, from one message alone: the leaves' gradients, and those that go on to others, by message.
 
@@ -261,20 +269,18 @@ def run_engine_from(
     """
     leaves, received = send.reached.leaves, send.reached.received
     node: Any = send.output.grad_fn
-    outputs, gradients = [], []
+    outputs: list[Any] = []
+    gradients: list[Tensor] = []
     for (function, number), gradient in zip(node.next_functions, arrived, strict=True):
         if gradient is not None and function is not None:
             outputs.append(GradientEdge(function, number))
             gradients.append(gradient)
-    inputs = [GradientEdge(one, 0) for one in leaves]
+    others = []
     for one in received:
-        check_context(one, context_id)
-        inputs += [GradientEdge(one, number) for number in range(one.count)]
-    found: Sequence[Tensor | None] = (None,) * len(inputs)
-    if outputs and inputs:
-        found = _run(tuple(outputs), tuple(gradients), retain_graph, tuple(inputs))
-    mine = [(node.variable, one) for node, one in zip(leaves, found, strict=False) if one is not None]
-    at = len(leaves)
+        check_context(one, run.context_id)
+        others += [GradientEdge(one, number) for number in range(one.count)]
+    mine, found = _run(run, outputs, gradients, retain_graph, leaves, others)
+    at = 0
     going = []
     for one in received:
         going.append((one.message, found[at : at + one.count]))
@@ -282,12 +288,40 @@ def run_engine_from(
     return mine, going
 
 
-def _run(outputs: Any, gradients: Any, retain_graph: bool, inputs: Any) -> Sequence[Tensor | None]:
-    """As torch.autograd.grad does, after checks of what a user may give."""
+def _run(
+    run: Gradients,
+    outputs: list[Any],
+    gradients: list[Tensor],
+    retain_graph: bool,
+    leaves: list[Any],
+    others: list[Any],
+) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Tensor | None]]:
+    """Run the engine as torch.autograd.grad does, after checks of what a user may give.
+
+    Returns the leaves' gradients that are not gathered yet, and the gradients of `others`.
+    """
+    if not outputs or not (leaves or others):
+        return [], [None] * len(others)
+    inputs = [*(GradientEdge(node, 0) for node in leaves), *others]
+    hooks = LeafHooks(leaves, run.gather, run.inside)
+    if not hooks:
+        found = _run_backward(outputs, gradients, retain_graph, inputs)
+    else:
+        with hooks:
+            root, edge = hooks.begin(_FIRST)
+            inputs.append(edge)
+            found = _run_backward([*outputs, root], [*gradients, torch.empty(0)], retain_graph, inputs)
+    return hooks.rest(leaves, found), found[len(leaves) :]
+
+
+def _run_backward(
+    outputs: list[Any], gradients: list[Tensor], retain_graph: bool, inputs: list[Any]
+) -> Sequence[Tensor | None]:
     engine: Any = torch.autograd.Variable._execution_engine
     found: Sequence[Tensor | None] = engine.run_backward(
-        outputs, gradients, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
-    )
+        tuple(outputs), tuple(gradients), retain_graph, False, tuple(inputs),
+        allow_unreachable=True, accumulate_grad=False,
+    )  # fmt: skip
     return found
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from torch.futures import Future
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc.agent.reading import Answer, Awaited, Reading
-from phalanx.rpc.autograd.contexts import Context
+from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import MessageId, Reached, Send, chain_gates, current, run_engine, run_engine_from
 from phalanx.rpc.autograd.orders import PassId
 from phalanx.rpc.worker_info import Member
@@ -70,6 +71,7 @@ class Worker(Protocol):
     """What a pass needs of the worker that it is a part of."""
 
     me: Member
+    contexts: Contexts
 
     def send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         """Send them to where the message came from."""
@@ -219,6 +221,14 @@ class Pass:
             raise self.error
         self.send_gradients(self, message, gradients)
 
+    def gather(self, variable: Tensor, gradient: Tensor) -> None:
+        """Add a leaf's gradient to the context while the engine runs, which may use it elsewhere."""
+        self.context.accumulate([(variable, gradient)], is_shared=True)
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """Return what lets this thread be inside of the context."""
+        return self._worker.contexts.enter(self.context)
+
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self, roots: Sequence[Tensor], reached: Reached, plan: list[MessageId], retain_graph: bool) -> None:
@@ -255,7 +265,7 @@ class Pass:
             sends = self._find(self._plan)
             if is_short and len(sends) == 1 and not sends[0].reached.has_hooks():
                 arrived = self._arrived.pop(sends[0].message)
-                mine, going = run_engine_from(sends[0], arrived, self.context_id, self._retain_graph)
+                mine, going = run_engine_from(self, sends[0], arrived, self._retain_graph)
                 self.context.accumulate(mine)
             else:
                 output = sends[0].output if len(sends) == 1 else chain_gates(sends)
@@ -271,7 +281,7 @@ class Pass:
     def _run_engine(self, outputs: Any, gradients: Any, reached: Any, retain_graph: bool) -> None:
         before, current.run = current.run, self
         try:
-            found = run_engine(outputs, gradients, reached, retain_graph)
+            found = run_engine(self, outputs, gradients, reached, retain_graph)
         finally:
             current.run = before
         self.context.accumulate(found)
