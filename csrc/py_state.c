@@ -15,11 +15,19 @@ PyObject *py_group_join(PyGroup *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+/* The string that is the one argument, as UTF-8; NULL with an exception set if it is none, or the group is closed. Not
+ * "s#": its symbol has changed, so a core that Python 3.13 has built would refuse it in an older Python. */
+static const char *py_text_argument(PyGroup *self, PyObject *args, Py_ssize_t *length) {
+  PyObject *text;
+  if (!PyArg_ParseTuple(args, "U", &text) || !py_is_open(self)) return NULL;
+  return PyUnicode_AsUTF8AndSize(text, length);
+}
+
 /* Remember a "file:line"; returns its index. The table is a ring: the oldest names are written over. */
 PyObject *py_group_add_call_site(PyGroup *self, PyObject *args) {
-  const char *text;
   Py_ssize_t length;
-  if (!PyArg_ParseTuple(args, "s#", &text, &length) || !py_is_open(self)) return NULL;
+  const char *text = py_text_argument(self, args, &length);
+  if (text == NULL) return NULL;
   struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
   uint32_t at = atomic_fetch_add_explicit(&me->num_call_sites, 1, memory_order_relaxed) % PLX_CALL_SITES;
   if (length > (Py_ssize_t)PLX_CALL_SITE_BYTES - 1) { /* the end of a path says more than its beginning */
@@ -32,9 +40,9 @@ PyObject *py_group_add_call_site(PyGroup *self, PyObject *args) {
 }
 
 PyObject *py_group_set_exit_reason(PyGroup *self, PyObject *args) {
-  const char *text;
   Py_ssize_t length;
-  if (!PyArg_ParseTuple(args, "s#", &text, &length) || !py_is_open(self)) return NULL;
+  const char *text = py_text_argument(self, args, &length);
+  if (text == NULL) return NULL;
   struct plx_rank *me = plx_rank_of(&self->g, self->g.rank);
   if (length > (Py_ssize_t)sizeof me->exit_reason - 1) length = sizeof me->exit_reason - 1;
   memcpy(me->exit_reason, text, (size_t)length);
@@ -153,9 +161,9 @@ PyObject *py_group_get_failure(PyGroup *self, PyObject *unused) {
 
 /* Whether it could be said: False where it is too long. What is said first stands. */
 PyObject *py_group_set_failure(PyGroup *self, PyObject *args) {
-  const char *text;
   Py_ssize_t length;
-  if (!PyArg_ParseTuple(args, "s#", &text, &length) || !py_is_open(self)) return NULL;
+  const char *text = py_text_argument(self, args, &length);
+  if (text == NULL) return NULL;
   struct plx_header *h = self->g.header;
   if (length > (Py_ssize_t)sizeof h->failure - 1) Py_RETURN_FALSE;
   uint32_t untold = PLX_UNTOLD;
