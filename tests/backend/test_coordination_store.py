@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _test_python_store
 
-from phalanx.backend import torch_patches
 from phalanx.backend.coordination_store import CoordinationStore
+from phalanx.backend.torch_integration.stores import serve_prefixes
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
@@ -30,7 +30,7 @@ MS, SECOND = timedelta(milliseconds=1), timedelta(seconds=1)
 
 @pytest.fixture(autouse=True, scope="module")
 def _loop_of_tcp_store():
-    torch_patches.serve_prefixes()  # as when a group is made
+    serve_prefixes()  # as when a group is made
     dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # libuv keeps a pipe from its first loop on
 
 

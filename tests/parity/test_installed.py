@@ -49,13 +49,14 @@ def test_a_program_that_does_not_ask_for_us_sees_torch_alone(tmp_path, ports):
     ended = {there: _run(tmp_path / str(there), *ports, installed=there) for there in (True, False)}
     assert [run.returncode for run in ended.values()] == [0, 0], ended[True].stderr + ended[False].stderr
     here, alone = (json.loads((tmp_path / str(there)).read_text()) for there in ended)
-    # The name by which we can be asked for, and the two files that hold it.
+    # The name by which we can be asked for, and the files that hold it.
     for registry in ("backend_list", "names"):
         here[registry] = [name for name in here[registry] if name.lower() != "phalanx"]
     for registry in ("backend_capability", "backend_type_map"):
         del here[registry]["phalanx"]
     for modules in ("modules", "modules in the end"):
-        ours = {"phalanx", "phalanx._autoload", "phalanx.backend", "phalanx.backend.torch_patches"}
+        room = "phalanx.backend.torch_integration"
+        ours = {"phalanx", "phalanx._autoload", "phalanx.backend", room, f"{room}.backend_names", f"{room}.patch"}
         assert ours == set(here[modules]) - set(alone[modules])
         here[modules] = [name for name in here[modules] if name not in ours]
     for what in alone:

@@ -104,7 +104,7 @@ def _import_torch() -> None:
         import torch  # noqa: F401
 
         from phalanx.backend import PhalanxProcessGroup, create_process_group  # noqa: F401
-        from phalanx.backend.torch_patches import serve_launcher
+        from phalanx.backend.torch_integration.launched_rank import serve_launcher
 
         serve_launcher()
     except Exception:

@@ -19,7 +19,7 @@ from typing import Any
 from zlib import crc32
 
 import phalanx
-from phalanx.backend.torch_patches import observe_steps
+from phalanx.backend.torch_integration.training_steps import observe_steps
 from phalanx.diagnostics import step_notes
 from phalanx.diagnostics.report_request import ask_for_report
 from phalanx.diagnostics.step_recorder import StepRecorder

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from phalanx.backend.torch_patches import collect_calls
+from phalanx.backend.torch_integration.futures import collect_calls
 from phalanx.coordination.rank_info import host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.interfaces import is_public

@@ -1,1 +1,39 @@
-"""How torch learns of our groups: all that reaches into torch's own machinery of process groups."""
+"""How torch learns of us: every change that Phalanx makes to PyTorch, a file for each subject; no other room makes one.
+
+A program that does not ask for us must see PyTorch as if Phalanx were not installed. So `import torch` only puts two
+names where torch looks backends up, and the rest is applied at first use: when somebody asks for one of them by name.
+
+    changed                              so that                                        applied when
+    Backend.PHALANX, Backend.MPI         we hear that the backend is asked for          torch is imported
+    init_process_group without a name    it means ours under `phalanx run`              in a rank of `phalanx run`
+    env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
+    FileStore's queues                   it has them, being the store of `phalanx run`  in a rank of `phalanx run`
+    PrefixStore's queues, list of keys   it passes them on to a store in Python         as the two above, or for a group
+    env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
+    monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
+    _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
+    _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
+    DataLoader.__iter__                  we hear which iterator is at work              an elastic job has a sampler
+    _MapDatasetFetcher.fetch             a batch has random numbers of its own          in its DataLoader's workers
+    DataLoader's iterators' __next__     we hear when a batch was asked for, and came   a run report is asked for
+    autograd.backward                    we hear when it begins and ends                a run report is asked for
+    torch._C._collect_all                it fails with the first of our calls that does a worker of `phalanx.rpc` starts
+
+    changed                              goes when torch (seen: 2.13)
+    Backend.PHALANX, Backend.MPI         tells a backend that it is asked for, and compares names of groups in one case
+    init_process_group without a name    lets the environment say which backend is the default
+    env://, in a rank of `phalanx run`   takes a FileStore from its launcher
+    FileStore's and PrefixStore's        has queues in FileStore, and passes them on from PrefixStore
+    env://, tcp://                       tells a rendezvous handler for which backend it is called
+    monitored_barrier                    asks the group instead of its name
+    _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
+    _new_process_group_helper            takes "mpi" from `Backend.register_backend`
+    DataLoader.__iter__                  tells how many batches it has handed to the loop
+    _MapDatasetFetcher.fetch             can seed each batch, and not only each worker
+    __next__, autograd.backward          has hooks there, as optimizers have
+    torch._C._collect_all                lets Python give a Future an error that C++ sees
+
+(`csrc/interpose.c` reaches deeper, into libc10's allocation, when DDP asks for gradients in shared memory; and
+`process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.
+docs/architecture.md tells both as decisions.)
+"""

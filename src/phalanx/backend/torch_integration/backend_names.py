@@ -1,0 +1,82 @@
+"""The names "phalanx" and "mpi" where torch looks backends up, and what follows when somebody asks for one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.backend.torch_integration.patch import distributed_c10d, once
+
+
+def offer_backend() -> None:
+    """What `import torch` runs: make the names "phalanx" and "mpi" known; safe to call more than once."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
+        return
+    # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
+    devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
+    backend: Any = dist.Backend
+    backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
+    # While any plugin is there, torch (2.13, `_new_process_group_helper`) does not tell a group "cpu:gloo" that it is
+    # Gloo's. So ours is there only once it is asked for; ends when torch compares names in one case.
+    plugin = backend._plugins.pop("PHALANX")
+    backend.PHALANX = _Asked("phalanx", lambda: _serve_our_backend(plugin))
+    if not distributed_c10d().is_mpi_available():
+        backend.MPI = _Asked("mpi", _serve_mpi)
+    steps = sys.modules.get("phalanx.backend.torch_integration.training_steps")
+    if steps is not None:  # a recorder of steps was there before torch
+        steps.begin_to_observe()
+    if os.environ.get("PHALANX_STORE"):
+        launchers = importlib.import_module("phalanx.coordination.launchers")
+        if launchers.find_agents_store(os.environ):  # else this is a process that a rank has started
+            importlib.import_module("phalanx.backend.torch_integration.launched_rank").serve_launcher()
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from phalanx.backend import create_process_group
+    from phalanx.backend.torch_integration.stores import serve_prefixes
+
+    serve_prefixes()
+    return create_process_group(options, backend_options)
+
+
+class _Asked:
+    """The name of a backend, as an attribute of `dist.Backend`, that calls `first` when torch resolves it.
+
+    Everything that asks for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") makes a `Backend` of
+    its name. torch also reads `Backend.MPI` in order to compare; that is not asking.
+    """
+
+    def __init__(self, name: str, first: Callable[[], None]) -> None:
+        self._name = name
+        self._first = first
+
+    def __get__(self, instance: object, owner: Any) -> str:
+        if sys._getframe(1).f_code is owner.__new__.__code__:
+            self._first()
+        return self._name
+
+
+@once
+def _serve_our_backend(plugin: Any) -> None:
+    import torch.distributed as dist
+
+    from phalanx.backend.torch_integration.dist2 import serve_dist2
+    from phalanx.backend.torch_integration.monitored_barrier import extend_monitored_barrier
+    from phalanx.backend.torch_integration.rendezvous_handlers import extend_scheme, serve_agents_store
+
+    backend: Any = dist.Backend
+    backend._plugins["PHALANX"] = plugin
+    serve_agents_store()
+    serve_dist2()
+    extend_scheme("env", "env_rendezvous", ours_only=True)
+    extend_scheme("tcp", "address_rendezvous", ours_only=True)
+    extend_monitored_barrier()
+
+
+def _serve_mpi() -> None:
+    importlib.import_module("phalanx.backend.torch_integration.mpi").serve_mpi()

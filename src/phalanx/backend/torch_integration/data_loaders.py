@@ -1,0 +1,59 @@
+"""DataLoaders for an elastic job: which iterator is at work, and what a worker does before a batch is read."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.backend.torch_integration.patch import once
+
+_LoaderListener = tuple[Callable[[Any, Any], None], Callable[[Any, Any, Any, bool], None]]
+_loader_listeners: weakref.WeakKeyDictionary[Any, _LoaderListener] = weakref.WeakKeyDictionary()
+
+
+def observe_loaders(
+    owner: Any, before: Callable[[Any, Any], None], listener: Callable[[Any, Any, Any, bool], None]
+) -> None:
+    """Call `before(owner, loader)` and `listener(owner, loader, iterator, is_new)` whenever a DataLoader is iterated.
+
+    As long as `owner` lives. Workers take indices already between the two.
+    """
+    _loader_listeners[owner] = before, listener
+    _observe_loaders()
+
+
+@once
+def _observe_loaders() -> None:
+    from torch.utils.data import DataLoader
+
+    original = DataLoader.__iter__
+
+    @functools.wraps(original)
+    def __iter__(self: Any) -> Any:
+        kept = getattr(self, "_iterator", None)
+        for owner, (before, _) in list(_loader_listeners.items()):
+            before(owner, self)
+        iterator = original(self)
+        for owner, (_, listener) in list(_loader_listeners.items()):
+            listener(owner, self, iterator, kept is None)
+        return iterator
+
+    vars_of: Any = DataLoader
+    vars_of.__iter__ = __iter__
+
+
+def call_before_fetch(function: Callable[[Any], None]) -> None:
+    """Call `function(indices)` in this process, a DataLoader's worker, before a batch of them is read."""
+    from torch.utils.data._utils import fetch
+
+    fetcher: Any = fetch._MapDatasetFetcher
+    original = fetcher.fetch
+
+    @functools.wraps(original)
+    def seeded(self: Any, indices: Any) -> Any:
+        function(indices)
+        return original(self, indices)
+
+    fetcher.fetch = seeded

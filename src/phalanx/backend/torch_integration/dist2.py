@@ -1,0 +1,35 @@
+"""`torch.distributed._dist2`, which has a table of backends of its own."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import types
+from datetime import timedelta
+from typing import Any
+
+from phalanx.backend.torch_integration.patch import once
+
+
+@once
+def serve_dist2() -> None:
+    """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups; it has a table of backends of its own."""
+    try:
+        dist2 = importlib.import_module("torch.distributed._dist2")
+    except ImportError:  # before torch 2.8
+        return
+    numbers = itertools.count()
+
+    def create(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **kwargs: Any) -> Any:
+        module = importlib.import_module("phalanx.backend")
+        options = types.SimpleNamespace(
+            store=store,
+            group_rank=rank,
+            group_size=world_size,
+            timeout=timeout,
+            group_id=f"dist2-{next(numbers)}",
+            global_ranks_in_group=[],
+        )
+        return module.create_process_group(options, module.Options(**kwargs))
+
+    dist2.register_backend("phalanx", create)

@@ -1,0 +1,42 @@
+"""What torch does differently in a rank of `phalanx run`: a start without a backend's name means ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from phalanx.backend.torch_integration.dist2 import serve_dist2
+from phalanx.backend.torch_integration.patch import distributed_c10d, once
+from phalanx.backend.torch_integration.rendezvous_handlers import serve_agents_store
+from phalanx.backend.torch_integration.stores import serve_prefixes, serve_queues
+
+
+@once
+def serve_launcher() -> None:
+    """Let a start that names no backend mean ours, and `env://` use the agent's store, where the launcher says so.
+
+    Called before the variables are known in the zygote of `phalanx run`, which imports torch for all ranks.
+    """
+    _extend_start()
+    serve_agents_store()
+    serve_queues()
+    serve_prefixes()
+    serve_dist2()
+
+
+def _extend_start() -> None:
+    c10d = distributed_c10d()
+    original = c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        if backend is not None:
+            original(backend, *args, **kwargs)
+            return
+        module = importlib.import_module("phalanx.backend.start")
+        module.init_process_group(original, backend, *args, **kwargs)
+
+    # A device mesh starts the group itself where there is none.
+    for name in ("distributed", "distributed.distributed_c10d", "distributed.device_mesh"):
+        vars(importlib.import_module(f"torch.{name}"))["init_process_group"] = init_process_group

@@ -1,0 +1,40 @@
+"""The schemes `env://` and `tcp://`, by which `init_process_group` finds a store: ours come before torch's."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+from typing import Any
+
+from phalanx.backend.torch_integration.patch import distributed_c10d, once
+
+
+@once
+def serve_agents_store() -> None:
+    """Let `env://` use the store of the agent of `phalanx run`."""
+    extend_scheme("env", "launched_rendezvous")
+
+
+def extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
+    """Let `phalanx.backend.rendezvous.<name>` handle the scheme; it is given the handler that did until now."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package shows a function of that name
+    original = rendezvous._rendezvous_handlers[scheme]
+
+    def handler(url: str, timeout: Any = rendezvous.default_pg_timeout, **kwargs: Any) -> Any:
+        if ours_only and "phalanx" not in _asking_backend():
+            return original(url, timeout=timeout, **kwargs)
+        module = importlib.import_module("phalanx.backend.rendezvous")
+        return getattr(module, name)(original, url, timeout, **kwargs)
+
+    rendezvous._rendezvous_handlers[scheme] = handler
+
+
+def _asking_backend() -> str:
+    """For which backend `init_process_group` makes its ranks meet, which torch tells no handler; "" in RPC."""
+    start = inspect.unwrap(distributed_c10d().init_process_group).__code__
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not start:
+        frame = frame.f_back
+    return str(frame.f_locals.get("backend", "")).lower() if frame is not None else ""
