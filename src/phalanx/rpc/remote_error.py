@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -39,32 +40,48 @@ def _rebuild_error(message: str, kind: str) -> RemoteError:
 
 
 def pack(error: BaseException, where: str) -> bytes:
-    """`error`, raised at the worker `where`, as bytes; always works."""
-    text = f"On {where}:\n" + "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    is_ours = isinstance(error, Exception)  # SystemExit must not end the caller
+    """Return `error`, raised at the worker `where`, as bytes.
+
+    Never raises, whatever the user's class does as it is printed, formatted or pickled: the caller waits for an answer.
+    """
+    message, kind = message_of(error), _kind(error)
     whole = bare = None
-    if is_ours:
+    if isinstance(error, Exception):  # SystemExit must not end the caller
         whole = _dumps(error)
-        bare = _dumps((type(error), str(error)))
-    return pickle.dumps((whole, bare, kind, _message(error), text), 5)
+        bare = _dumps((type(error), message))
+    return pickle.dumps((whole, bare, kind, message, f"On {where}:\n{_format(error, kind, message)}"), 5)
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """Return the text of an exception; never raises."""
     try:
-        return str(error)
-    except Exception as second:
-        return f"(its text cannot be had: {second!r})"
+        return str.__str__(str(error))  # a subclass of str might not be pickled
+    except BaseException as second:
+        return f"(its text cannot be had: __str__ raised {_kind(second)})"
+
+
+def _kind(error: BaseException) -> str:
+    try:
+        return f"{type(error).__module__}.{type(error).__qualname__}"
+    except BaseException:  # a metaclass of the user's
+        return type.__dict__["__name__"].__get__(type(error))  # type: ignore[no-any-return]
+
+
+def _format(error: BaseException, kind: str, message: str) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException:  # an attribute that raises, in it or in one of its causes
+        return f"{kind}: {message}\n"
 
 
 def _dumps(obj: Any) -> bytes | None:
     try:
         return pickle.dumps(obj, 5)
-    except Exception:  # a lock in it, a class inside a function: whatever pickle's hooks of the user raise
+    except BaseException:  # a lock in it, a class inside a function: whatever pickle's hooks of the user raise
         return None
 
 
-def unpack(data: bytes) -> BaseException:
+def unpack(data: bytes) -> Exception:
     """The exception to raise here: of its own type where that can be rebuilt, with the other worker's traceback."""
     whole, bare, kind, message, text = pickle.loads(data)
     error = _rebuild(whole, bare)
@@ -74,15 +91,26 @@ def unpack(data: bytes) -> BaseException:
             "Original exception on remote side was raised as the traceback above says.)",
             kind=kind,
         )
-    cause = RemoteTraceback(text)
-    last = error
-    while last.__cause__ is not None and last.__cause__ is not last:
-        last = last.__cause__
-    last.__cause__ = cause
+    _set_cause(_first_cause(error), RemoteTraceback(text))
     return error
 
 
-def _rebuild(whole: bytes | None, bare: bytes | None) -> BaseException | None:
+# As the attribute is for all exceptions, whatever a class of the user's makes of it.
+_get_cause: Callable[[BaseException], BaseException | None] = BaseException.__dict__["__cause__"].__get__
+_set_cause: Callable[[BaseException, BaseException], None] = BaseException.__dict__["__cause__"].__set__
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the end of its chain of causes; of a chain that is a circle, the last one before it begins again."""
+    seen = {id(error)}
+    cause = _get_cause(error)
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        error, cause = cause, _get_cause(cause)
+    return error
+
+
+def _rebuild(whole: bytes | None, bare: bytes | None) -> Exception | None:
     for data in (whole, bare):
         if data is None:
             continue
@@ -90,10 +118,14 @@ def _rebuild(whole: bytes | None, bare: bytes | None) -> BaseException | None:
             made = pickle.loads(data)
             if data is bare:
                 made = made[0](made[1])
-        except Exception:  # a class that is not here, or whose constructor asks for more
+        except KeyboardInterrupt:
+            if threading.current_thread() is threading.main_thread():  # it may be the user's Ctrl-C
+                raise
+        except BaseException:  # a class that is not here, asks for more arguments, or ends the process
             continue
-        if isinstance(made, BaseException):
-            return made
+        else:
+            if issubclass(type(made), Exception):  # what else it may have become, SystemExit, must not end the caller
+                return made  # type: ignore[no-any-return]
     return None
 
 

@@ -38,7 +38,7 @@ from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from phalanx.rpc.references import References
-from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.remote_error import message_of, set_error
 from phalanx.rpc.serialization import deserialize, serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
@@ -355,13 +355,15 @@ class Agent:
         forks: Any = None
         try:
             forks = pickle.loads(frame.extras)[0]
-        except Exception as error:
-            _logger.error("rpc: the references in an answer that came too late cannot be read: %s", error)
+        except BaseException as error:
+            _logger.error("rpc: the references in an answer that came too late cannot be read: %s", message_of(error))
         for fork in forks or ():
             try:
                 self.make_rref(*fork)
             except Exception as error:  # its owner cannot be told, say: the others go all the same
-                _logger.error("rpc: a reference in an answer that came too late cannot be let go of: %s", error)
+                _logger.error(
+                    "rpc: a reference in an answer that came too late cannot be let go of: %s", message_of(error)
+                )
 
     def _take_control(self, connection: Any, frame: Frame) -> None:
         member = connection.peer or self.me
@@ -385,7 +387,9 @@ class Agent:
             if frame.call:
                 self.answer(connection, frame.call, error=error)
             else:
-                _logger.error("rpc: what %s says cannot be carried out: %s", connection.peer or self.me, error)
+                _logger.error(
+                    "rpc: what %s says cannot be carried out: %s", connection.peer or self.me, message_of(error)
+                )
 
     def _take_fetch(self, connection: Any, frame: Frame) -> None:
         rref_id = pickle.loads(frame.data)

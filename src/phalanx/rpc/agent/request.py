@@ -16,7 +16,7 @@ from phalanx.rpc.agent.serving import SHORT_S
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.profiled import Profiled
 from phalanx.rpc.references import Owned, References
-from phalanx.rpc.remote_error import MissingFunctionError, set_error
+from phalanx.rpc.remote_error import MissingFunctionError, message_of, set_error
 from phalanx.rpc.serialization import deserialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
@@ -208,8 +208,8 @@ def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def _explain_missing(error: AttributeError) -> MissingFunctionError:
     made = MissingFunctionError(
-        f"{error}. Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller "
-        "and callee modules."
+        f"{message_of(error)}. Default RPC pickler does not serialize function code. Ensure that UDFs are defined on "
+        "both caller and callee modules."
     )
     made.__cause__ = error
     return made

@@ -36,6 +36,7 @@ from phalanx.rpc.agent.reading import Answer, Awaited, Reading
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import MessageId, Reached, Send, chain_gates, current, run_engine, run_engine_from
 from phalanx.rpc.autograd.orders import PassId
+from phalanx.rpc.remote_error import message_of
 from phalanx.rpc.worker_info import Member
 
 
@@ -302,9 +303,10 @@ class Pass:
         """What to raise for it where backward was called."""
         if isinstance(error, PhalanxError) or not isinstance(error, Exception):
             return error
+        me = self._worker.me
         made = BackwardError(
-            f"Error on Node {self._worker.me.info.id}: {error}\nbackward of context {self.context_id}: this "
-            f"{type(error).__name__} was raised on {self._worker.me}."
+            f"Error on Node {me.info.id}: {message_of(error)}\nbackward of context {self.context_id}: this "
+            f"{type(error).__name__} was raised on {me}."
         )
         made.__cause__ = error
         return made

@@ -23,6 +23,7 @@ from phalanx.rpc.autograd.hook import AutogradHook
 from phalanx.rpc.autograd.orders import PassId
 from phalanx.rpc.autograd.passes import Going, Pass, nothing
 from phalanx.rpc.call_hook import set_call_hook
+from phalanx.rpc.remote_error import message_of
 from phalanx.rpc.wire import Frame, Order
 from phalanx.rpc.worker_info import Member
 
@@ -107,7 +108,7 @@ class AutogradWorker:
             run.wait_others(begun.items())
             if run.error is not None:
                 for member in others.values():
-                    self.agent.tell(member, "autograd.abort", (context.id, run.id, str(run.error)))
+                    self.agent.tell(member, "autograd.abort", (context.id, run.id, message_of(run.error)))
                 run.wait_all_others()
                 raise run.error
         finally:
