@@ -24,14 +24,19 @@ from torch import Tensor
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 _NBYTES = struct.Struct("<H")  # of a function's name
 _NO_NAME = _NBYTES.pack(0)
-_DTYPES = tuple(
-    dtype
-    for dtype in (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-        torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
-    )
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+# All others go by name, as integers of their size: PyTorch copies few of them, and pickles none.
+_BY_NAME = {
+    name: dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and dtype not in _CODES and not name.startswith("q")  # quantized
+}
+_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = frozenset(_CODES[one] for one in (torch.float32, torch.float64, torch.int64, torch.int32))
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))  # pickled as everybody does
 _MOST_GAPS = 4  # so many times the memory of the elements
@@ -242,24 +247,37 @@ def _dispatch_table() -> dict[type, Any]:
 
 
 def _reduce_tensor(tensor: Tensor, payload: Payload) -> Any:
-    code = _CODES.get(tensor.dtype)
     if tensor.layout is torch.sparse_coo and tensor.device == _CPU:
         payload.sparse.append(tensor)
         plain = tensor.detach()
         parts = plain._indices(), plain._values()
         return _sparse, (*parts, tuple(tensor.shape), tensor.is_coalesced(), tensor.requires_grad)
-    if code is None or tensor.layout is not torch.strided or tensor.device != _CPU:
+    dtype = tensor.dtype
+    name = None if dtype in _CODES else _NAMES.get(dtype)
+    if (name is None and dtype not in _CODES) or tensor.layout is not torch.strided or tensor.device != _CPU:
         return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
     payload.tensors.append(tensor)
     requires_grad = tensor.requires_grad
     plain = tensor.detach() if requires_grad else tensor
+    if name is not None:
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        plain = plain.view(_INTEGERS[plain.element_size()])
+        return _tensor_by_name, (name, requires_grad, *_lay_out(plain))
+    code, shape, stride, memory = _lay_out(plain)
+    return _tensor, (code, shape, stride, requires_grad, memory)
+
+
+def _lay_out(plain: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, Any]:
+    """Return the code of the dtype, the shape, the strides if they are not the usual ones, and the memory."""
+    code, shape = _CODES[plain.dtype], tuple(plain.shape)
     if code in _AS_IT_IS and plain.is_contiguous() and plain.numel() and not plain.is_neg():
         array: Any = plain.numpy()
-        return _tensor, (code, tuple(tensor.shape), None, requires_grad, pickle.PickleBuffer(array))
+        return code, shape, None, pickle.PickleBuffer(array)
     flat, stride = _flat(plain)
     array = flat.view(torch.uint8).numpy() if flat.numel() else None
     memory = None if array is None else pickle.PickleBuffer(array)
-    return _tensor, (code, tuple(tensor.shape), stride, requires_grad, memory)
+    return code, shape, stride, memory
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
@@ -288,6 +306,19 @@ def _is_gapped(tensor: Tensor) -> bool:
 def _tensor(
     code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, requires_grad: bool, memory: Any
 ) -> Tensor:
+    return _take(_rebuild(code, shape, stride, memory), requires_grad)
+
+
+def _tensor_by_name(
+    name: str, requires_grad: bool, code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, memory: Any
+) -> Tensor:
+    dtype = _BY_NAME.get(name)
+    if dtype is None:
+        raise TypeError(f"a tensor of torch.{name} has come by rpc, which torch {torch.__version__} does not have")
+    return _take(_rebuild(code, shape, stride, memory).view(dtype), requires_grad)
+
+
+def _rebuild(code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, memory: Any) -> Tensor:
     if memory is None:
         tensor = torch.empty(shape, dtype=_DTYPES[code])
     else:
@@ -298,6 +329,11 @@ def _tensor(
             tensor = tensor.as_strided(shape, stride)
         else:
             tensor = torch.empty_strided(shape, stride, dtype=tensor.dtype).copy_(tensor.view(shape))
+    return tensor
+
+
+def _take(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Note that a tensor has arrived."""
     arrived = arriving()
     if requires_grad:
         if arrived.without_grad:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.futures import Future
 
-from phalanx.rpc import remote_error, wire
+from phalanx.rpc import remote_error, serialization, wire
 from phalanx.rpc.agent.serving import SHORT_S
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.profiled import Profiled
@@ -98,7 +98,7 @@ class Request:
                 self._work = (*self._work, arrived)
             return _durations.get(key, 1.0) < SHORT_S and all(one.done() for one in self._unconfirmed)
         except BaseException as error:
-            if isinstance(error, AttributeError):
+            if isinstance(error, AttributeError) and _is_of_pickle(error):
                 error = _explain_missing(error)
             self._error = error
             return True
@@ -204,6 +204,15 @@ def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if getattr(function, "_calls_method", False):
         return code, args[1]
     return code
+
+
+def _is_of_pickle(error: AttributeError) -> bool:
+    """Whether pickle itself raised it, or a module that was asked for a name; not what rebuilds an object."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = None if trace is None else trace.tb_frame.f_code
+    return code is not None and (code.co_filename == serialization.__file__ or code.co_name == "__getattr__")
 
 
 def _explain_missing(error: AttributeError) -> MissingFunctionError:
