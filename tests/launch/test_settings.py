@@ -61,7 +61,7 @@ def test_every_option_reaches_its_field() -> None:
         Target("module", "pkg.mod", ("x",)),
         nproc="gpu", log_dir="d", grace_s=2.5, exit_timeout_s=7.0, affinity=False, preload=False, max_restarts=3,
         master_addr="h", master_port=99, run_id="job7", standalone=True, role="trainer", redirects=Streams(3),
-        tee=Streams(0, ((0, 1), (1, 2))), shown_ranks=(0, 2), key_file="k",
+        tee=Streams(0, ((0, 1), (1, 2))), shown_ranks=(0, 2), key_file="k", signals_to_handle="SIGTERM,SIGINT",
     )  # fmt: skip
 
 

@@ -279,7 +279,7 @@ def test_no_temporary_folder_of_multiprocessing_is_left(tmp_path: Path, whom: st
         zygote, rank = map(int, said.split()[-2:])
         (folder,) = temporary.iterdir()
         assert folder.name.startswith("phalanx-")
-        assert sorted(path.name[:9] for path in folder.iterdir()) == [".phalanx-", "listener-"]
+        assert sorted(path.name[:9] for path in folder.iterdir()) == [".phalanx-", "attempt_0", "listener-"]
         if whom == "agent and zygote":
             os.kill(running.process.pid, signal.SIGSTOP)  # so that it can't clean up first
             os.kill(zygote, signal.SIGKILL)

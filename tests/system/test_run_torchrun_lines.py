@@ -5,24 +5,37 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.system.phalanx_command import run, start, write_script
 
-# What a rank finds in its environment, as torchrun sets it; ports, identifiers and addresses differ between two runs.
-_SAME = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-)  # fmt: skip
-_SEE = f"""
+# What may differ between the two launchers in a rank's environment, and why.
+_DIFFERENT = {
+    "MASTER_ADDR": "another name of this host",
+    "MASTER_PORT": "a free port, taken at random",
+    "OMP_NUM_THREADS": "torchrun's 1 leaves the cores idle of a host that has more of them than ranks",
+    "TORCHELASTIC_ERROR_FILE": "in a temporary folder of the launcher's own, by the same name below it",
+    "TORCHELASTIC_RUN_ID": "where none was given torchrun's is random or none, ours random",
+    "TORCHELASTIC_USE_AGENT_STORE": "torchrun keeps a TCPStore at MASTER_PORT; our launcher never imports torch, so "
+    "rank 0 opens it, as with torchrun's static rendezvous",
+}
+_OURS = {
+    "GLIBC_TUNABLES": "memory that backward frees is kept for the next step",
+    "PYTHONUNBUFFERED": "torchrun starts python -u, which the script's children do not inherit",
+    "PHALANX_AGENT": "where groups show their flight recorder",
+    "PHALANX_RUN": "which run it is",
+    "PHALANX_STORE": "where ranks meet without a port",
+    "PHALANX_STORE_OF": "whose that store is",
+}
+_UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "_", *_DIFFERENT, *_OURS)
+_SEE = """
 import json, os, sys
-names = {_SAME!r}
-seen = {{"environment": {{name: os.environ.get(name) for name in names}}, "argv": sys.argv[1:]}}
-seen["id"] = os.environ["TORCHELASTIC_RUN_ID"]
-seen["address"] = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"].isdecimal()]
+seen = {"environment": dict(os.environ), "argv": sys.argv[1:]}
 with open(os.path.join(os.environ["SEEN"], os.environ["RANK"]), "w") as file:
     json.dump(seen, file)
 print("out of", os.environ["RANK"])
@@ -30,43 +43,60 @@ print("err of", os.environ["RANK"], file=sys.stderr)
 """
 _LINES = (
     "--nproc-per-node 2 --no-python {python} {script} a --b",
-    "--standalone --nproc_per_node=2 --role trainer --max-restarts 3 {script} --lr 0.1",
+    "--standalone --nproc_per_node=2 --role trainer --max-restarts 3 --signals-to-handle SIGTERM {script} --lr 0.1",
     "--nnodes 1 --nproc-per-node 2 --node-rank 0 --master-addr 127.0.0.1 --master-port {port} {script}",
     "--nnodes=1:1 --nproc_per_node=2 --rdzv_id=job7 --rdzv-backend=c10d --rdzv_endpoint=localhost:{port} {script} x",
     "--nproc-per-node=2 --monitor-interval 0.5 --start-method fork --rdzv-conf timeout=30 -m seen_module 1 -m",
 )
 
 
-def _what_ranks_see(tmp_path: Path, name: str, command: list[str], extra: dict[str, str]) -> dict[str, object]:
-    seen = tmp_path / name
+def _what_ranks_see(tmp_path: Path, name: str, command: list[str], extra: dict[str, str]) -> dict[str, dict[str, Any]]:
+    seen = tmp_path / "seen"
     seen.mkdir()
-    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environ = {key: value for key, value in os.environ.items() if key not in _UNSET and "TORCHELASTIC" not in key}
     done = subprocess.run(
         command, env={**environ, **extra, "SEEN": str(seen)}, capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    return {path.name: json.loads(path.read_text()) for path in sorted(seen.iterdir())}
+    seen.rename(tmp_path / name)
+    return {path.name: json.loads(path.read_text()) for path in sorted((tmp_path / name).iterdir())}
+
+
+def _see_under_both(tmp_path: Path, words: list[str], extra: dict[str, str]) -> None:
+    """The ranks of both launchers have the same variables, but for those that may differ, and the same arguments."""
+    theirs = _what_ranks_see(tmp_path, "torchrun", [sys.executable, "-m", "torch.distributed.run", *words], extra)
+    ours = _what_ranks_see(tmp_path, "phalanx", [sys.executable, "-m", "phalanx.cli", "run", *words], extra)
+    assert sorted(ours) == sorted(theirs) == ["0", "1"]
+    for rank, seen in ours.items():
+        assert seen["argv"] == theirs[rank]["argv"]
+        mine, reference = seen["environment"], theirs[rank]["environment"]
+        reference.setdefault("OMP_NUM_THREADS", "")  # torchrun sets it for more than one rank
+        assert mine.keys() - reference.keys() <= _OURS.keys()
+        assert reference.keys() - mine.keys() == set()
+        for name in reference.keys() - _DIFFERENT.keys() - _OURS.keys():
+            assert (name, mine[name]) == (name, reference[name])
+        assert socket.gethostbyname(mine["MASTER_ADDR"]).startswith("127.")
+        assert mine["MASTER_PORT"].isdecimal()
+        assert mine["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+        if "job7" in reference["TORCHELASTIC_RUN_ID"]:
+            assert mine["TORCHELASTIC_RUN_ID"] == "job7"
+        for variables in (mine, reference):
+            assert re.fullmatch("job7|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|none", variables["TORCHELASTIC_RUN_ID"])
+            assert variables["TORCHELASTIC_ERROR_FILE"].endswith(f"/attempt_0/{rank}/error.json")
 
 
 @pytest.mark.parametrize("number", range(len(_LINES)))
 def test_ranks_see_the_same_under_a_torchrun_line(tmp_path: Path, number: int) -> None:
+    """Of torchrun's variables two were missing: a script that read TORCHELASTIC_ERROR_FILE, as the one by which PyTorch
+    tests its launcher, died of a KeyError.
+    """
     script = write_script(tmp_path, _SEE)
     write_script(tmp_path, _SEE, "seen_module.py")
     words = shlex.split(_LINES[number].format(python=sys.executable, script=script, port=29600 + number))
-    theirs = _what_ranks_see(tmp_path, "torchrun", [sys.executable, "-m", "torch.distributed.run", *words], {})
-    ours = _what_ranks_see(tmp_path, "phalanx", [sys.executable, "-m", "phalanx.cli", "run", *words], {})
-    assert sorted(ours) == ["0", "1"]
-    for rank, seen in ours.items():
-        told = theirs[rank]
-        assert seen["environment"] == told["environment"]
-        assert seen["argv"] == told["argv"]
-        if "job7" in told["id"]:
-            assert seen["id"] == told["id"]
-        assert re.fullmatch("job7|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|none", seen["id"])
+    _see_under_both(tmp_path, words, {})
 
 
 def test_variables_that_a_cluster_sets_for_torchrun_are_read(tmp_path: Path) -> None:
-    script = write_script(tmp_path, _SEE)
     extra = {
         "PET_NPROC_PER_NODE": "2",
         "PET_NNODES": "1",
@@ -74,9 +104,7 @@ def test_variables_that_a_cluster_sets_for_torchrun_are_read(tmp_path: Path) -> 
         "PET_MAX_RESTARTS": "1",
         "PET_NODE_RANK": "0",
     }
-    theirs = _what_ranks_see(tmp_path, "torchrun", [sys.executable, "-m", "torch.distributed.run", script], extra)
-    ours = _what_ranks_see(tmp_path, "phalanx", [sys.executable, "-m", "phalanx.cli", "run", script], extra)
-    assert [seen["environment"] for seen in ours.values()] == [seen["environment"] for seen in theirs.values()]
+    _see_under_both(tmp_path, [write_script(tmp_path, _SEE)], extra)
 
 
 @pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])

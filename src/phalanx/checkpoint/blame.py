@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import io
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,8 +82,21 @@ def _advice(path: str, value: Any) -> str:
     return ""
 
 
+def publish_name(full: str) -> str:
+    """The name under which users know a class that a pickle calls `full`: Python 3.13 keeps pathlib's in
+    `pathlib._local`, and shows them in `pathlib`.
+    """
+    module, _, name = full.rpartition(".")
+    package, _, last = module.rpartition(".")
+    known = getattr(sys.modules.get(package), name, None) if last.startswith("_") else None
+    is_shown = known is not None and known is getattr(sys.modules.get(module), name, None)
+    return f"{package}.{name}" if is_shown else full
+
+
 def _name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return publish_name(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _a(noun: str) -> str:

@@ -64,7 +64,7 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Contents:
     Raises:
         CheckpointError: it is none of them, or cannot be read.
     """
-    path = Path(path)
+    path = Path(os.fspath(path))
     others: tuple[str, ...] = ()
     if path.is_dir() and not is_checkpoint(path) and not (path / METADATA).exists():
         entries = History(path, None).entries()

@@ -60,7 +60,7 @@ def load_checkpoint(
         ValueError: there is no such device here.
         TypeError: `into` is no mapping of names to what has a `load_state_dict`.
     """
-    path = Path(path)
+    path = Path(os.fspath(path))
     require_device(map_location, "load_checkpoint")
     if into is not None:
         _require_stateful(into)

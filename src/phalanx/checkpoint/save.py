@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.atomic import NotDurableError, replace_file
-from phalanx.checkpoint.blame import describe_unsafe_value
+from phalanx.checkpoint.blame import describe_unsafe_value, publish_name
 from phalanx.checkpoint.disk_errors import describe_disk_error
 from phalanx.errors import CheckpointError, PhalanxError
 
@@ -34,7 +34,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
             checkpoint is unchanged.
         MismatchError, PeerLostError, DeadlineError: some rank did not come; rank 0 has written the file.
     """
-    path = Path(path)  # a wrong one is an error on every rank
+    path = Path(os.fspath(path))  # a wrong one is an error on every rank
     grouped = dist.is_available() and dist.is_initialized()
     problem: str | None = None
     cause: Exception | None = None
@@ -71,7 +71,7 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
     file.seek(0)
     # Found out now and not on the day when the checkpoint is needed; reads the small index of the file, no tensor.
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
-        raise _UnreadableError(", ".join(sorted(unsafe)))
+        raise _UnreadableError(", ".join(sorted(map(publish_name, unsafe))))
 
 
 def _explain(path: Path, state: Mapping[str, Any], error: Exception) -> str:

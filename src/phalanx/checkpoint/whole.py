@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from phalanx.checkpoint.blame import publish_name
 from phalanx.checkpoint.checksum import ChecksummedStream
 from phalanx.checkpoint.manifest import FileRecord
 from phalanx.checkpoint.peers import Peers
@@ -32,8 +33,9 @@ def refuse_unreadable(saved: bytes | BinaryIO) -> None:
     """
     file = io.BytesIO(saved) if isinstance(saved, bytes) else saved
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        names = ", ".join(sorted(map(publish_name, unsafe)))
         raise UnreadableError(
-            f"the state holds objects of {', '.join(sorted(unsafe))}, which could not be loaded again; save the "
+            f"the state holds objects of {names}, which could not be loaded again; save the "
             "numbers, strings and tensors in them instead"
         )
 

@@ -153,6 +153,8 @@ def _train() -> dict[str, Any]:
         total = time.perf_counter() - begin
     except RankFailed as failure:
         return {"works": False, "detail": _summarise(failure)}
+    except OSError as error:  # as in `try_training`: this interpreter may open a descriptor more than another version
+        return {"works": False, "detail": f"no process could be started for a rank: {error.strerror or error}"}
     return {
         "works": True,
         "detail": f"two ranks took a step in {total:.2f} s; an all_reduce takes {1e6 * max(times):.0f} µs",

@@ -17,7 +17,7 @@ from phalanx.launch.output.standard import guarded, open_standard_descriptors
 from phalanx.launch.output.text import show
 from phalanx.launch.placement import plan_placement
 from phalanx.launch.plan import JobPlan, is_terminal, make_run_id
-from phalanx.launch.processes import SUPPORTED
+from phalanx.launch.processes import SUPPORTED, has_working_directory
 from phalanx.launch.schedulers import SIGNS
 from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, parse
 from phalanx.launch.target import find_problem
@@ -72,14 +72,6 @@ def run_settings(settings: Settings, environ: Mapping[str, str]) -> int:
 _NO_FOLDER = "the current folder has been removed, and PyTorch cannot be loaded in it. cd to one that is there."
 
 
-def _has_folder() -> bool:
-    try:
-        os.getcwd()
-    except OSError:
-        return False
-    return True
-
-
 def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
     """Look at the host and decide everything that can be decided before a process is started.
 
@@ -102,7 +94,8 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         limit_problem = limits.find_problem(num_ranks)
         if limit_problem is not None:
             problems.append(f"phalanx run: --nproc-per-node {settings.nproc}: {limit_problem}")
-    target_problem = find_problem(settings.target) if _has_folder() or settings.target.kind == "program" else _NO_FOLDER
+    has_place = has_working_directory() or settings.target.kind == "program"
+    target_problem = find_problem(settings.target) if has_place else _NO_FOLDER
     if target_problem is not None:
         problems.append(f"phalanx run: {target_problem}")
     if problems:

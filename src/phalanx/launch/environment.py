@@ -15,8 +15,9 @@ RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_ERROR_FILE", "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_ADDRESS", "PHALANX_AGENT", "PHALANX_TTY",
-    "PHALANX_GENERATION", "PHALANX_REPORT", "PHALANX_RUN", "PHALANX_RANKS_PER_GPU",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_ERROR_FILE",
+    "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_ADDRESS", "PHALANX_AGENT", "PHALANX_TTY", "PHALANX_GENERATION",
+    "PHALANX_REPORT", "PHALANX_RUN", "PHALANX_RANKS_PER_GPU",
 )  # fmt: skip
 
 
@@ -66,6 +67,7 @@ class Job:
     restart_count: int
     max_restarts: int
     role: str = "default"
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     store: str = ""
     agent: str = ""
     columns: int | None = None
@@ -94,7 +96,8 @@ def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(job.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": job.run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # no store of torch's is at MASTER_PORT before rank 0 opens one
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": job.signals_to_handle,
         "PYTHONUNBUFFERED": "1",
         **job.extra,
     }

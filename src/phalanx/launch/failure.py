@@ -28,7 +28,10 @@ _OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL,
 
 @dataclass(frozen=True)
 class Report:
-    """An exception that nobody caught in a rank, told by the rank itself. `types` are the names of its class's MRO."""
+    """An exception that nobody caught in a rank, told by the rank itself. `types` are the names of its class's MRO.
+
+    `error_file` is the one that the rank has written by the rules of `torch.distributed.elastic`, if it has.
+    """
 
     rank: int
     pid: int
@@ -37,6 +40,7 @@ class Report:
     summary: str
     place: str
     traceback: str
+    error_file: str = ""
 
     def to_bytes(self) -> bytes:
         """The report as one datagram; of a longer traceback the middle is left out."""
@@ -59,7 +63,8 @@ class Report:
                 and isinstance(report.at, float)
                 and isfinite(report.at)
                 and all(
-                    isinstance(text, str) for text in (*report.types, report.summary, report.place, report.traceback)
+                    isinstance(text, str)
+                    for text in (*report.types, report.summary, report.place, report.traceback, report.error_file)
                 )
             )
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -192,6 +197,8 @@ def describe_failures(
         lines += ["", first.report.traceback.rstrip()]
     elif first.exit and first.exit.dump:
         lines += ["", without_launcher(first.exit.dump)]
+    if first.report and first.report.error_file:
+        lines += ["", f"Its error file: {first.report.error_file}"]
     if first.report and "BdbQuit" in first.report.types:
         lines += ["", _HOW_TO_DEBUG]
     return "\n".join(lines)

@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Mapping
 
+from phalanx.launch.error_files import is_attempt, remove_empty
+
 # As long as Python's own `pymp-` and eight letters: a socket's path may have 107 bytes, and TMPDIR can be long.
 _PREFIX = "phalanx-"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -63,17 +65,27 @@ class JobFolder:
 
 
 def remove(path: str) -> None:
-    """Remove a job's folder with all in it, if it is one; never raises."""
+    """Remove a job's folder with all in it but the errors that ranks have left, if it is one; never raises."""
     mark = os.path.join(path, _MARK)
     if not path or not os.path.lexists(mark):
         return  # there was none, or somebody was faster
-    try:
+    with contextlib.suppress(OSError):
         os.unlink(mark)
-        os.rmdir(path)
+    remove_empty(path)
+    try:
+        names = os.listdir(path)
     except OSError:
-        import shutil  # here, because it loads three compression libraries, and most folders are empty
+        return  # it was empty
+    import shutil  # here, because it loads three compression libraries, and most folders are empty
 
+    if not any(is_attempt(name) for name in names):
         shutil.rmtree(path, ignore_errors=True)
+    for name in names:
+        if is_attempt(name):
+            continue
+        inner = os.path.join(path, name)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(inner) if os.path.isdir(inner) and not os.path.islink(inner) else os.unlink(inner)
 
 
 _of_this_rank = ""

@@ -269,8 +269,8 @@ OPTIONS = (
            "behave like fresh ones.", "spawn|fork|forkserver", _read_start_method),
     Option("monitor-interval", None, "Taken from torchrun: ends of ranks are noticed at once.", "SECONDS",
            _read_seconds),
-    Option("signals-to-handle", None, "Taken from torchrun: SIGINT, SIGTERM and SIGHUP end a job.", "NAME,…",
-           _read_signals),
+    Option("signals-to-handle", "signals_to_handle", "TORCHELASTIC_SIGNALS_TO_HANDLE for the ranks (default: "
+           "SIGTERM,SIGINT,SIGHUP,SIGQUIT). Each of them ends a job.", "NAME,…", _read_signals),
 )  # fmt: skip
 
 # torchrun's flags that this version doesn't have, and what to do instead.

@@ -46,6 +46,7 @@ class JobPlan:
             restart_count=restart_count,
             max_restarts=settings.max_restarts or 0,
             role=settings.role,
+            signals_to_handle=settings.signals_to_handle,
             store=store,
             agent=agent,
             columns=columns,

@@ -15,7 +15,7 @@ SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no ad
 # by mistake, and scripts hardly ever use it: it tells of urgent data on a socket.
 STACKS_SIGNAL = signal.SIGURG
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)  # they end a job
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)  # they end a job
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -41,6 +41,15 @@ def name_signal(number: int) -> str:
     except ValueError:
         return f"signal {number}"
     return f"{name} ({_MEANINGS[name]})" if name in _MEANINGS else name
+
+
+def has_working_directory() -> bool:
+    """Whether the folder in which this process runs is still there."""
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def adopt_orphans() -> None:

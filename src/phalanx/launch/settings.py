@@ -44,6 +44,7 @@ class Settings:
     preload: bool = True
     max_restarts: int | None = None  # None: none of all ranks, and as many replacements as an elastic job makes use of
     role: str = "default"
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     run_id: str = ""

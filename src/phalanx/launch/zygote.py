@@ -114,11 +114,14 @@ def _import_torch() -> None:
 
 
 def _import_for_training() -> None:
+    before = set(os.environ)
     for name in _FOR_TRAINING:
         try:
             importlib.import_module(name)
         except Exception:
             pass  # as above
+    for name in os.environ.keys() - before:  # torch._dynamo names a folder for its cache, as it would in the rank
+        del os.environ[name]
 
 
 def _load_torch_library() -> None:

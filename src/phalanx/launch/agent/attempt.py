@@ -66,6 +66,7 @@ class Attempt(HostRanks):
 
         What is in `flights` stays until `close`.
         """
+        self._host.errors.begin(self._restart_count, self.place.num_ranks)
         if self._restart_count or self.place.num_nodes > 1:
             self._host.logs.begin(self.place.ranks, self._restart_count)
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from phalanx.launch.agent.adopted import Adopted
 from phalanx.launch.agent.agent_socket import AgentSocket
 from phalanx.launch.agent.zygote_process import ZygoteProcess
+from phalanx.launch.error_files import ErrorFiles
 from phalanx.launch.output.display import Display
 from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump
@@ -23,3 +24,4 @@ class Host:
     signals: int
     agent_socket: AgentSocket
     adopted: Adopted = field(default_factory=Adopted)
+    errors: ErrorFiles = field(default_factory=ErrorFiles)

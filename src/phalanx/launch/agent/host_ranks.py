@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
-from phalanx.launch import limits
+from phalanx.launch import error_files, limits
 from phalanx.launch.agent.adopted import AdoptedExit
 from phalanx.launch.agent.agent_socket import Request
 from phalanx.launch.agent.elastic import Elastic
@@ -72,6 +72,7 @@ class HostRanks:
         self._processes = RankProcesses()
         self._store: int | None = None
         self._old_stores: dict[int, int] = {}  # by generation: some ranks may still be about to open them
+        self._reported: set[int] = set()  # processes that have told of their failure
         self._early: list[Report] = []  # of ranks that the zygote has forked and not told us of
         self._next = 0  # so many were forked
         self._sweep_due: float | None = None
@@ -200,9 +201,18 @@ class HostRanks:
 
     def _fork(self, rank: int) -> None:
         """Have the process forked that is known by `rank`: the first one, or one that takes its place."""
-        environment = plan_rank_environment(self._job, self._part.rank_of(rank))
+        self._host.errors.renew(rank - self.place.first_rank)
+        environment = self._plan_environment(rank)
         cpus = self._plan.placement.cpus[rank - self.place.first_rank]
         self._processes.fork(rank, environment, cpus, self._rank_reports, self._host.zygote, self._host.pump)
+
+    def _plan_environment(self, rank: int) -> dict[str, str]:
+        """The variables of the process that is known by `rank`, which is another rank in some generations.
+
+        Its error file stays the same.
+        """
+        variables = plan_rank_environment(self._job, self._part.rank_of(rank))
+        return {**variables, error_files.VARIABLE: self._host.errors.path_of(rank - self.place.first_rank)}
 
     def _give_up_zygote(self) -> None:
         """End it by force, and with it the ranks; what they leave behind the agent sweeps."""
@@ -238,9 +248,19 @@ class HostRanks:
             return  # it was told before
         for _, _, message in self.links.drop(pid):
             self.on_rank_message(rank, pid, message)
+        self._read_error_file(rank, pid, status, at)
         dump = self._processes.read_dump(rank)
         self.on_exit(Exit(rank, pid, status, at, self._evicted.pop(pid, dump)))
         self.pages.drop(pid)
+
+    def _read_error_file(self, rank: int, pid: int, status: int, at: float) -> None:
+        """A process that could not tell us of its failure, below a shell script say, may have left word of it."""
+        path = self._host.errors.find(rank - self.place.first_rank)
+        if status == 0 or not path or pid in self._reported:
+            return
+        report = error_files.read_report(path, rank, pid, at)
+        if report is not None:
+            self.on_report(report)
 
     def hear_ranks(self) -> None:
         """All that elastic ranks of this host have said until now."""
@@ -306,7 +326,7 @@ class HostRanks:
     def tell_generation(self, rank: int) -> None:
         """Tell an elastic rank which one it is in the generation that there is."""
         if self._begun is not None and rank in self._part.seats:
-            environment = plan_rank_environment(self._job, self._part.rank_of(rank))
+            environment = self._plan_environment(rank)
             self.send_to_rank(rank, plan_message(self._begun.generation, rank, self._begun, environment))
 
     def _close_old_stores(self) -> None:
@@ -363,7 +383,9 @@ class HostRanks:
     def _take_report(self, report: Report) -> None:
         # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
         if self._processes.pids.get(report.rank) == report.pid:
-            self.on_report(report)
+            self._reported.add(report.pid)
+            path = self._host.errors.find(report.rank - self.place.first_rank)
+            self.on_report(replace(report, error_file=path))
 
     def on_report(self, report: Report) -> None:
         """A rank has told of its failure: it is a loss of an elastic job, or the failure of another."""

@@ -24,7 +24,8 @@ from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.calls.verdict import Verdict
-from phalanx.launch.failure import describe_failures
+from phalanx.launch.error_files import VARIABLE, ErrorFiles, hand_up
+from phalanx.launch.failure import Failure, describe_failures
 from phalanx.launch.flight.files import write_flight
 from phalanx.launch.flight.summary import describe_flight
 from phalanx.launch.folder import JobFolder
@@ -85,16 +86,18 @@ def opened_host(
         agent_socket.close()
         raise
     folder = JobFolder(plan.environ)
+    host.errors = ErrorFiles(logs.attempts or folder.path)
     try:
         flag = find_local_rank_flag(plan.settings.target) if plan.settings.local_rank_argument else ""
         zygote.assign(plan.settings.target, folder.path, flag)
-        if logs.attempts:
+        if logs.streams:
             display.say(f"phalanx run: --redirects and --tee write to {logs.attempts}")
         folder.remove_others()  # the zygote is busy meanwhile
         yield host
     finally:
         agent_socket.close()
         host.zygote.close(kill_descendants([host.zygote.pid]))  # it may be another one by now
+        host.errors.close()
         folder.close()
         display.release(None)
         host.pump.drain()
@@ -206,6 +209,7 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
         if plan.verdict:
             Verdict(attempt.place.world_size).write(plan.verdict)
         return 0
+    _hand_up_error(plan, state.failures[0])
     if plan.verdict:
         text = _describe_failures(attempt, flight)
         Verdict(attempt.place.world_size, state.failures[0].rank, text).write(plan.verdict)
@@ -213,6 +217,13 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
     else:
         _report_failures(host, attempt, flight)
     return state.failures[0].code
+
+
+def _hand_up_error(plan: JobPlan, first: Failure) -> None:
+    """A scheduler that has named an error file for this command finds in it what the first rank left in its own."""
+    own = plan.environ.get(VARIABLE)
+    if own and first.report is not None and first.report.error_file:
+        hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
 
 
 def _report_failures(host: Host, attempt: Attempt, flight: Flight) -> None:

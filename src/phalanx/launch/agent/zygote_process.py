@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.launch import control_protocol
-from phalanx.launch.processes import SUPPORTED
+from phalanx.launch.processes import SUPPORTED, has_working_directory
 from phalanx.launch.target import Target
 from phalanx.launch.zygote_command import plan_zygote_code
 
@@ -44,6 +44,10 @@ class ZygoteProcess:
         code = plan_zygote_code(theirs.fileno(), os.getpid(), preload=preload, warm=warm, sessions=sessions)
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        if not has_working_directory() and sys.version_info >= (3, 11):
+            # Python 3.13.0 asks for the folder of `-c` at a missing attribute, and dies where it has gone. Only a
+            # program runs there, and what becomes a program keeps none of the interpreter's flags.
+            flags.append("-P")
         # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
         stdin = subprocess.DEVNULL if os.isatty(0) else None
         with theirs:

@@ -36,6 +36,7 @@ class JobSpec:
     host_timeout_s: float
     join_timeout_s: float
     role: str
+    signals_to_handle: str
     log_dir: str | None
     report: str | None
     redirects: Streams
@@ -60,10 +61,10 @@ class JobSpec:
         target = settings.target
         return cls(
             target.kind, target.name, target.arguments, os.getcwd(), settings.nproc, run_id, rendezvous.min_nodes,
-            rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, settings.role, settings.log_dir,
-            settings.report, settings.redirects, settings.tee, settings.shown_ranks, settings.grace_s,
-            settings.exit_timeout_s, settings.evict_after_s, settings.affinity, settings.preload, settings.max_restarts,
-            settings.local_rank_argument, settings.ranks_per_gpu,
+            rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, settings.role,
+            settings.signals_to_handle, settings.log_dir, settings.report, settings.redirects, settings.tee,
+            settings.shown_ranks, settings.grace_s, settings.exit_timeout_s, settings.evict_after_s, settings.affinity,
+            settings.preload, settings.max_restarts, settings.local_rank_argument, settings.ranks_per_gpu,
             choose_environment(environ, settings.environment),
         )  # fmt: skip
 
@@ -100,6 +101,7 @@ class JobSpec:
             log_dir=own.log_dir or self.log_dir,
             report=own.report or self.report,
             role=own.role or self.role,
+            signals_to_handle=self.signals_to_handle,
             redirects=self.redirects,
             tee=self.tee,
             shown_ranks=self.shown_ranks,

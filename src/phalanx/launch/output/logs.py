@@ -65,10 +65,11 @@ class Logs:
         self._by_stream: dict[tuple[int, int], LogFile] = {}
         self._redirects, self._tee, self._shown = redirects, tee, shown
         self._first = 0
-        self.attempts = ""  # the folder of the files by stream; empty without --redirects and --tee
+        self.attempts = ""  # the folder of what is kept by attempt and local rank; empty where nothing is
+        self.streams = redirects != NO_STREAMS or tee != NO_STREAMS
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
-        if redirects != NO_STREAMS or tee != NO_STREAMS:
+        if log_dir is not None or self.streams:
             import tempfile
 
             name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in run_id) + "_"
