@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,7 +28,13 @@ from phalanx.log import get_logger
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 _has_returned = False  # an elastic function of this process
+_running: State | None = None
 Train = Callable[[State], _Result]
+
+
+def running_state() -> State | None:
+    """The state that this process trains inside of a function that is `elastic.run`; None outside of one."""
+    return _running
 
 
 def run(
@@ -61,9 +68,13 @@ def run(
         checkpoint: the file into which `state.state_dict()` is saved before it ends so.
         membership: who decides who is in the job; by default the agent of `phalanx run`.
 
+    `sys.exit(0)` in the function is a return from it, after which the process ends: once all ranks have come as far.
+    With another code, it is a loss of the rank that calls it.
+
     Raises:
         Whatever the function raises that is not the loss of a peer.
         PhalanxError: nobody is left who holds the state.
+        RuntimeError: it is called inside of a function that is `elastic.run` already.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`; the exit code is 75.
     """
 
@@ -100,6 +111,12 @@ class ElasticJob:
         world = dist.group.WORLD if dist.is_initialized() else None
         if not isinstance(world, PhalanxProcessGroup):
             return train(self._state)
+        if _running is not None:
+            raise RuntimeError(
+                f"phalanx.elastic: {_name(train)} is elastic.run, and was called inside of a function that is, too. "
+                "After a loss the outer function is called again, and a replacement would get the outer state alone.\n"
+                f"Put what the inner state holds into the outer one, and call {_name(train)} without elastic.run."
+            )
         if _has_returned and self._membership is None and rendezvous.agent_address():
             _logger.warning(
                 "phalanx.elastic: a second function is elastic.run in this job, and a rank that is lost in it ends the "
@@ -110,6 +127,10 @@ class ElasticJob:
         membership = self._membership or self._find_agent(world.rank())
         if membership is None:
             return train(self._state)
+        with _only_one(self._state):
+            return self._run(train, world, membership)
+
+    def _run(self, train: Train[_Result], world: Any, membership: Membership) -> _Result:
         group = self._state._step.runner = ElasticGroup(self._state, world, membership)
         del world  # a group that is over goes when the next one comes
         try:
@@ -120,8 +141,16 @@ class ElasticJob:
                 group.start()
             while True:
                 try:
-                    result = train(self._state)
+                    end: SystemExit | None = None
+                    try:
+                        result = train(self._state)
+                    except SystemExit as asked:
+                        if asked.code:
+                            raise
+                        end = asked
                     group.finish()
+                    if end is not None:
+                        raise end
                     return result
                 except Exception as error:
                     lost = group.find_loss(error)
@@ -224,6 +253,21 @@ class ElasticJob:
                 continue
             membership.regrouped(generation.number)
             return
+
+
+def _name(train: Any) -> str:
+    return str(getattr(train, "__name__", "the function"))
+
+
+@contextlib.contextmanager
+def _only_one(state: State) -> Iterator[None]:
+    """Inside, this process trains `state`."""
+    global _running
+    _running = state
+    try:
+        yield
+    finally:
+        _running = None
 
 
 def _note_returned() -> None:

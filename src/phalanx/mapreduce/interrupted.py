@@ -1,55 +1,111 @@
 """Where a rank was lost, `phalanx.elastic.run` calls the function around `map_reduce` again: what was done is kept.
 
-One job at most, the one that was interrupted. It is found again by its place among the calls and by all that it was
-called with; another call, or the same with other values in a closure, is another job.
+One job at most, the one that was interrupted. The call that takes it must stand at the same place (as many commits,
+and as many calls since the latest one), and have the same arguments: its functions, the records of its sequence by
+value, and its files, none of which was written to since the interrupted call began.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import cloudpickle
 
 from phalanx.mapreduce.attempt import Held
 from phalanx.mapreduce.job import Job
+from phalanx.mapreduce.splits import find_files
 
-_kept: tuple[bytes, Held] | None = None
-_generation = -1
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `map_reduce`. `place`: the commits of the elastic state before it, and its number among the calls
+    since the latest of them; `files`: those that it reads, as they were when it began."""
+
+    place: tuple[int, int]
+    files: tuple[tuple[str, int, int, int], ...] = ()
+
+
+_kept: tuple[Call, bytes, Held] | None = None
+_since = (-1, -1)  # generation and commits
 _calls = 0
 
 
-def count_call(generation: int) -> int:
-    """The number of this call among those since the ranks met last."""
-    global _generation, _calls
-    if generation != _generation:
-        _generation, _calls = generation, 0
+def begin_call(generation: int, commits: int, job: Job) -> Call:
+    """Describe the call that begins. Calls are counted from the latest commit, or meeting of the ranks, on."""
+    global _since, _calls
+    if (generation, commits) != _since:
+        _since, _calls = (generation, commits), 0
     _calls += 1
-    return _calls
+    return Call((commits, _calls), _look_at_files(job))
 
 
-def keep(call: int, job: Job, held: Held) -> None:
-    """The call is about to end, because a rank was lost."""
+def _look_at_files(job: Job) -> tuple[tuple[str, int, int, int], ...]:
+    if job.sequence is not None:
+        return ()
+    try:
+        paths = [path for path, _ in find_files(job.inputs)]
+        return tuple((path, *_stamp(os.stat(path))) for path in paths)
+    except (OSError, ValueError):  # the call itself says so, on every rank
+        return ()
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def keep(call: Call, job: Job, held: Held) -> None:
+    """Keep what was done: the call is about to end, because a rank was lost. Reads the job's sequence once."""
     global _kept
-    if _kept is not None and _kept[1] is not held:
-        _kept[1].close()
-    digest = _digest(call, job)
-    _kept = None if digest is None else (digest, held)
+    drop()
+    digest = _digest(job)
+    _kept = None if digest is None else (call, digest, held)
 
 
-def take(call: int, job: Job) -> Held | None:
-    """What such a call has left."""
+def take(call: Call, job: Job) -> Held | None:
+    """What such a call has left; None if it has left nothing. Reads the sequence where something is kept."""
     global _kept
-    if _kept is None or _kept[0] != _digest(call, job):
+    if _kept is None or call.place < _kept[0].place:
         return None
-    held, _kept = _kept[1], None
+    if call != _kept[0] or _digest(job) != _kept[1]:
+        drop()  # the program has gone another way, or its inputs are others: nobody will come for it
+        return None
+    held, _kept = _kept[2], None
     held.num_kept = len(held.outputs)
     return held
 
 
-def _digest(call: int, job: Job) -> bytes | None:
+def drop() -> None:
+    """Let go of what is kept."""
+    global _kept
+    if _kept is not None:
+        _kept[2].close()
+        _kept = None
+
+
+def _digest(job: Job) -> bytes | None:
+    content = _Digest()
+    inputs: Sequence[Any] = () if job.sequence is None else (job.sequence,)
     try:
-        inputs = job.inputs if job.sequence is None else len(job.sequence)
-        data = cloudpickle.dumps((call, job.terms, inputs, job.map, job.reduce, job.combine))
-    except Exception:  # a function holds what cannot be told apart: then nothing is kept
+        pickler = cloudpickle.CloudPickler(content, protocol=5)
+        pickler.dump((job.terms, inputs, job.map, job.reduce, job.combine))
+    except Exception:  # an argument holds what cannot be told apart: then nothing is kept
         return None
-    return hashlib.sha256(data).digest()
+    return content.value()
+
+
+class _Digest:
+    """A file that keeps no more of what is written to it than its hash."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        return len(data)
+
+    def value(self) -> bytes:
+        return self._hash.digest()

@@ -102,8 +102,10 @@ def map_reduce(
         spill_folder=None if spill_folder is None else os.fspath(spill_folder),
     )
     team = Team.of(group)
-    call = interrupted.count_call(rendezvous.generation())
-    held = interrupted.take(call, job) or Held(job)
+    call: interrupted.Call | None = None
+    if rendezvous.agent_address():
+        call = interrupted.begin_call(rendezvous.generation(), _count_commits(), job)
+    held = (interrupted.take(call, job) if call is not None else None) or Held(job)
     first, survivors = team, cast(Survivors | None, None)
     try:
         while True:
@@ -113,7 +115,7 @@ def map_reduce(
                 first.store.set(f"{held.token}/finished/{first.rank}", "1")
                 break
             except (PeerLostError, DeadlineError) as error:
-                if rendezvous.agent_address():
+                if call is not None:
                     interrupted.keep(call, job, held)
                     held = Held(job)
                     raise
@@ -132,6 +134,14 @@ def map_reduce(
     if result.counters.num_bad_records and team.rank == 0:
         _logger.warning("map_reduce: %s", result.counters.describe_bad())
     return result
+
+
+def _count_commits() -> int:
+    """How far the elastic job is that this call is made in; -1 outside of one."""
+    from phalanx.elastic.run import running_state  # here, because most calls are made outside of `phalanx run`
+
+    state = running_state()
+    return -1 if state is None else state._number
 
 
 def _store_lost(team: Team, error: Exception) -> PeerLostError:

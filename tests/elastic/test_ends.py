@@ -1,0 +1,76 @@
+"""How a function that is `elastic.run` ends, other than by returning."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.elastic.jobs import Job, Strike
+from tests.elastic.small_agent import SmallAgent
+
+import phalanx
+from phalanx import elastic
+from phalanx.elastic import points
+
+
+def leave_by_exit(job: Job) -> tuple[int, Any, bool]:
+    """Early stopping, as scripts write it."""
+    with phalanx.init(timeout=60.0):
+        state = elastic.State(total=0.0)
+        points.listen(lambda point: job.strike(point, state.step))
+
+        @elastic.run(state)
+        def train(state: Any) -> None:
+            while True:
+                if state.step == 4:
+                    sys.exit(0)
+                summed = torch.ones(())
+                dist.all_reduce(summed)
+                state.total += summed.item()
+                state.commit()
+
+        try:
+            train(state)
+        except SystemExit as end:
+            return state.step, state.total, end.code == 0
+        raise AssertionError("sys.exit did not pass")
+
+
+def test_a_loop_that_calls_sys_exit_ends_as_one_that_returns(tmp_path: Path) -> None:
+    """It ended its rank at once: the loss of another, before that had come as far, could not be survived any more."""
+    job = Job(str(tmp_path), (Strike(1, points.FINISH, 4),))
+    ended = SmallAgent(leave_by_exit, 2, job, folder=tmp_path).run()
+    assert ended.generations == 1
+    assert ended.results == [(4, 8.0, True)] * 2
+
+
+def train_inside() -> tuple[str, int]:
+    with phalanx.init(timeout=60.0):
+        outer, inner = elastic.State(said=""), elastic.State()
+
+        @elastic.run(inner)
+        def tune(state: Any) -> None:
+            state.commit()
+
+        @elastic.run(outer)
+        def train(state: Any) -> None:
+            try:
+                tune(inner)
+            except RuntimeError as error:
+                state.said = str(error)
+            state.commit()
+
+        train(outer)
+        return outer.said, inner.step
+
+
+def test_an_elastic_function_inside_of_another_is_refused_by_name(tmp_path: Path) -> None:
+    """It took the agent's line from the outer one, whose next loss said that "the agent of this host has ended"."""
+    ended = SmallAgent(train_inside, 2, folder=tmp_path).run()
+    for said, steps in ended.results:
+        assert said.startswith("phalanx.elastic: tune is elastic.run, and was called inside of a function that is, too")
+        assert "call tune without elastic.run" in said
+        assert steps == 0
