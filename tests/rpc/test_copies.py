@@ -1,0 +1,108 @@
+"""Neither side of a call sees what the other one changes in arguments and results."""
+
+import random
+from typing import Any
+
+import numpy
+import torch
+from tests.rpc.workers import run_workers, worker
+
+from phalanx import rpc
+
+_kept: list[Any] = []
+
+
+def tensors_in(values: Any) -> list[Any]:
+    """The tensors and arrays in lists and dictionaries, in order."""
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        return [one for value in values for one in tensors_in(value)]
+    if isinstance(values, torch.Tensor) and values.is_sparse:
+        return [values._indices(), values._values()]
+    return [values] if isinstance(values, torch.Tensor | numpy.ndarray) else []
+
+
+def spoil(values: Any) -> None:
+    """Change whatever memory has come."""
+    for one in tensors_in(values):
+        one[...] = 7
+
+
+def make_values(rng: random.Random) -> list[Any]:
+    """Random nested values with tensors and arrays, small and large."""
+
+    def make() -> Any:
+        kind = rng.randrange(7)
+        count = rng.choice([1, 3, 100, 30_000])
+        if kind == 0:
+            return torch.zeros(count)
+        if kind == 1:
+            return torch.zeros(2, count, dtype=torch.int16).t()
+        if kind == 2:
+            return numpy.zeros((count, 2))
+        if kind == 3:
+            return torch.zeros(2 * count)[::2]
+        if kind == 4:
+            return torch.sparse_coo_tensor(
+                torch.zeros(1, count, dtype=torch.int64), torch.zeros(count), (2,), check_invariants=True
+            )
+        if kind == 5:
+            return {"one": make(), "two": [make()]}
+        return torch.zeros(count, dtype=torch.uint16)
+
+    return [make() for _ in range(rng.randint(1, 4))]
+
+
+def is_spoilt(values: Any) -> bool:
+    return any((one != 0).any() for one in tensors_in(values))
+
+
+def change_and_keep(values: Any) -> Any:
+    """Change what has come, and keep what is returned."""
+    spoil(values)
+    _kept[:] = [make_values(random.Random(5))]
+    return _kept[0]
+
+
+def kept_is_spoilt() -> bool:
+    return is_spoilt(_kept)
+
+
+@rpc.functions.async_execution
+def keep_later(values: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(change_and_keep(values))
+    return future
+
+
+class Keeper:
+    def change(self, values: Any) -> Any:
+        return change_and_keep(values)
+
+
+def _copies(rank: int, folder: str) -> None:
+    with worker(rank, 2, folder):
+        if rank:
+            return
+        rng = random.Random(11)
+        for number in range(60):
+            values = make_values(rng)
+            name = rng.choice(["w0", "w0", "w1"])
+            how = number % 4
+            if how == 0:
+                found = rpc.rpc_sync(name, change_and_keep, (values,))
+            elif how == 1:
+                found = rpc.rpc_async(name, keep_later, (values,)).wait()
+            elif how == 2:
+                found = rpc.remote(name, Keeper).rpc_sync().change(values)
+            else:
+                found = rpc.rpc_sync(name, change_and_keep, kwargs={"values": values})
+            assert not is_spoilt(values), (name, how)
+            spoil(found)
+            assert not rpc.rpc_sync(name, kept_is_spoilt), (name, how)
+
+
+def test_what_is_changed_there_is_not_changed_here_nor_the_other_way():
+    """A call to oneself shared its tensors with who called: `t.add_()` there changed the caller's."""
+    run_workers(_copies, 2, timeout=60)
