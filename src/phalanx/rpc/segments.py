@@ -8,7 +8,8 @@
     free again, for the next tensor  <-------   RELEASE
 
 A segment belongs to the process that made it, and is with one receiver at a time. So many bytes are kept for later as
-`MOST_FREE_BYTES` says; the others go back to the system. One that a receiver had when it was lost is not used again.
+`MOST_FREE_BYTES` says; the others go back to the system, as soon as all receivers that map them have heard of it
+(FORGET). One that a receiver had when it was lost is not used again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -63,6 +64,12 @@ class Lender:
         self._free: dict[int, list[Segment]] = {}
         self._free_bytes = 0
         self._lent: dict[int, tuple[Segment, int]] = {}
+        self._forget: dict[int, Callable[[list[int]], None]] = {}
+
+    def join(self, connection: int, forget: Callable[[list[int]], None]) -> None:
+        """Let `forget` tell the process behind `connection` which segments will not come again; until it is lost."""
+        with self._lock:
+            self._forget[connection] = forget
 
     def lend(self, nbytes: int, connection: int) -> Segment:
         """A segment that has room for `nbytes`, for the process behind `connection`.
@@ -82,8 +89,8 @@ class Lender:
             self._lent[segment.number] = segment, connection
             return segment
 
-    def take_back(self, number: int, *, arrived: bool = True) -> list[Segment]:
-        """It is free again; those that are too many now are closed, and returned: tell who knows them.
+    def take_back(self, number: int, *, arrived: bool = True) -> None:
+        """It is free again; those that are too many now are closed, and all who map them are told.
 
         `arrived`: whether its descriptor has, or is to be sent again the next time.
         """
@@ -91,7 +98,7 @@ class Lender:
         with self._lock:
             segment, connection = self._lent.pop(number, (None, 0))
             if segment is None:
-                return dropped
+                return
             if not arrived:
                 segment.known_to.discard(connection)
             self._free.setdefault(segment.nbytes, []).append(segment)
@@ -104,16 +111,31 @@ class Lender:
                     del self._free[size]
             for one in dropped:
                 one.close()
-        return dropped
+        self._tell(dropped)
+
+    def _tell(self, dropped: Iterable[Segment]) -> None:
+        """Let every receiver that has mapped these segments unmap them: else their memory would stay in use there."""
+        numbers: dict[int, list[int]] = {}
+        for segment in dropped:
+            for connection in segment.known_to:
+                numbers.setdefault(connection, []).append(segment.number)
+        for connection, gone in numbers.items():
+            forget = self._forget.get(connection)
+            if forget is not None:
+                forget(gone)
 
     def lost(self, connection: int) -> None:
         """The process behind `connection` is gone, or has closed it while it may still read: use none of its again."""
         with self._lock:
-            for number in [n for n, (_, who) in self._lent.items() if who == connection]:
-                self._lent.pop(number)[0].close()
+            self._forget.pop(connection, None)
+            numbers = [number for number, (_, who) in self._lent.items() if who == connection]
+            dropped = [self._lent.pop(number)[0] for number in numbers]
+            for one in dropped:
+                one.close()
             for free in self._free.values():
                 for segment in free:
                     segment.known_to.discard(connection)
+        self._tell(dropped)
 
     @property
     def num_bytes(self) -> int:
@@ -129,7 +151,7 @@ class Lender:
                     segment.close()
             for segment, _ in self._lent.values():
                 segment.close()
-            self._free, self._lent, self._free_bytes = {}, {}, 0
+            self._free, self._lent, self._free_bytes, self._forget = {}, {}, 0, {}
 
 
 class Borrower:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from phalanx.errors import PhalanxError
@@ -71,6 +72,7 @@ class UnixConnection:
         self._is_broken = False
         self.releases: deque[int] = deque()
         self._borrower = Borrower(self._released)
+        lender.join(self.number, self._forget)
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +116,10 @@ class UnixConnection:
                 self._lender.take_back(segment.number)
                 return 0
             segment.known_to.add(self.number)
-        segment.bytes[: view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
+        if view.readonly:  # an array of numpy's; torch would warn of it
+            segment.bytes.numpy()[: view.nbytes] = numpy.frombuffer(view, dtype=numpy.uint8)
+        else:
+            segment.bytes[: view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
         return segment.number
 
     def flush(self) -> None:
@@ -280,11 +285,12 @@ class UnixConnection:
                     self._borrower.add(number, fds[0])
 
     def _take_back(self, data: bytes, *, arrived: bool) -> None:
-        numbers = [number for (number,) in _NUMBER.iter_unpack(data)]
-        dropped = [one for number in numbers for one in self._lender.take_back(number, arrived=arrived)]
-        mine = [one.number for one in dropped if self.number in one.known_to]
-        if mine:
-            self.send(wire.FORGET, 0, array.array("Q", mine).tobytes())
+        for (number,) in _NUMBER.iter_unpack(data):
+            self._lender.take_back(number, arrived=arrived)
+
+    def _forget(self, numbers: list[int]) -> None:
+        """Tell the other end that these segments will not come again."""
+        self.send(wire.FORGET, 0, array.array("Q", numbers).tobytes())
 
     def _released(self, number: int) -> None:
         self.releases.append(number)

@@ -1,0 +1,94 @@
+"""Memory in which arguments and results went is kept by nobody once it was given back."""
+
+import os
+import random
+import signal
+from typing import Any
+
+import torch
+from tests.rpc.workers import pid, run_workers, set_event, until, wait_event, worker
+
+from phalanx import rpc
+from phalanx.rpc import current, segments
+from phalanx.rpc.unix_connection import UnixConnection
+
+_kept: list[Any] = []
+
+
+def mapped() -> dict[int, set[int]]:
+    """The segments that this worker maps, by the rank of who made them."""
+    found: dict[int, set[int]] = {}
+    for peer in list(current.agent().peers.values()):
+        for connection in (peer.connection, peer.calls_us):
+            if isinstance(connection, UnixConnection):
+                found.setdefault(peer.member.info.id, set()).update(connection._borrower._maps)
+    return found
+
+
+def made() -> set[int]:
+    """Those that this worker has made, and not given back."""
+    lender = current.agent().connections.lender
+    free = {segment.number for free in lender._free.values() for segment in free}
+    return free | set(lender._lent)
+
+
+def keep(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    _kept.append(tensor)
+    del _kept[: max(0, len(_kept) - most)]
+    return tensor * 2
+
+
+def forget_all() -> None:
+    _kept.clear()
+
+
+def only_what_there_is() -> bool:
+    names = ["w0", "w1", "w2"]
+    alive = [rpc.rpc_sync(name, made) for name in names]
+    return all(numbers <= alive[rank] for name in names for rank, numbers in rpc.rpc_sync(name, mapped).items())
+
+
+def _segments(rank: int, folder: str) -> int:
+    segments.MOST_FREE_BYTES = 1 << 20
+    with worker(rank, 3, folder):
+        if rank:
+            return 0
+        rng = random.Random(2)
+        for _ in range(150):
+            tensor = torch.ones(rng.randint(1 << 14, 1 << 18))
+            name = rng.choice(["w1", "w2"])
+            assert torch.equal(rpc.rpc_sync(name, keep, (tensor, rng.randint(0, 4))), tensor * 2)
+        most = max(made())
+        for name in ("w1", "w2"):
+            rpc.rpc_sync(name, forget_all)
+        until(only_what_there_is)
+        return most
+
+
+def test_memory_that_is_given_back_is_unmapped_by_all_who_had_it():
+    """Only the worker that had a segment last heard that it was given back; others kept it mapped, without bound."""
+    assert run_workers(_segments, 3, timeout=60)[0] > 20
+
+
+def _lost(rank: int, folder: str) -> None:
+    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+    if rank == 0:
+        tensor = torch.ones(1 << 17)
+        rpc.rpc_sync("w1", forget_all, ())
+        rpc.rpc_sync("w1", keep, (tensor, 0))
+        (number,) = rpc.rpc_sync("w1", mapped)[0]
+        until(lambda: not current.agent().connections.lender._lent)
+        rpc.rpc_sync("w2", keep, (tensor, 1))  # the same one, which is not given back
+        assert set(current.agent().connections.lender._lent) == {number}
+        os.kill(rpc.rpc_sync("w2", pid), signal.SIGKILL)
+        until(lambda: number not in made() and not rpc.rpc_sync("w1", mapped).get(0))
+        rpc.rpc_sync("w1", set_event, ("end",))
+    else:
+        wait_event("end" if rank == 1 else "never")
+    rpc.shutdown(graceful=False)
+
+
+def test_memory_that_a_lost_worker_had_is_unmapped_by_the_others():
+    """It was given up, as that worker might still write to it; the others kept it mapped."""
+    run_workers(_lost, 3, lost=[2], timeout=60)
