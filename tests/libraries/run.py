@@ -1,6 +1,6 @@
 """Run the blocks of docs/libraries.md as they stand there, over Phalanx and over Gloo, and compare what they leave.
 
-    python -m tests.libraries.run accelerate ignite     # what `make test` runs, one at a time
+    python -m tests.libraries.run accelerate ignite     # what `make test` runs
     python -m tests.libraries.run --by-hand             # the heavy ones
 
 The heavy ones are not among the development requirements. In an environment of their own they need nothing else:

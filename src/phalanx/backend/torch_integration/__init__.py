@@ -5,6 +5,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
 
     changed                              so that                                        applied when
     Backend.PHALANX, Backend.MPI         we hear that the backend is asked for          torch is imported
+    Backend._plugins                     "PHALANX" is found, and not listed before     torch is imported
     init_process_group without a name    it means ours under `phalanx run`              in a rank of `phalanx run`
     env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
     FileStore's queues                   it has them, being the store of `phalanx run`  in a rank of `phalanx run`
@@ -21,6 +22,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
 
     changed                              goes when torch (seen: 2.13)
     Backend.PHALANX, Backend.MPI         tells a backend that it is asked for, and compares names of groups in one case
+    Backend._plugins                     compares names of groups in one case
     init_process_group without a name    lets the environment say which backend is the default
     env://, in a rank of `phalanx run`   takes a FileStore from its launcher
     FileStore's and PrefixStore's        has queues in FileStore, and passes them on from PrefixStore

@@ -21,9 +21,10 @@ def offer_backend() -> None:
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
     backend: Any = dist.Backend
     backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
-    # While any plugin is there, torch (2.13, `_new_process_group_helper`) does not tell a group "cpu:gloo" that it is
-    # Gloo's. So ours is there only once it is asked for; ends when torch compares names in one case.
+    # While any plugin is listed, torch (2.13, `_new_process_group_helper`) does not tell a group "cpu:gloo" that it is
+    # Gloo's. So ours is listed only once it is asked for; ends when torch compares names in one case.
     plugin = backend._plugins.pop("PHALANX")
+    backend._plugins = _Plugins(backend._plugins, lambda: _serve_our_backend(plugin))
     backend.PHALANX = _Asked("phalanx", lambda: _serve_our_backend(plugin))
     if not distributed_c10d().is_mpi_available():
         backend.MPI = _Asked("mpi", _serve_mpi)
@@ -42,6 +43,31 @@ def _create(options: Any, backend_options: Any) -> Any:
 
     serve_prefixes()
     return create_process_group(options, backend_options)
+
+
+class _Plugins(dict[str, Any]):
+    """torch's table of backends, in which "PHALANX" is found by whoever looks for it, and listed from then on.
+
+    Libraries that make groups of their own take a backend's `creator_fn` from it, without asking torch for the name.
+    """
+
+    def __init__(self, known: dict[str, Any], first: Callable[[], None]) -> None:
+        super().__init__(known)
+        self._first = first
+
+    def __contains__(self, name: object) -> bool:
+        if name == "PHALANX":
+            self._first()
+        return super().__contains__(name)
+
+    def __missing__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As that of a dict."""
+        return super().get(name, default) if name in self else default
 
 
 class _Asked:
