@@ -99,7 +99,9 @@ def _refused(rank, world_size, path):
 def test_wrong_calls_are_refused_in_the_cpus_words_and_change_nothing(tmp_path) -> None:
     for messages, total, mismatch, mine in run_ranks(_refused, 2, str(tmp_path / "s"), init=False):
         assert "share memory, so no result can be written to it" in messages[0]
-        assert messages[1] == "all_gather: tensor_list holds 1 tensors, the group has 2 ranks"
+        assert (
+            messages[1] == "all_gather: invalid output tensor list: tensor_list holds 1 tensors, the group has 2 ranks"
+        )
         assert "5" in messages[2]
         assert "its storage was freed" in messages[3]
         assert total == 2.0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,24 +72,6 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
         f"{operation}: the tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed, as FSDP does "
         "between uses.\nFill it again before the call."
     )
-
-
-def without_fakes(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective or message that does nothing when all its tensors are fake.
-
-    Raises:
-        TypeError: some are fake and some are real.
-    """
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except FakeCall:
-            return nothing_done(method.__name__, args)
-
-    del call.__wrapped__  # what looks through decorators, as `untraced` does, shall find this function
-    return call
 
 
 def nothing_done(operation: str, arguments: tuple[Any, ...]) -> DoneWork:

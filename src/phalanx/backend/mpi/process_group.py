@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.arguments import one
+from phalanx.backend.arguments import ArgumentError, one
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.process_group.entry import entry_point
 from phalanx.backend.work import Closable, PhalanxWork, SerialExecutor
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import Underway
@@ -21,6 +22,7 @@ from phalanx.transport.mpi.operations import MpiTransport
 from phalanx.transport.tensors import dense, write_back
 
 _ANYBODY = -1
+_SINGLE = "takes a single tensor"
 _PAUSE_S = 0.0005
 
 
@@ -52,9 +54,10 @@ class MpiProcessGroup(PhalanxProcessGroup):
     _get_backend_name = getBackendName
     name = getBackendName
 
+    @entry_point
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
         """Over when the tensor may be changed again; the receiver may not have it yet."""
-        tensor = one(tensors, "send")
+        tensor = one(tensors, "send", words=_SINGLE)
         self._check_peer(dst, "send", "dst")
         deadline = self._deadline()
         data = dense(tensor.detach())
@@ -66,17 +69,19 @@ class MpiProcessGroup(PhalanxProcessGroup):
 
         return self._under_way(tensor, message, end)
 
+    @entry_point
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
         """Over when the tensor holds the message."""
-        tensor = one(tensors, "recv", written=True)
+        tensor = one(tensors, "recv", words=_SINGLE, written=True)
         self._check_peer(src, "recv", "src")
         return self._receive(tensor, src, tag)
 
+    @entry_point
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """As `recv`, from whoever sends first; `source_rank()` of the work says who."""
-        tensor = one(tensors, "recv", written=True)
+        tensor = one(tensors, "recv", words=_SINGLE, written=True)
         if self._size == 1:
-            raise ValueError("recv: the group has one rank, so there is nobody to receive from")
+            raise ArgumentError("recv: the group has one rank, so there is nobody to receive from")
         return self._receive(tensor, _ANYBODY, tag)
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> dist.Work:

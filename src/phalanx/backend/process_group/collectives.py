@@ -13,9 +13,12 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from phalanx.backend.arguments import (
+    ArgumentError,
+    check_alike,
     check_list,
+    check_one_type,
     check_parts,
-    check_rank,
+    check_root,
     check_sparse,
     check_tensor,
     one,
@@ -24,39 +27,29 @@ from phalanx.backend.arguments import (
     timeout_of,
 )
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.memoryless import FakeCall, nothing_done, without_fakes
+from phalanx.backend.memoryless import FakeCall, nothing_done
+from phalanx.backend.overloads import resolve
 from phalanx.backend.process_group.base import ProcessGroupBase
-from phalanx.backend.process_group.observed import early_modes, is_recorded, num_modes, observed, record, transform
+from phalanx.backend.process_group.entry import entry_point
+from phalanx.backend.process_group.observed import early_modes, is_recorded, num_modes, record, transform
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
 from phalanx.transport import sparse
 from phalanx.transport.base import CallContext
+from phalanx.transport.several import can_combine, combined, copy_to_others, unshared
 from phalanx.transport.tensors import is_plain, write_back
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM
 
 
-def _options(options: Any, kind: type, timeout: timedelta | None = None) -> Any:
-    """`options` as c10d gives them; a bare reduction or None, as people give them, is wrapped."""
-    if isinstance(options, kind):
-        return options
-    made = kind()
-    made.asyncOp = True
-    if options is not None:
-        made.reduceOp = options if isinstance(options, dist.ReduceOp) else dist.ReduceOp(options)
-    if timeout is not None:
-        made.timeout = timeout
-    return made
-
-
 @untraced
-@observed
 class ProcessGroupCollectives(ProcessGroupBase):
     """Every collective of `torch.distributed`, on CPU tensors.
 
-    Lists hold one tensor per call, as c10d's signatures want (several belong to torch's multi-device past).
+    Callers may use every overload of PyTorch's; the methods get the first form of each, with options. Where Gloo takes
+    several tensors in one call, these do: they stand for the devices that one process had in torch's past.
 
     Shape: any, contiguous or not; the same number of elements and the same dtype on every rank, except where split
     sizes or lists of tensors say otherwise. Results have the shapes of the tensors that they are written to.
@@ -72,43 +65,75 @@ class ProcessGroupCollectives(ProcessGroupBase):
         ClosedError: this process has left the group.
     """
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Each tensor becomes the reduction over ranks."""
+    def allreduce(  # type: ignore[override]  # all of PyTorch's overloads in one
+        self,
+        tensors: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        op: Any = None,
+        tensor: Any = None,
+    ) -> Work:
+        """Each tensor becomes the reduction over ranks, and over the tensors of each rank."""
         if (
             num_modes() or early_modes[0] is not None or transform() is not None or profiler._is_profiler_enabled
         ) and not is_recorded():
-            seen: Work = record(self, "allreduce", (tensors, *(a for a in (opts, timeout) if a is not None)), {})
+            seen: Work = record(self, "allreduce", _arguments_of_allreduce(tensors, opts, timeout, op, tensor))
             return seen
         # The call that everybody makes, without a detour: a sum of one plain tensor that is waited for. The general
         # way below does the same in three times the time.
         if type(opts) is c10d.AllreduceOptions and not opts.asyncOp and len(tensors) == 1 and self._is_free():
-            tensor = tensors[0]
-            real = REAL_CODES.get(tensor.dtype)
+            only = tensors[0]
+            real = REAL_CODES.get(only.dtype)
             if (
                 real is not None
-                and tensor.is_cpu
-                and tensor.layout is torch.strided
-                and tensor.is_contiguous()
-                and not tensor.is_neg()
-                and type(tensor) is Tensor
-                and tensor.data_ptr()
+                and only.is_cpu
+                and only.layout is torch.strided
+                and only.is_contiguous()
+                and not only.is_neg()
+                and type(only) is Tensor
+                and only.data_ptr()
                 and opts.reduceOp == _SUM
             ):
-                self.transport.sum_in_place(tensor, real, timeout_of(opts, self._timeout_s), calling_site())
+                self.transport.sum_in_place(only, real, timeout_of(opts, self._timeout_s), calling_site())
                 return self._done
-        opts = _options(opts, c10d.AllreduceOptions, timeout)
-        if isinstance(tensors, Sequence) and len(tensors) == 1 and _is_sparse(tensors[0]):
-            return self._sparse_all_reduce(tensors[0], opts)
+        tensors, opts = _arguments_of_allreduce(tensors, opts, timeout, op, tensor)
+        if not tensors:
+            raise ArgumentError("all_reduce: requires non-empty tensor list")
+        if any(map(_is_sparse, tensors)):
+            return self._sparse_all_reduce(tensors, opts)
         try:
-            tensor = one(tensors, "all_reduce", written=True)
+            checked = check_alike(tensors, "all_reduce", written=True)
         except FakeCall:
             return nothing_done("all_reduce", (tensors,))
-        code, factor = reduction_of(opts.reduceOp, tensor.dtype, "all_reduce")
-        return self._carry_out(lambda ctx: self.transport.all_reduce(tensor, code, ctx, factor=factor), opts, [tensor])
+        code, factor = reduction_of(opts.reduceOp, checked[0].dtype, "all_reduce")
+        if len(checked) > 1:
+            return self._all_reduce_several(checked, code, factor, opts)
+        only = checked[0]
+        return self._carry_out(lambda ctx: self.transport.all_reduce(only, code, ctx, factor=factor), opts, [only])
 
-    def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
-        check_sparse(tensor, opts.reduceOp)
-        return self._carry_out(lambda ctx: sparse.all_reduce(self.transport, tensor, ctx), opts, [tensor])
+    def _all_reduce_several(self, tensors: list[Tensor], code: int, factor: Any, opts: Any) -> Work:
+        if not can_combine(code):
+            raise ArgumentError(
+                f"all_reduce: {opts.reduceOp} of {len(tensors)} tensors per rank: the mean over ranks, or over all "
+                "tensors?\nSum them, then divide."
+            )
+
+        def run(ctx: CallContext) -> None:
+            total = combined(tensors, code)
+            self.transport.all_reduce(total, code, ctx, factor=factor)
+            copy_to_others(tensors, total)
+
+        return self._carry_out(run, opts, tensors)
+
+    def _sparse_all_reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        check_sparse(tensors, opts.reduceOp)
+
+        def run(ctx: CallContext) -> None:
+            total = sum(tensors[1:], tensors[0]) if len(tensors) > 1 else tensors[0]
+            sparse.all_reduce(self.transport, total, ctx)
+            copy_to_others(tensors, total)
+
+        return self._carry_out(run, opts, tensors)
 
     def sparse_mean(self, tensor: Tensor) -> Tensor:
         """The mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay as they are. It waits.
@@ -118,30 +143,34 @@ class ProcessGroupCollectives(ProcessGroupBase):
         ctx = self._call_context(None, 4)
         return self.in_order(lambda: sparse.add_up(self.transport, tensor, ctx, divisor=self._size))
 
-    @without_fakes
+    @entry_point
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """As one all_reduce per tensor."""
-        opts = _options(opts, c10d.AllreduceCoalescedOptions)
-        checked = [check_tensor(t, "all_reduce_coalesced", written=True) for t in tensors]
-        codes = [reduction_of(opts.reduceOp, t.dtype, "all_reduce_coalesced") for t in checked]
+        """As one all_reduce per tensor. Each is read as it was before the call, also those that share memory."""
+        if not tensors:
+            raise ArgumentError("all_reduce_coalesced: requires non-empty tensor list")
+        checked = check_one_type(tensors, "all_reduce_coalesced", written=True)
+        code, factor = reduction_of(opts.reduceOp, checked[0].dtype, "all_reduce_coalesced")
 
         def run(ctx: CallContext) -> None:
-            for tensor, (code, factor) in zip(checked, codes, strict=True):
-                self.transport.all_reduce(tensor, code, ctx, factor=factor)
+            sources = unshared(checked, [[t] for t in checked])
+            for tensor, source in zip(checked, sources, strict=True):
+                self.transport.all_reduce(source, code, ctx, factor=factor)
+                copy_to_others([tensor], source)
 
         return self._carry_out(run, opts, checked)
 
-    @without_fakes
+    @entry_point
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
-        """Each tensor becomes the root's."""
-        if not isinstance(opts, c10d.BroadcastOptions):
-            root = opts or 0
-            opts = c10d.BroadcastOptions()
-            opts.rootRank = root
-            opts.asyncOp = True
-        tensor = one(tensors, "broadcast", written=True)
-        root = check_rank(opts.rootRank, self._size, "broadcast", "src")
-        return self._carry_out(lambda ctx: self.transport.broadcast(tensor, root, ctx), opts, [tensor])
+        """Each tensor becomes the root's, of several the one that `opts.rootTensor` counts."""
+        root = check_root(opts, self._size, "broadcast", "src", len(tensors))
+        checked = check_alike(tensors, "broadcast", written=True)
+        source = checked[opts.rootTensor if root == self._rank else 0]
+
+        def run(ctx: CallContext) -> None:
+            self.transport.broadcast(source, root, ctx)
+            copy_to_others(checked, source)
+
+        return self._carry_out(run, opts, checked)
 
     def broadcast_buffers(self, tensor: Tensor, root: int, *, number: int = 0) -> None:
         """`tensor` becomes rank `root`'s, which goes on at once; the others wait for that rank alone.
@@ -159,43 +188,73 @@ class ProcessGroupCollectives(ProcessGroupBase):
         call waits for all ranks.
         """
         tensor = one(tensor, "broadcast_buffers", written=True)
-        root = check_rank(root, self._size, "broadcast_buffers", "src")
         opts = c10d.BroadcastOptions()
-        opts.asyncOp = False
+        opts.rootRank, opts.asyncOp = root, False
+        check_root(opts, self._size, "broadcast_buffers", "src")
         memory = self._shared_memory
         if memory is None:
-            raise ValueError(f"broadcast_buffers: the ranks of group {self._name!r} do not share memory")
+            raise ArgumentError(f"broadcast_buffers: the ranks of group {self._name!r} do not share memory")
         self._carry_out(lambda span: memory.broadcast_buffers(tensor, root, span, number=number), opts, [tensor]).wait()
 
-    @without_fakes
+    @entry_point
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         """The root's tensor becomes the reduction over ranks; the others keep theirs."""
-        opts = _options(opts, c10d.ReduceOptions)
+        root = check_root(opts, self._size, "reduce", "dst", len(tensors))
         tensor = one(tensors, "reduce", written=True)
-        root = check_rank(opts.rootRank, self._size, "reduce", "dst")
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "reduce")
         return self._carry_out(
             lambda ctx: self.transport.all_reduce(tensor, code, ctx, root=root, factor=factor), opts, [tensor]
         )
 
-    @without_fakes
+    @entry_point
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """output_tensors[0][r] becomes rank r's input; the outputs may differ in size from rank to rank."""
-        opts = _options(opts, c10d.AllgatherOptions)
+        """output_tensors[0][r] becomes rank r's input; the outputs may differ in size from rank to rank.
+
+        Of n inputs per rank each list of outputs gets all, those of a rank one after the other.
+        """
+        if not input_tensors:
+            raise ArgumentError("all_gather: requires non-empty input tensor list")
+        if len(output_tensors) != len(input_tensors):
+            raise ArgumentError(
+                f"all_gather: requires input/output tensor lists to have the same length, got {len(input_tensors)} "
+                f"inputs and {len(output_tensors)} lists of outputs"
+            )
+        if len(input_tensors) > 1:
+            return self._all_gather_several(output_tensors, input_tensors, opts)
         tensor = one(input_tensors, "all_gather")
-        lists = output_tensors if isinstance(output_tensors[0], Sequence) else [output_tensors]
-        outputs = check_list(lists[0], self._size, tensor, "all_gather", "tensor_list", uneven=True, written=True)
+        outputs = check_list(
+            output_tensors[0], self._size, tensor, "all_gather", "tensor_list", uneven=True, written=True
+        )
         if outputs[self._rank].numel() != tensor.numel():
-            raise ValueError(
-                f"all_gather: tensor_list[{self._rank}] has {outputs[self._rank].numel()} elements, this rank's tensor "
-                f"of shape {tuple(tensor.shape)} has {tensor.numel()}"
+            raise ArgumentError(
+                f"all_gather: invalid tensor size at index {self._rank}: tensor_list[{self._rank}] has "
+                f"{outputs[self._rank].numel()} elements, this rank's tensor of shape {tuple(tensor.shape)} has "
+                f"{tensor.numel()}"
             )
         return self._carry_out(lambda ctx: self.transport.gather(outputs, tensor, ctx), opts, outputs)
 
-    @without_fakes
+    def _all_gather_several(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
+        inputs = check_alike(input_tensors, "all_gather")
+        count = self._size * len(inputs)
+        lists = [
+            check_list(outputs, count, inputs[0], "all_gather", f"output_tensors[{i}]", written=True)
+            for i, outputs in enumerate(output_tensors)
+        ]
+
+        def run(ctx: CallContext) -> None:
+            rows = [torch.empty((self._size, t.numel()), dtype=t.dtype) for t in inputs]
+            for row, tensor in zip(rows, inputs, strict=True):
+                self.transport.all_gather_single(row, tensor, ctx)
+            for outputs in lists:
+                for at, output in enumerate(outputs):
+                    rank, i = divmod(at, len(inputs))
+                    write_back(output.detach(), rows[i][rank].view(output.shape))
+
+        return self._carry_out(run, opts, [t for outputs in lists for t in outputs])
+
+    @entry_point
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         """`output` becomes all ranks' tensors, one after the other."""
-        opts = _options(opts, c10d.AllgatherOptions)
         check_tensor(output, "all_gather_into_tensor", written=True)
         check_tensor(tensor, "all_gather_into_tensor")
         check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
@@ -203,31 +262,33 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     _allgather_base = all_gather_single
 
-    @without_fakes
+    @entry_point
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """As one all_gather_single per pair."""
-        opts = _options(opts, c10d.AllgatherOptions)
+        _check_pairs(outputs, inputs, "all_gather_into_tensor")
         for output, tensor in zip(outputs, inputs, strict=True):
             check_tensor(output, "all_gather_into_tensor", written=True)
             check_tensor(tensor, "all_gather_into_tensor")
             check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
 
         def run(ctx: CallContext) -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
+            for output, tensor in zip(outputs, unshared(inputs, [[t] for t in outputs]), strict=True):
                 self.transport.all_gather_single(output, tensor, ctx)
 
         return self._carry_out(run, opts, list(outputs))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @without_fakes
+    @entry_point
     def allgather_coalesced(self, output_lists: Any, input_list: Sequence[Tensor], opts: Any = None) -> Work:
         """output_lists[r][i] becomes rank r's input_list[i]."""
-        opts = _options(opts, c10d.AllgatherOptions)
         if len(output_lists) != self._size:
-            raise ValueError(f"all_gather_coalesced: {len(output_lists)} lists, the group has {self._size} ranks")
+            raise ArgumentError(
+                f"all_gather_coalesced: output lists should be equal to world size: there are {len(output_lists)}, the "
+                f"group has {self._size} ranks"
+            )
         by_tensor = [
             check_list(
                 [outputs[i] for outputs in output_lists],
@@ -241,62 +302,70 @@ class ProcessGroupCollectives(ProcessGroupBase):
         ]
 
         def run(ctx: CallContext) -> None:
-            for tensor, outputs in zip(input_list, by_tensor, strict=True):
+            for tensor, outputs in zip(unshared(input_list, by_tensor), by_tensor, strict=True):
                 self.transport.gather(outputs, tensor, ctx)
 
         return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
 
-    @without_fakes
+    @entry_point
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """On the root output_tensors[0][r] becomes rank r's input."""
-        opts = _options(opts, c10d.GatherOptions)
-        tensor = one(input_tensors, "gather")
-        root = check_rank(opts.rootRank, self._size, "gather", "dst")
+        root = check_root(opts, self._size, "gather", "dst")
+        tensor = one(input_tensors, "gather", words="requires a single-element input tensor list")
         outputs: list[Tensor] = []
         if root == self._rank:
             if len(output_tensors) != 1:
-                raise ValueError("gather: the dst rank needs one list of outputs")
+                raise ArgumentError(
+                    f"gather: requires a single-element output list on the dst rank, got {len(output_tensors)} lists"
+                )
             outputs = check_list(output_tensors[0], self._size, tensor, "gather", "gather_list", written=True)
         elif output_tensors:
-            raise ValueError(f"gather: only rank {root} (dst) takes outputs, rank {self._rank} gave some")
+            raise ArgumentError(
+                f"gather: requires empty output on non-root: only rank {root} (dst) takes outputs, rank {self._rank} "
+                "gave some"
+            )
         return self._carry_out(lambda ctx: self.transport.gather(outputs, tensor, ctx, root=root), opts, outputs)
 
-    @without_fakes
+    @entry_point
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Each output becomes the root's input_tensors[0][rank]."""
-        opts = _options(opts, c10d.ScatterOptions)
-        output = one(output_tensors, "scatter", written=True)
-        root = check_rank(opts.rootRank, self._size, "scatter", "src")
+        root = check_root(opts, self._size, "scatter", "src")
+        output = one(output_tensors, "scatter", words="requires a single-element output tensor list", written=True)
         inputs: list[Tensor] = []
         if root == self._rank:
             if len(input_tensors) != 1:
-                raise ValueError("scatter: the src rank needs one list of inputs")
+                raise ArgumentError(
+                    f"scatter: requires a single-element input list on the src rank, got {len(input_tensors)} lists"
+                )
             inputs = check_list(input_tensors[0], self._size, output, "scatter", "scatter_list")
         elif input_tensors:
-            raise ValueError(f"scatter: only rank {root} (src) gives inputs, rank {self._rank} gave some")
+            raise ArgumentError(
+                f"scatter: requires empty input on non-root: only rank {root} (src) gives inputs, rank {self._rank} "
+                "gave some"
+            )
         return self._carry_out(lambda ctx: self.transport.scatter(output, inputs, root, ctx), opts, [output])
 
-    @without_fakes
+    @entry_point
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """The output becomes the reduction over ranks of input_tensors[0][rank]; the inputs may differ in size."""
-        opts = _options(opts, c10d.ReduceScatterOptions)
-        output = one(output_tensors, "reduce_scatter", written=True)
-        lists = input_tensors if isinstance(input_tensors[0], Sequence) else [input_tensors]
-        inputs = check_list(lists[0], self._size, output, "reduce_scatter", "input_list", uneven=True)
+        words = "requires a single-element output tensor list"
+        output = one(output_tensors, "reduce_scatter", words=words, written=True)
+        if len(input_tensors) != 1:
+            raise ArgumentError(f"reduce_scatter: requires a single-element input list, got {len(input_tensors)} lists")
+        inputs = check_list(input_tensors[0], self._size, output, "reduce_scatter", "input_list", uneven=True)
         if inputs[self._rank].numel() != output.numel():
-            raise ValueError(
-                f"reduce_scatter: input_list[{self._rank}] has {inputs[self._rank].numel()} elements, the output of "
-                f"shape {tuple(output.shape)} has {output.numel()}"
+            raise ArgumentError(
+                f"reduce_scatter: invalid tensor size at index {self._rank}: input_list[{self._rank}] has "
+                f"{inputs[self._rank].numel()} elements, the output of shape {tuple(output.shape)} has {output.numel()}"
             )
         code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter")
         return self._carry_out(
             lambda ctx: self.transport.reduce_scatter(output, inputs, code, ctx, factor=factor), opts, [output]
         )
 
-    @without_fakes
+    @entry_point
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         """The output becomes the reduction over ranks of this rank's part of the tensor."""
-        opts = _options(opts, c10d.ReduceScatterOptions)
         check_tensor(output, "reduce_scatter_tensor", written=True)
         check_tensor(tensor, "reduce_scatter_tensor")
         check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
@@ -307,12 +376,12 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    @without_fakes
+    @entry_point
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """As one reduce_scatter_single per pair."""
-        opts = _options(opts, c10d.ReduceScatterOptions)
+        _check_pairs(outputs, inputs, "reduce_scatter_tensor")
         codes = []
         for output, tensor in zip(outputs, inputs, strict=True):
             check_tensor(output, "reduce_scatter_tensor", written=True)
@@ -321,19 +390,19 @@ class ProcessGroupCollectives(ProcessGroupBase):
             codes.append(reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor"))
 
         def run(ctx: CallContext) -> None:
-            for output, tensor, (code, factor) in zip(outputs, inputs, codes, strict=True):
+            sources = unshared(inputs, [[t] for t in outputs])
+            for output, tensor, (code, factor) in zip(outputs, sources, codes, strict=True):
                 self.transport.reduce_scatter_single(output, tensor, code, ctx, factor=factor)
 
         return self._carry_out(run, opts, list(outputs))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    @without_fakes
+    @entry_point
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """output_tensors[r] becomes rank r's input_tensors[rank]; sizes may differ from pair to pair."""
-        opts = _options(opts, c10d.AllToAllOptions)
         if not input_tensors:
-            raise ValueError(f"all_to_all: no input tensors, the group has {self._size} ranks")
+            raise ArgumentError(f"all_to_all: no input tensors, the group has {self._size} ranks")
         like = check_tensor(input_tensors[0], "all_to_all")
         inputs = check_list(input_tensors, self._size, like, "all_to_all", "input_tensor_list", uneven=True)
         outputs = check_list(
@@ -341,7 +410,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         )
         return self._carry_out(lambda ctx: self.transport.all_to_all(outputs, inputs, ctx, splits=True), opts, outputs)
 
-    @without_fakes
+    @entry_point
     def all_to_all_single(
         self,
         output: Tensor,
@@ -351,14 +420,13 @@ class ProcessGroupCollectives(ProcessGroupBase):
         opts: Any = None,
     ) -> Work:
         """Rows of `output` from rank r become the rows that rank r's tensor holds for this rank."""
-        opts = _options(opts, c10d.AllToAllOptions)
         check_tensor(output, "all_to_all_single", written=True)
         check_tensor(tensor, "all_to_all_single")
         if output.dtype != tensor.dtype:
-            raise ValueError(f"all_to_all_single: the output is {output.dtype}, the input is {tensor.dtype}")
+            raise ArgumentError(f"all_to_all_single: the output is {output.dtype}, the input is {tensor.dtype}")
         splits = bool(input_split_sizes or output_split_sizes)
         if not splits and output.numel() != tensor.numel():
-            raise ValueError(
+            raise ArgumentError(
                 f"all_to_all_single: the output has {output.numel()} elements, the input {tensor.numel()}; "
                 "give split sizes when they differ"
             )
@@ -379,9 +447,9 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     alltoall_base = all_to_all_single
 
+    @entry_point
     def barrier(self, opts: Any = None) -> Work:
         """Over when every rank has come."""
-        opts = _options(opts, c10d.BarrierOptions)
         return self._carry_out(lambda ctx: self.transport.barrier(ctx), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -404,6 +472,27 @@ class ProcessGroupCollectives(ProcessGroupBase):
     def _end_coalescing(self, device: torch.device) -> Work:
         """Over when all operations of the block are."""
         return self._carry_out(lambda ctx: None, None, [])
+
+
+def _arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tensor: Any) -> tuple[Any, Any]:
+    """The list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it was made."""
+    if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
+        return tensors, opts
+    if isinstance(tensors, Tensor) and tensor is None:  # by position
+        tensors, tensor = None, tensors
+    if op is None and opts is not None and not isinstance(opts, c10d.AllreduceOptions):
+        op, opts = opts, None
+    given = {"tensors": tensors, "tensor": tensor, "opts": opts, "op": op, "timeout": timeout}
+    listed, options = resolve("allreduce", (), {name: value for name, value in given.items() if value is not None})
+    return listed, options
+
+
+def _check_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: str) -> None:
+    if len(outputs) != len(inputs):
+        raise ArgumentError(
+            f"{operation}: requires input/output tensor lists to have the same length, got {len(inputs)} inputs and "
+            f"{len(outputs)} outputs"
+        )
 
 
 def _is_sparse(tensor: Any) -> bool:

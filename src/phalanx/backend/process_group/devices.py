@@ -23,6 +23,7 @@ from torch._C import _distributed_c10d as c10d
 
 from phalanx.backend.device_backends import DeviceBackend, available, find_device, no_backend_for
 from phalanx.backend.dynamo import untraced
+from phalanx.backend.overloads import first_form
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.process_group.staged import StagedProcessGroup
 from phalanx.backend.rendezvous import ranks_share_gpus
@@ -121,16 +122,19 @@ class RoutedProcessGroup(StagedProcessGroup):
             self._open_host_memory(device.type)
             self._staged.add(device.type)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Over when every rank has come; with a device (`device_ids`) also what is queued on it."""
+        (opts,) = first_form("barrier", args, kwargs)
         device = getattr(opts, "device", None)
         if device is None or torch.device(device).type not in self._device_backends:
-            return super().barrier(opts)
+            work: dist.Work = super().barrier(opts)
+            return work
         group = self._route(device, "barrier", collective=True)
         if group is None:
             self._await_device(device)
-            return super().barrier(opts)
-        work: dist.Work = group.barrier(opts)
+            work = super().barrier(opts)
+        else:
+            work = group.barrier(opts)
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -180,14 +184,15 @@ def _routed(name: str, *, collective: bool) -> Callable[..., dist.Work]:
     here = getattr(PhalanxProcessGroup, name)
 
     def call(self: RoutedProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        args = first_form(name, args, kwargs)
         device = find_device(args)
         if device is None:
-            work: dist.Work = here(self, *args, **kwargs)
+            work: dist.Work = here(self, *args)
             return work
         group = self._route(device, name, collective=collective)
         if group is None:
-            return self._through_host(name, here, device, args, kwargs)
-        carried: dist.Work = getattr(group, name)(*args, **kwargs)
+            return self._through_host(name, here, device, args)
+        carried: dist.Work = getattr(group, name)(*args)
         return carried
 
     call.__name__, call.__doc__ = name, here.__doc__

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.arguments import check_rank, one
+from phalanx.backend.arguments import ArgumentError, check_rank, one
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.memoryless import without_fakes
 from phalanx.backend.process_group.base import ProcessGroupBase
-from phalanx.backend.process_group.observed import observed
+from phalanx.backend.process_group.entry import entry_point
 from phalanx.backend.work import Closable, PhalanxWork, SerialExecutor
 from phalanx.errors import PhalanxError
 
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from phalanx.backend.process_group.inbox import Inbox
 
 _ANYBODY = -1
+_SINGLE = "takes a single tensor"
 _LINGER_S = 1.0
 _MANY = 64  # channels, before those that nobody uses are forgotten
 
 
 @untraced
-@observed
 class ProcessGroupMessages(ProcessGroupBase):
     """send, recv and recv from anybody. Messages between two ranks arrive in order per tag.
 
@@ -51,10 +50,10 @@ class ProcessGroupMessages(ProcessGroupBase):
 
             self._inbox = Inbox(self._shared_memory, self._name)
 
-    @without_fakes
+    @entry_point
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
         """Over when the tensor may be changed again; the receiver may not have it yet."""
-        tensor = one(tensors, "send")
+        tensor = one(tensors, "send", words=_SINGLE)
         self._check_peer(dst, "send", "dst")
         ctx = self._call_context(None, 3)
         executor = self._channels.get(("send", dst, 0))
@@ -68,19 +67,19 @@ class ProcessGroupMessages(ProcessGroupBase):
             self._channel("send", dst, tag), lambda: self.transport.send(tensor, dst, tag, ctx), [tensor]
         )
 
-    @without_fakes
+    @entry_point
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
         """Over when the tensor holds the message."""
-        tensor = one(tensors, "recv", written=True)
+        tensor = one(tensors, "recv", words=_SINGLE, written=True)
         self._check_peer(src, "recv", "src")
         return self._receive(tensor, src, tag)
 
-    @without_fakes
+    @entry_point
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """As `recv`, from whoever sends first; `source_rank()` of the work says who."""
-        tensor = one(tensors, "recv", written=True)
+        tensor = one(tensors, "recv", words=_SINGLE, written=True)
         if self._size == 1:
-            raise ValueError("recv: the group has one rank, so there is nobody to receive from")
+            raise ArgumentError("recv: the group has one rank, so there is nobody to receive from")
         return self._receive(tensor, _ANYBODY, tag)
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> dist.Work:
@@ -101,7 +100,7 @@ class ProcessGroupMessages(ProcessGroupBase):
     def _check_peer(self, peer: int, operation: str, name: str) -> None:
         check_rank(peer, self._size, operation, name)
         if peer == self._rank:
-            raise ValueError(f"{operation}: {name} is {peer}, which is this rank itself")
+            raise ArgumentError(f"{operation}: {name} is {peer}, which is this rank itself")
 
     def _channel(self, direction: str, peer: int, tag: int) -> SerialExecutor:
         if self._inbox is not None:

@@ -14,15 +14,13 @@ ours, and what is on no device (fake tensors). A graph that make_fx has drawn ca
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.autograd.profiler as profiler
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
@@ -36,7 +34,6 @@ transform = torch._C._functorch.maybe_current_level  # of torch.func: functional
 early_modes: list[Any] = getattr(
     torch._ops._mode_stack_state_for_pre_dispatch, "_ModeStackStateForPreDispatch__infra_modes", [None, None]
 )
-_Group = TypeVar("_Group", bound=type)
 _Kernel = Callable[[Any, dict[str, Any]], Any]  # of the group and the operator's arguments, by name
 
 # By the method: the event in the profiler, and which argument holds what the operation reads.
@@ -63,31 +60,6 @@ _EVENTS = {
 }
 
 
-def observed(cls: _Group) -> _Group:
-    """Let PyTorch's tools see the operations that the class defines; while none looks, a call costs four questions."""
-    wrapped: dict[Any, Any] = {}
-    for name, method in list(vars(cls).items()):
-        if name in _EVENTS and name != "allreduce":  # which asks for itself: the call for which a frame more is much
-            wrapped[method] = _observed(name, method)
-    for name, method in list(vars(cls).items()):
-        if callable(method) and method in wrapped:  # the names that mean the same, too
-            setattr(cls, name, wrapped[method])
-    return cls
-
-
-def _observed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            num_modes() or early_modes[0] is not None or transform() is not None or profiler._is_profiler_enabled
-        ) and not is_recorded():
-            return record(self, name, args, kwargs)
-        return method(self, *args, **kwargs)
-
-    del call.__wrapped__  # whoever marks the method must mark this one
-    return call
-
-
 def is_recorded() -> bool:
     """Whether who looks on has been told of the call, or nobody does in this thread; then it is carried out."""
     if getattr(_this_thread, "is_recorded", False):
@@ -96,9 +68,9 @@ def is_recorded() -> bool:
     return not _is_dispatched() and not torch._C._autograd._profiler_enabled()
 
 
-def record(group: Any, name: str, args: Any, kwargs: Any) -> Any:
+def record(group: Any, name: str, args: tuple[Any, ...]) -> Any:
     """Carry `group.<name>` out before the eyes of the modes, or of the profiler."""
-    return (_through_dispatcher if _is_dispatched() else _profiled)(group, name, args, kwargs)
+    return (_through_dispatcher if _is_dispatched() else _profiled)(group, name, args)
 
 
 def _is_dispatched() -> bool:
@@ -114,7 +86,7 @@ _this_thread = threading.local()  # told; below: it carries an operator out; red
 # -- the profiler ------------------------------------------------------------------------------------------------------
 
 
-def _profiled(group: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _profiled(group: Any, name: str, args: tuple[Any, ...]) -> Any:
     """An event as those of torch's backends: asynchronous, entered where called and left where done."""
     title, position = _EVENTS[name]
     read = list(_tensors(args[position])) if 0 <= position < len(args) else []
@@ -134,7 +106,7 @@ def _profiled(group: Any, name: str, args: Any, kwargs: Any) -> Any:
     torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(event, over)
     try:
         _this_thread.is_recorded = True
-        work = getattr(group, name)(*args, **kwargs)
+        work = getattr(group, name)(*args)
     except BaseException:
         _this_thread.is_recorded = False
         leave()
@@ -158,7 +130,7 @@ _faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a g
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by the face, a reference to its group
 
 
-def _through_dispatcher(group: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
     if not _library:
         _library.append(_offer_kernels())
     face = _faces.get(group)
@@ -166,10 +138,10 @@ def _through_dispatcher(group: Any, name: str, args: Any, kwargs: Any) -> Any:
         _faces[group] = face = _torch.ProcessGroup(group.rank(), group.size())
         _groups[face] = weakref.ref(group)
     method = getattr(face, name, None) or getattr(face, _OLDER_NAMES[name])
-    _this_thread.reduce_op = next((r for r in map(_reduction, (*args, *kwargs.values())) if r is not None), None)
+    _this_thread.reduce_op = next((r for r in map(_reduction, args) if r is not None), None)
     _this_thread.work = None
     try:
-        work = method(*args, **kwargs)
+        work = method(*args)
         return work if _this_thread.work is None else _this_thread.work
     finally:
         _this_thread.reduce_op = _this_thread.work = None

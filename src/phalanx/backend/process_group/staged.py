@@ -79,31 +79,29 @@ class StagedProcessGroup(PhalanxProcessGroup):
         stream.await_on_host(stream.mark())
 
     def _through_host(
-        self, name: str, here: Callable[..., dist.Work], device: torch.device, args: tuple[Any, ...], kwargs: Any
+        self, name: str, here: Callable[..., dist.Work], device: torch.device, args: tuple[Any, ...]
     ) -> dist.Work:
         """The operation `here` of the CPU, with the device's tensors staged in the host's memory."""
         call = self._new_call(device)
         try:
             staged = self._stage(call, name, device, args)
-            return self._carry(call, name, here, staged, kwargs)
+            return self._carry(call, name, here, staged)
         except FakeCall:
             return nothing_done(name, args)
         except BaseException:
             call.abandon()
             raise
 
-    def _carry(
-        self, call: StagedCall, name: str, here: Callable[..., dist.Work], staged: tuple[Any, ...], kwargs: Any
-    ) -> dist.Work:
+    def _carry(self, call: StagedCall, name: str, here: Callable[..., dist.Work], staged: tuple[Any, ...]) -> dist.Work:
         if name == "send":
             call.await_inputs()
-            return here(self, *staged, **kwargs)
+            return here(self, *staged)
         if name in _MESSAGES:
-            return StagedReceive(here(self, *staged, **kwargs), call)
+            return StagedReceive(here(self, *staged), call)
         outputs = call.outputs
         self._calling.call = call
         try:
-            work = here(self, *staged, **kwargs)
+            work = here(self, *staged)
         finally:
             self._calling.call = None
         if isinstance(work, DoneWork):
@@ -127,7 +125,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
         if name in _MESSAGES:
             return staged(first, read=name == "send", written=name != "send"), *rest
         if name in _IN_PLACE:
-            root = -1 if name.startswith("allreduce") or not rest else getattr(rest[0], "rootRank", rest[0] or 0)
+            root = -1 if name.startswith("allreduce") else rest[0].rootRank
             read = name != "broadcast" or root == self._rank
             written = root in (-1, self._rank) if name != "broadcast" else root != self._rank
             return staged(first, read=read, written=written), *rest
