@@ -1,8 +1,9 @@
 """A small model in training, until it is stopped: with `phalanx.elastic`, plainly with a checkpoint, or with torchft.
 
-    train.py KIND FOLDER
+    train.py KIND FOLDER [BYTES]
 
 Every completed step is a line in FOLDER/steps: rank, process, step, CLOCK_MONOTONIC.
+BYTES: so much more state, of an elastic job.
 """
 
 from __future__ import annotations
@@ -35,7 +36,18 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, FEATURES, generator=draw), torch.randn(BATCH, 1, generator=draw)
 
 
-def train_elastic(folder: Path, stamp: Stamp) -> None:
+def hold(nbytes: int) -> dict[str, Any]:
+    """A module and its Adam of so many bytes in all, which no step changes: so that steps are short."""
+    table = nn.Linear(1, nbytes // 12, bias=False, device="meta").to_empty(device="cpu")
+    optimizer = torch.optim.Adam(table.parameters())
+    if int(os.environ.get("PHALANX_GENERATION", "0")) == 0:
+        table.weight.detach().fill_(1.0)
+        moments = {name: torch.ones_like(table.weight) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[table.weight] = {"step": torch.tensor(1.0), **moments}
+    return {"table": table, "table_optimizer": optimizer}
+
+
+def train_elastic(folder: Path, stamp: Stamp, more_bytes: int = 0) -> None:
     """Who is lost is replaced, and receives the state from who is not."""
     import phalanx
     from phalanx import elastic
@@ -43,7 +55,10 @@ def train_elastic(folder: Path, stamp: Stamp) -> None:
     dist.init_process_group("phalanx")
     model = phalanx.DistributedDataParallel(build())
     optimizer = torch.optim.Adam(model.parameters())
-    state = elastic.State(model=model, optimizer=optimizer)
+    things: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    if more_bytes:
+        things |= hold(more_bytes)
+    state = elastic.State(**things)
 
     @elastic.run(state)
     def train(state: Any) -> None:
@@ -120,7 +135,7 @@ def train_torchft(folder: Path, stamp: Stamp) -> None:
             stamp(manager.current_step(), manager.num_participants())
 
 
-def main(kind: str, folder: Path) -> None:
+def main(kind: str, folder: Path, more_bytes: int = 0) -> None:
     torch.set_num_threads(1)
 
     steps = os.open(folder / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -130,7 +145,7 @@ def main(kind: str, folder: Path) -> None:
         os.write(steps, f"{rank} {os.getpid()} {step} {num_ranks} {time.monotonic():.6f}\n".encode())
 
     if kind == "elastic":
-        train_elastic(folder, stamp)
+        train_elastic(folder, stamp, more_bytes)
     elif kind == "torchft":
         train_torchft(folder, stamp)
     else:
@@ -138,4 +153,4 @@ def main(kind: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

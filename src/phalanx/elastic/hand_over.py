@@ -6,9 +6,7 @@ and takes what another rank's part held (`take`). Tensors that fit are received 
 
 from __future__ import annotations
 
-import ctypes
-import itertools
-import mmap
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,12 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.backend.skeleton import Leaf, join, split
+from phalanx.elastic.carry import carry, own_clock
 from phalanx.optim import ZeroRedundancyOptimizer
-from phalanx.transport.tensors import is_dense
-
-_SMALL = 1 << 16  # tensors below this are packed; the others travel as they are
-_ALIGN = 64
-_HUGE = 1 << 21
 
 
 class Part(Protocol):
@@ -154,43 +148,35 @@ class ValuePart:
 def hand_over(parts: Sequence[Part], source: int, receivers: Sequence[int], group: Any) -> int:
     """Make `source`'s parts those of `receivers`; the bytes that went to each. Collective over the group.
 
-    Cost: one broadcast of the structure to all; to one receiver, tensors go straight to it; to several they are
-    broadcast, over everybody's own, which hold the same bits.
+    Cost: one broadcast of the structure to all; the tensors go to receivers alone (`phalanx.elastic.carry`), on a host
+    by one copy. All ranks wait until they have arrived, for as long as so many bytes may take.
     """
     me = group.rank()
-    mine: list[Tensor] = []
-    shown = [part.show() for part in parts]
-    structure = split(shown, mine)
-    told = [pickle.dumps(structure) if me == source else None]
+    mine: list[list[Tensor]] = [[] for _ in parts]
+    shows = me == source or me in receivers
+    structures = [split(part.show(), tensors) if shows else None for part, tensors in zip(parts, mine, strict=True)]
+    told = [pickle.dumps(structures) if me == source else None]
     dist.broadcast_object_list(told, group=group, group_src=source)
-    takes_part = len(receivers) > 1 or me in (source, *receivers)
-    if not takes_part:
-        return 0
     theirs = pickle.loads(told[0])  # type: ignore[arg-type]  # bytes, once it was received
-    leaves: list[Leaf] = []
-    _collect(theirs, leaves)
-    tensors = mine if me == source else _places(leaves, mine)
-    if len(receivers) > 1:
-        _transfer(tensors, group, lambda t: dist.broadcast(t, group=group, group_src=source), sends=me == source)
-    elif me == source:
-        _transfer(tensors, group, lambda t: dist.send(t, group=group, group_dst=receivers[0]), sends=True)
-    else:
-        _transfer(tensors, group, lambda t: dist.recv(t, group=group, group_src=source), sends=False)
+    leaves = [_collect(structure) for structure in theirs]
     if me in receivers:
-        for part, value in zip(parts, join(theirs, tensors), strict=True):
-            part.take(value)
-    return sum(t.nbytes for t in tensors)
+        mine = [_places(forms, tensors) for forms, tensors in zip(leaves, mine, strict=True)]
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for forms in leaves for leaf in forms)
+    with own_clock(group, nbytes):
+        carry([tensor for tensors in mine for tensor in tensors], source, receivers, group)
+    if me in receivers:
+        for part, structure, tensors in zip(parts, theirs, mine, strict=True):
+            part.take(join(structure, tensors))
+    return nbytes if shows else 0
 
 
-def _collect(structure: Any, leaves: list[Leaf]) -> None:
+def _collect(structure: Any) -> list[Leaf]:
+    """The leaves of a structure, in the order of its tensors."""
     if isinstance(structure, Leaf):
-        leaves.append(structure)
-    elif isinstance(structure, dict):
-        for one in structure.values():
-            _collect(one, leaves)
-    elif type(structure) in (list, tuple):
-        for one in structure:
-            _collect(one, leaves)
+        return [structure]
+    if isinstance(structure, dict):
+        return [leaf for one in structure.values() for leaf in _collect(one)]
+    return [leaf for one in structure for leaf in _collect(one)] if type(structure) in (list, tuple) else []
 
 
 def _places(leaves: Sequence[Leaf], mine: Sequence[Tensor]) -> list[Tensor]:
@@ -200,44 +186,9 @@ def _places(leaves: Sequence[Leaf], mine: Sequence[Tensor]) -> list[Tensor]:
         own = mine[leaf.index] if len(mine) == len(leaves) else None
         if own is None or _form(own) != (leaf.shape, leaf.stride, leaf.dtype, leaf.device):
             own = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
-            _ask_for_huge_pages(own)
         places.append(own)
     return places
 
 
-def _ask_for_huge_pages(tensor: Tensor) -> None:
-    """New memory costs more than what is copied there: 4 KiB a fault, a third of memcpy's speed; 2 MiB, two thirds."""
-    if tensor.device.type != "cpu" or tensor.nbytes < 2 * _HUGE:
-        return
-    start = -(-tensor.data_ptr() // _HUGE) * _HUGE
-    nbytes = (tensor.data_ptr() + tensor.nbytes - start) // _HUGE * _HUGE
-    # Only asked: without huge pages (EINVAL) they are small ones, as ever.
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
-
-
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device)
-
-
-def _transfer(tensors: Sequence[Tensor], group: Any, move: Callable[[Tensor], Any], *, sends: bool) -> None:
-    """Move large tensors one by one, and all others as one message. Forms, which decide, are the same on both sides."""
-    small = []
-    for tensor in tensors:
-        if tensor.nbytes >= _SMALL and is_dense(tensor):
-            move(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
-        elif tensor.nbytes:
-            small.append(tensor)
-    if not small:
-        return
-    starts = [0, *itertools.accumulate(-(-t.nbytes // _ALIGN) * _ALIGN for t in small)]
-    message = torch.empty(starts[-1], dtype=torch.uint8)
-    places = [
-        message[start : start + t.nbytes].view(t.dtype).view(t.shape) for start, t in zip(starts, small, strict=False)
-    ]
-    if sends:
-        for place, tensor in zip(places, small, strict=True):
-            place.copy_(tensor)
-    move(message)
-    if not sends:
-        for place, tensor in zip(places, small, strict=True):
-            tensor.copy_(place)

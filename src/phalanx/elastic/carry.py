@@ -1,0 +1,191 @@
+"""How the bytes of a hand-over get to those who lack them: from memory to memory on a host, as messages between hosts.
+
+    round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
+    round 2                                                     that one ──read by──▶ the other receivers of its host
+
+Between rounds all ranks say what has arrived, which nobody else may hear of by the group's clock: a hand-over may take
+longer than any operation of the group should.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.coordination.rank_info import host_identity
+from phalanx.symmetric_memory.process_memory import Copy, read_process, readable
+from phalanx.symmetric_memory.watch import ProcessId
+from phalanx.transport.tensors import is_dense
+
+_SMALL = 1 << 16  # tensors below this are packed; the others travel as they are
+_ALIGN = 64
+_SLOWEST_BYTES_PER_S = 8 << 20  # of a link, or of a machine with more to do than it can
+
+
+@dataclass(frozen=True)
+class Station:
+    """A rank that takes part: whose memory can be read by whom, and where the pieces lie in it.
+
+    `addresses` is None where they lie on another device.
+    """
+
+    host: str
+    process: ProcessId
+    addresses: tuple[int, ...] | None
+
+    def can_read(self, other: Station) -> bool:
+        """Whether it is worth trying."""
+        mine, theirs = self.process.namespace, other.process.namespace
+        return (
+            self.host == other.host
+            and bool(mine)
+            and mine == theirs
+            and self.addresses is not None
+            and other.addresses is not None
+        )
+
+
+@dataclass(frozen=True)
+class Move:
+    """One receiver's way to the bytes in a round."""
+
+    receiver: int
+    holder: int
+    reads: bool
+
+
+def plan_round(
+    stations: Mapping[int, Station], source: int, holders: Collection[int], needing: Collection[int],
+    refused: Collection[int],
+) -> list[Move]:  # fmt: skip
+    """Who gets the bytes from whom now. `refused` are those that could not read; never empty while any are needing."""
+    moves: list[Move] = []
+    awaited: set[int] = set()
+    for receiver in sorted(needing):
+        mine = stations[receiver]
+        near = [h for h in sorted(holders) if mine.can_read(stations[h])] if receiver not in refused else []
+        if near:
+            moves.append(Move(receiver, near[0], reads=True))
+            continue
+        if receiver not in refused and any(mine.can_read(stations[other]) for other in awaited):
+            continue  # the first of its host is being sent to
+        awaited.add(receiver)
+        moves.append(Move(receiver, source, reads=False))
+    return moves
+
+
+def carry(tensors: Sequence[Tensor], source: int, receivers: Collection[int], group: Any) -> None:
+    """Fill the tensors of `receivers` with what those of `source` hold. Collective.
+
+    The tensors are of the same forms on the source and on all receivers; on other ranks they are not touched.
+    """
+    me = group.rank()
+    takes_part = me == source or me in receivers
+    cargo = _Cargo(tensors if takes_part else ())
+    if me == source:
+        cargo.pack()
+    with readable() if takes_part else contextlib.nullcontext():
+        told = _gather(Station(host_identity(), ProcessId.of_self(), cargo.addresses) if takes_part else None, group)
+        stations = {rank: station for rank, station in enumerate(told) if station is not None}
+        holders, needing = {source}, set(receivers)
+        refused: set[int] = set()
+        while needing:
+            moves = plan_round(stations, source, holders, needing, refused)
+            arrived = True
+            for move in moves:
+                if move.reads:
+                    arrived = cargo.read(stations[move.holder]) if move.receiver == me else arrived
+                elif move.holder == me:
+                    cargo.send(move.receiver, group)
+                elif move.receiver == me:
+                    cargo.receive(move.holder, group)
+            results = _gather(arrived, group)
+            for move in moves:
+                if results[move.receiver]:
+                    needing.discard(move.receiver)
+                    holders.add(move.receiver)
+                else:
+                    refused.add(move.receiver)
+    if me in receivers:
+        cargo.unpack()
+
+
+@contextlib.contextmanager
+def own_clock(group: Any, nbytes: int) -> Iterator[None]:
+    """Inside, operations of `group` may also take as long as it takes to move `nbytes`; the same on all ranks."""
+    timeout_s = group._timeout_s
+    group.set_timeout(timedelta(seconds=timeout_s + nbytes / _SLOWEST_BYTES_PER_S))
+    try:
+        yield
+    finally:
+        group.set_timeout(timedelta(seconds=timeout_s))
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, value, group=group)
+    return told
+
+
+class _Cargo:
+    """Large tensors as they lie, and all others as one piece. Forms decide, which are the same on both sides."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        large = [t for t in tensors if t.nbytes >= _SMALL and is_dense(t)]
+        self._small = [t for t in tensors if t.nbytes and not (t.nbytes >= _SMALL and is_dense(t))]
+        starts = [0, *itertools.accumulate(-(-t.nbytes // _ALIGN) * _ALIGN for t in self._small)]
+        packed = torch.empty(starts[-1], dtype=torch.uint8)
+        self._places = [
+            packed[start : start + t.nbytes].view(t.dtype).view(t.shape)
+            for start, t in zip(starts, self._small, strict=False)
+        ]
+        self._pieces = [t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in large]
+        self._pieces += [packed] if self._small else []
+
+    @property
+    def addresses(self) -> tuple[int, ...] | None:
+        """Where the pieces lie in this process; None if not all do."""
+        if any(piece.device.type != "cpu" for piece in self._pieces):
+            return None
+        return tuple(piece.data_ptr() for piece in self._pieces)
+
+    def pack(self) -> None:
+        """Make one piece of what is small."""
+        for place, tensor in zip(self._places, self._small, strict=True):
+            place.copy_(tensor)
+
+    def unpack(self) -> None:
+        """Put what is small where it belongs."""
+        for place, tensor in zip(self._places, self._small, strict=True):
+            tensor.copy_(place)
+
+    def read(self, holder: Station) -> bool:
+        """Whether all pieces could be read where `holder` has them."""
+        assert holder.addresses is not None
+        copies = [
+            Copy(piece.data_ptr(), address, piece.nbytes)
+            for piece, address in zip(self._pieces, holder.addresses, strict=True)
+        ]
+        try:
+            read_process(holder.process.pid, copies)
+        except OSError:  # a container's filter, or another user; if the process has ended, the group says so
+            return False
+        return True
+
+    def send(self, receiver: int, group: Any) -> None:
+        """As messages."""
+        for piece in self._pieces:
+            dist.send(piece, group=group, group_dst=receiver)
+
+    def receive(self, holder: int, group: Any) -> None:
+        """As messages."""
+        for piece in self._pieces:
+            dist.recv(piece, group=group, group_src=holder)

@@ -1,0 +1,85 @@
+"""Bytes get to those who lack them, and to nobody else: by memory on a host, else as messages, in their own time."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.elastic.test_hand_over import Held, value_of
+
+from phalanx.elastic import carry
+from phalanx.elastic.carry import Move, Station, plan_round
+from phalanx.elastic.hand_over import hand_over
+from phalanx.symmetric_memory.process_memory import read_process
+from phalanx.symmetric_memory.watch import ProcessId
+from phalanx.testing import run_ranks
+from phalanx.testing.seccomp import forbid, why_no_seccomp
+
+
+def station(host: str, *, namespace: str = "one", has_memory: bool = True) -> Station:
+    return Station(host, ProcessId(1, 1, namespace), (0,) if has_memory else None)
+
+
+def test_each_host_is_sent_the_bytes_once_and_reads_them_from_there() -> None:
+    stations = {rank: station("a" if rank < 2 else "b") for rank in range(5)}
+    first = plan_round(stations, 0, {0}, {1, 2, 3, 4}, set())
+    assert first == [Move(1, 0, reads=True), Move(2, 0, reads=False)]
+    assert plan_round(stations, 0, {0, 1, 2}, {3, 4}, set()) == [Move(3, 2, reads=True), Move(4, 2, reads=True)]
+
+
+def test_who_may_not_read_or_has_no_memory_is_sent_messages() -> None:
+    stations = {0: station("a"), 1: station("a"), 2: station("a", namespace="two"), 3: station("a", has_memory=False)}
+    moves = plan_round(stations, 0, {0}, {1, 2, 3}, {1})
+    assert moves == [Move(1, 0, reads=False), Move(2, 0, reads=False), Move(3, 0, reads=False)]
+
+
+def give(group: Any, rank: int, receivers: list[int]) -> bool:
+    expected, held = value_of(1), Held(value_of(1 if rank == 0 else 2 + rank))
+    hand_over([held], 0, receivers, group)
+    wanted = expected if rank in (0, *receivers) else value_of(2 + rank)
+    return all(torch.equal(held.value[name], wanted[name]) for name in ("huge", "turned", "every second", "bytes"))
+
+
+def test_who_receives_nothing_keeps_what_it_has() -> None:
+    """With two receivers the state was broadcast over everybody: survivors' own values became another rank's."""
+
+    def body(rank: int, world_size: int) -> None:
+        assert give(dist.group.WORLD, rank, [1, 3])
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.skipif(bool(why_no_seccomp()), reason=why_no_seccomp())
+def test_where_no_memory_may_be_read_messages_carry_it() -> None:
+    def body(rank: int, world_size: int) -> None:
+        if rank == 1:
+            forbid("process_vm_readv")
+        assert give(dist.group.WORLD, rank, [1, 2])
+
+    run_ranks(body, 3)
+
+
+def test_a_hand_over_may_take_longer_than_an_operation_of_the_group() -> None:
+    """A gigabyte took 16.5 s on a loaded machine: the group's timeout of 15 s ended the recovery it was part of."""
+
+    def body(rank: int, world_size: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        group.set_timeout(timedelta(seconds=2))
+
+        def read_slowly(*args: Any) -> None:
+            time.sleep(3)
+            read_process(*args)
+
+        carry.read_process = read_slowly  # type: ignore[attr-defined]
+        tensor = torch.full((4 << 20,), float(rank))
+        held = Held({"weights": tensor})
+        hand_over([held], 0, [1], group)
+        assert held.value["weights"].eq(0).all()
+        assert group._timeout_s == 2
+
+    run_ranks(body, 2)
