@@ -66,6 +66,7 @@ READS_ENVIRONMENT = {
     "launch": "on a user's behalf",
     "backend/rendezvous.py": "reads what launchers set",
     "backend/torch_integration/backend_names.py": "asks whether `phalanx run` started this process",
+    "backend/torch_integration/flight_recorder.py": "whether PyTorch's recorder is on, and into which file it dumps",
     "backend/create.py": "the network interface, and whether a public address is allowed, as Gloo's users say it",
     "backend/imported_environment.py": "takes back what torch's compiler sets when it is imported",
     "backend/start.py": "asks whether a launcher put this process in a job",

@@ -48,6 +48,7 @@ from torch import Tensor
 
 from phalanx.core_numbers import SUM
 from phalanx.deadline import timeout_ns
+from phalanx.diagnostics.flight_recorder import Record
 
 
 class CallContext:
@@ -104,6 +105,10 @@ class Transport(ABC):
     @abstractmethod
     def seq(self) -> int:
         """How many collectives this rank has begun."""
+
+    def records(self) -> list[Record]:
+        """Return this rank's last operations, oldest first, where a flight recorder keeps them; before `close`."""
+        return []
 
     @property
     def in_collective(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -16,6 +17,8 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced
+from phalanx.backend.process_group.recorded import keep_records
+from phalanx.backend.torch_integration.hooks import hookable
 from phalanx.backend.torch_integration.inner_backend import attach_backend
 from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
 from phalanx.core_numbers import BACKGROUND, WAITS
@@ -38,6 +41,7 @@ _JOIN_S = 5.0
 
 
 @untraced
+@hookable
 class ProcessGroupBase(dist.ProcessGroup):
     """What every process group answers, and the order in which this one carries things out.
 
@@ -66,6 +70,8 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._timeout_s = timeout.total_seconds()
         self._name = name
         self._desc = ""
+        self.number = next(_numbers)
+        """Which of this process's groups it is, in the order in which they were made."""
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self._interrupted = None if transport.is_interruptible else transport.interrupted
         self._executor = SerialExecutor(
@@ -319,6 +325,7 @@ class ProcessGroupBase(dist.ProcessGroup):
                 return
             self.transport.leave_in_flight()
             ended = self._settle(_JOIN_S)
+        keep_records(self)
         self._recent.clear()
         self._scratch = None
         self._let_memory_go()
@@ -349,6 +356,12 @@ class _Options:
 
 
 _groups: weakref.WeakSet[ProcessGroupBase] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+def open_groups() -> list[ProcessGroupBase]:
+    """Return the groups that this process has not left, oldest first."""
+    return sorted((group for group in list(_groups) if not group._closed), key=lambda group: group.number)
 
 
 def leave_all(exit_reason: str) -> None:

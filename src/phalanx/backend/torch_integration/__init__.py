@@ -13,6 +13,8 @@ names where torch looks backends up, and the rest is applied at first use: when 
     env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
     monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
     _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
+    _dump_fr_trace, _json, _file, reset  torch's flight recorder shows our groups       "phalanx" is asked for
+    NanCheckHook.attach                  it is called at our operations                 a group "phalanx" is made
     _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
     DataLoader.__iter__                  we hear which iterator is at work              an elastic job has a sampler
     _MapDatasetFetcher.fetch             a batch has random numbers of its own          in its DataLoader's workers
@@ -29,6 +31,8 @@ names where torch looks backends up, and the rest is applied at first use: when 
     env://, tcp://                       tells a rendezvous handler for which backend it is called
     monitored_barrier                    asks the group instead of its name
     _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
+    _dump_fr_trace and its like          asks a backend in Python for its records
+    NanCheckHook.attach                  calls hooks of groups that are written in Python
     _new_process_group_helper            takes "mpi" from `Backend.register_backend`
     DataLoader.__iter__                  tells how many batches it has handed to the loop
     _MapDatasetFetcher.fetch             can seed each batch, and not only each worker

@@ -39,9 +39,11 @@ def offer_backend() -> None:
 
 def _create(options: Any, backend_options: Any) -> Any:
     from phalanx.backend import create_process_group
+    from phalanx.backend.torch_integration.hooks import serve_nan_check
     from phalanx.backend.torch_integration.stores import serve_prefixes
 
     serve_prefixes()
+    serve_nan_check()
     return create_process_group(options, backend_options)
 
 
@@ -92,6 +94,7 @@ def _serve_our_backend(plugin: Any) -> None:
     import torch.distributed as dist
 
     from phalanx.backend.torch_integration.dist2 import serve_dist2
+    from phalanx.backend.torch_integration.flight_recorder import serve_dumps
     from phalanx.backend.torch_integration.monitored_barrier import extend_monitored_barrier
     from phalanx.backend.torch_integration.rendezvous_handlers import extend_scheme, serve_agents_store
 
@@ -102,6 +105,7 @@ def _serve_our_backend(plugin: Any) -> None:
     extend_scheme("env", "env_rendezvous", ours_only=True)
     extend_scheme("tcp", "address_rendezvous", ours_only=True)
     extend_monitored_barrier()
+    serve_dumps()
 
 
 def _serve_mpi() -> None:

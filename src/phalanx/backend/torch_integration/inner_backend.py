@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from phalanx.backend.torch_integration.hooks import carry_out
+
 _torch: Any = c10d  # whose stubs lack what is used here
 
 # What torch's C++ calls on a `Backend`, by the name that a Python override has, and a group of ours answers.
@@ -89,7 +91,7 @@ def _forwarding(name: str) -> Callable[..., Any]:
         group = self._group()
         if group is None:
             raise RuntimeError(f"{name}: the process group is gone")
-        return getattr(group, name)(*args)
+        return carry_out(group, name, args)
 
     forward.__name__ = name
     return forward

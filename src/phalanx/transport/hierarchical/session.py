@@ -31,7 +31,7 @@ from phalanx.diagnostics.failure_report import (
     nested,
 )
 from phalanx.diagnostics.failure_store import FailureStore
-from phalanx.diagnostics.flight_recorder import Position
+from phalanx.diagnostics.flight_recorder import Position, Record
 from phalanx.engines.engine import DELIVERY_S, Engine
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
@@ -163,6 +163,10 @@ class HierarchicalSession(Reports):
     def engine(self) -> Engine:
         """What carries bytes between the hosts."""
         return self._engine
+
+    def records(self) -> list[Record]:
+        """Return this rank's last operations, oldest first, as its host's memory keeps them; none once it has left."""
+        return self._memory.records()
 
     @property
     def seq(self) -> int:

@@ -13,7 +13,7 @@ from phalanx.deadline import timeout_ns
 from phalanx.diagnostics import failures
 from phalanx.diagnostics.call_sites import short
 from phalanx.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, nested
-from phalanx.diagnostics.flight_recorder import read
+from phalanx.diagnostics.flight_recorder import Record, read
 from phalanx.diagnostics.whereabouts import find_position, late_ranks, remember, tell_end
 from phalanx.errors import ClosedError, DeadlineError
 from phalanx.log import get_logger
@@ -61,6 +61,10 @@ class SharedMemorySession:
     def seq(self) -> int:
         """How many collectives this rank has begun."""
         return self.core.seq
+
+    def records(self) -> list[Record]:
+        """Return this rank's last operations, oldest first; none once it has left."""
+        return [] if self.symm_mem.closed else read(self.core, self.symm_mem.rank)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
