@@ -63,6 +63,11 @@ def test_the_network_is_told_with_who_can_listen():
     assert private.fact.startswith(
         "10.0.0.7 (eth0): no public address; what ranks send to other hosts is not encrypted"
     )
+    unknown = the("network", on("host", addresses=None))
+    assert (unknown.status, unknown.advice) == (
+        Status.WARNING,
+        "Raise the limit of open files (see limits), and ask again.",
+    )
     public = the("network", on("host", addresses={"eth0": ("10.0.0.7",), "eth1": ("8.8.8.8", "fe80::1")}))
     assert public.status is Status.WARNING
     assert public.fact == "8.8.8.8 (eth1) can be reached from the whole internet"

@@ -83,7 +83,8 @@ def test_an_rpc_program_that_also_asks_for_us_ends_in_silence(tmp_path, ports):
     ended = _run(*ports[1:], installed=True, program=str(program))
     assert ended.stdout == "2 phalanx\n", ended.stderr
     assert "Exception ignored" not in ended.stderr
-    assert "phalanx" not in ended.stderr
+    # Torch's warnings show paths, and the folder of a clone is called phalanx.
+    assert "phalanx" not in ended.stderr.replace(str(Path(dist.__file__).parents[1]), "")
 
 
 def test_names_that_were_imported_before_anybody_asked_serve_our_groups_too():

@@ -140,7 +140,7 @@ def _pieces(path: Path) -> dict[str, Item]:
     """The leaves that torch's `.metadata` speaks of."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from phalanx.checkpoint.sharded_read import decode_metadata
+    from phalanx.checkpoint.sharded_metadata import decode_metadata
 
     found = {}
     for name, kind in decode_metadata((path / METADATA).read_bytes()).state_dict_metadata.items():

@@ -170,7 +170,8 @@ def _read_whole(peers: Peers, path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[str, Any]) -> dict[str, Any]:
-    from phalanx.checkpoint.sharded_read import Pieces, decode_metadata, read_tensors
+    from phalanx.checkpoint.sharded_metadata import decode_metadata
+    from phalanx.checkpoint.sharded_read import Pieces, read_tensors
 
     seers = [rank for rank, sees in enumerate(peers.all_gather(os.path.isdir(path))) if sees]
     problem: str | None = None

@@ -11,7 +11,6 @@ import math
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,37 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.checkpoint.peers import Peers
-
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": None,  # every class of it
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes what torch's `.metadata` consists of and nothing else: a file from a stranger runs no code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in _ALLOWED and ((names := _ALLOWED[module]) is None or name in names) and "." not in name:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, which no .metadata of torch does")
-
-
-def decode_metadata(content: bytes) -> Metadata:
-    """Torch's `.metadata`: where everything lies.
-
-    Raises:
-        Exception: what its pickle trips over.
-    """
-    metadata = _Unpickler(io.BytesIO(content)).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
-    return metadata
 
 
 class Pieces:

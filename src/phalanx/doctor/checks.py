@@ -240,6 +240,13 @@ def check_name(facts: Facts) -> Finding:
 
 def check_network(facts: Facts) -> Finding:
     """Who could listen to what ranks on several hosts send each other, or send them something."""
+    if facts.host.addresses is None:
+        return Finding(
+            "network",
+            Status.WARNING,
+            "its interfaces cannot be listed: no descriptor is left to ask the kernel with",
+            "Raise the limit of open files (see limits), and ask again.",
+        )
     addresses = [(name, address) for name, of_one in facts.host.addresses.items() for address in of_one]
     public = [f"{address} ({name})" for name, address in addresses if is_public(address)]
     others = [f"{address} ({name})" for name, address in addresses if name != "lo" and not is_public(address)]

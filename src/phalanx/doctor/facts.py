@@ -37,7 +37,7 @@ class Host:
     gpu_tool: Probe = field(default_factory=lambda: Probe(False, "nvidia-smi is not installed"))
     variables: dict[str, str] = field(default_factory=dict)
     scheduler: Probe = field(default_factory=lambda: Probe(True))  # what started this command; empty: nobody says so
-    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by network interface
+    addresses: dict[str, tuple[str, ...]] | None = field(default_factory=dict)  # by interface; None: could not ask
     unused_hosts: int = 0  # that the scheduler has given the job, of which one started command uses one
     folder: str | None = "."
 

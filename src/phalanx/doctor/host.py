@@ -52,7 +52,7 @@ def examine_host(root: Path = Path("/")) -> Host:
         gpu_tool=gpu_tool,
         variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         scheduler=_scheduler(),
-        addresses=interface_addresses(),
+        addresses=_addresses(),
         unused_hosts=find_unused_hosts(os.environ),
         folder=_folder(),
     )
@@ -64,6 +64,13 @@ def _scheduler() -> Probe:
     except LaunchError as error:
         return Probe(False, str(error).removeprefix("phalanx run: "))
     return Probe(True, found.describe() if found else "")
+
+
+def _addresses() -> dict[str, tuple[str, ...]] | None:
+    try:
+        return interface_addresses()
+    except OSError:  # no descriptor is left to ask with
+        return None
 
 
 def _folder() -> str | None:
