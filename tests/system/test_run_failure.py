@@ -241,6 +241,10 @@ def test_a_report_never_goes_into_a_file_of_the_user(tmp_path: Path) -> None:
             tmp_path,
             "import ctypes, os\n"
             f"os.closerange(3, {number})\n"
+            # An ordinary user may open 1024 files until he asks for more.
+            "import resource\n"
+            "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2000)), hard))\n"
             f"files = [open(os.path.join({str(tmp_path)!r}, f'mine_{{i}}'), 'w') for i in range(1100)]\n"
             "raise ValueError('boom')\n",
         )

@@ -92,7 +92,8 @@ def test_ranks_see_the_same_under_a_torchrun_line(tmp_path: Path, number: int) -
     """
     script = write_script(tmp_path, _SEE)
     write_script(tmp_path, _SEE, "seen_module.py")
-    words = shlex.split(_LINES[number].format(python=sys.executable, script=script, port=29600 + number))
+    python, quoted = shlex.quote(sys.executable), shlex.quote(str(script))
+    words = shlex.split(_LINES[number].format(python=python, script=quoted, port=29600 + number))
     _see_under_both(tmp_path, words, {})
 
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.system.phalanx_command import start, write_script
 
-from phalanx.testing import hosts
+from phalanx.testing import hosts, why_no_hosts
 
 # Rank 1 is the slow one. All end together, when the file is there.
 _TRAIN = """
@@ -254,6 +255,7 @@ def test_an_elastic_job_shows_its_steps_its_generation_and_whom_it_has_lost(tmp_
         running.finish()
 
 
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_the_ranks_of_all_hosts_are_shown_on_the_first_and_no_job_is_said(tmp_path: Path) -> None:
     from tests.system.test_run_hosts import commands, numbered
 
