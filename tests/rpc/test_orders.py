@@ -31,7 +31,7 @@ def send(**fields) -> orders.Said:
 
 @pytest.mark.parametrize("gradients", [DENSE, [None, DENSE[0], None], [None], [*DENSE, *OTHERS], OTHERS[:1]])
 def test_gradients_arrive_as_they_were_dense_or_not(gradients):
-    for plan in (None, [], [MESSAGE, (2, 1, 1)]):
+    for plan in (None, [], [(MESSAGE, -1), ((2, 1, 1), 5)], [(MESSAGE, 1 << 62), ((2, 1, 1), 3 << 63)]):
         for retain_graph in (False, True):
             said = send(message=MESSAGE, gradients=gradients, plan=plan, retain_graph=retain_graph)
             assert said[:3] == (1 << 50, PASS, MESSAGE)
@@ -55,6 +55,6 @@ def test_gradients_that_are_dense_are_not_pickled(gradients, is_pickled):
 
 
 def test_who_takes_part_without_gradients_hears_of_its_messages_alone():
-    said = send(plan=[MESSAGE])
+    said = send(plan=[(MESSAGE, -1)])
     assert said.gradients is None
-    assert said.plan == [MESSAGE]
+    assert said.plan == [(MESSAGE, -1)]

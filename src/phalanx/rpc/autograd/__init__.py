@@ -72,7 +72,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     me = worker()
     found = me.contexts.find(context_id)
     _check_roots(roots)
-    reached = reach([root.grad_fn for root in roots])
+    reached = reach((root.grad_fn, root.output_nr) for root in roots)
     if not _profiler_enabled():
         me.backward(found, roots, reached, retain_graph)
         return

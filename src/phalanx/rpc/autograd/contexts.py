@@ -56,13 +56,21 @@ class Context:
         return self.id
 
     def _send_functions(self) -> dict[MessageId, Any]:
-        return {message: send.output.grad_fn for message, send in self.sends.items()}
+        return {message: SendFunction(send) for message, send in self.sends.items()}
 
     def _recv_functions(self) -> dict[MessageId, Any]:
         return dict(self.received)
 
     def _known_worker_ids(self) -> set[int]:
         return {member.info.id for member in self.known.values()}
+
+
+class SendFunction:
+    """What PyTorch has one node for: the tensors of a message leave."""
+
+    def __init__(self, send: Send) -> None:
+        nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
+        self.next_functions = tuple(edge for node in nodes for edge in node.next_functions)
 
 
 def _memory(tensor: Tensor) -> int:

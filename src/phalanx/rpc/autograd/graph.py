@@ -5,14 +5,16 @@
                                                           │
     y ◄─ RecvRpc ◄┄┄┄┄┄┄┄┄ message ┄┄┄┄┄┄┄┄┄ SendRpc ◄────┘
 
-A message is a call's arguments, or its result, with tensors that require grad. Of each its receiver learns the
-ancestors: all messages that its tensors were computed from. So whoever begins a backward knows all that take part.
+A message is a call's arguments, or its result, with tensors that require grad. Of each of them its receiver learns the
+ancestors: all messages, and which of their tensors, that it was computed from. So whoever begins a backward knows all
+that take part, and no gradient goes where one process would have none: a tensor that was passed on and not used is no
+part of the graph, its hooks are not called, and nothing is waited for on its account.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +29,8 @@ from phalanx.rpc.autograd.leaf_hooks import LeafHooks
 # How many messages lie before it, at most, in a row; the uid of its sender; its number there.
 # Backwards, who lies deeper comes first: all workers wait for gradients in this order, so none for another in turn.
 MessageId = tuple[int, int, int]
+Ancestors = Mapping[MessageId, int]  # which tensors of each message: bit n for tensor n, or ALL
+ALL = -1
 
 _FIRST, _LAST = 1 << 62, 0  # sequence numbers: of what is ready, the engine runs the highest first
 
@@ -39,8 +43,8 @@ class Gradients(Protocol):
     def wait(self, message: MessageId) -> None:
         """Wait until the gradients of a message's tensors are here."""
 
-    def take(self, message: MessageId) -> Sequence[Tensor | None]:
-        """They."""
+    def take(self, message: MessageId, number: int) -> Tensor | None:
+        """That of one tensor."""
 
     def send(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of a message's tensors to where they came from."""
@@ -62,18 +66,18 @@ current = _Current()
 
 
 class SendRpc(torch.autograd.Function):
-    """Tensors leave. Its output stands for all of them; backward, it gives them the gradients that came back."""
+    """A tensor leaves. Its output stands for it, without its memory; backward, its gradient comes back."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        """One output for all."""
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Return a stub."""
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """The gradients that came back."""
-        return tuple(_current_pass().take(ctx.message))
+        """The gradient that came back."""
+        return _current_pass().take(ctx.message, ctx.number)
 
 
 class RecvRpc(torch.autograd.Function):
@@ -96,7 +100,7 @@ class RecvRpc(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """Of one pass: lets a SendRpc go on when its gradients are here, and only then the next gate.
+    """Of one pass: lets a message's SendRpcs go on when their gradients are here, and only then the next gate.
 
      gate ─► gate ─► gate          each waits, with the lowest priority: when nothing else is left to run
        │       │       │
@@ -105,7 +109,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *after: Tensor) -> Tensor:
-        """One output for a SendRpc's and the next gate's."""
+        """One output for some SendRpcs' and the next gate's."""
         ctx.count = len(after)
         return torch.empty(0)
 
@@ -147,77 +151,128 @@ class Reached:
     """Where a local graph ends: the leaves, and the tensors that came from others."""
 
     leaves: list[Any]
-    received: list[Any]
+    received: dict[Any, int]  # and which of a message's tensors: bit n for tensor n
 
     def has_hooks(self) -> bool:
         """Whether hooks of leaves wait for gradients to be in `.grad`."""
         return any(node.variable._post_accumulate_grad_hooks for node in self.leaves)
 
-    def ancestors(self, context_id: int) -> set[MessageId]:
+    def ancestors(self, context_id: int) -> Ancestors:
         """All messages of the context from which it was computed."""
-        found: set[MessageId] = set()
-        for node in self.received:
-            if node.context_id == context_id:
-                found |= node.ancestors
+        found: dict[MessageId, int] = {}
+        for node, mask in self.received.items():
+            if node.context_id != context_id:
+                continue
+            is_all = mask == (1 << node.count) - 1
+            found[node.message] = found.get(node.message, 0) | (ALL if is_all else mask)
+            rows = node.ancestors
+            for row in rows if len(rows) == 1 else [row for n, row in enumerate(rows) if mask >> n & 1]:
+                for message, its_mask in row.items():
+                    found[message] = found.get(message, 0) | its_mask
         return found
 
 
 @dataclass(frozen=True)
 class Send:
-    """A message of this worker's: `output` keeps its graph."""
+    """A message of this worker's, or some of its tensors: `stubs` keep its graph."""
 
     message: MessageId
     to: int  # the uid of who has it
-    output: Tensor
+    stubs: Sequence[Tensor]
     reached: Reached
 
+    def part(self, mask: int) -> Send:
+        """Return what there is to do with gradients of these tensors alone."""
+        stubs = [stub for number, stub in enumerate(self.stubs) if mask >> number & 1]
+        if len(stubs) == len(self.stubs):
+            return self
+        return Send(self.message, self.to, stubs, reach((stub.grad_fn, 0) for stub in stubs))
 
-def reach(nodes: Iterable[Any]) -> Reached:
-    """What can be reached backwards from these nodes. Cost: looks at each node once."""
-    leaves, received = [], []
-    stack = list(nodes)
-    seen = set(stack)
+
+def reach(edges: Iterable[tuple[Any, int]]) -> Reached:
+    """What can be reached backwards from these outputs of nodes. Cost: looks at each node once."""
+    leaves: list[Any] = []
+    received: dict[Any, int] = {}
+    seen: set[Any] = set()
+    stack = [edges]
     while stack:
-        node = stack.pop()
-        kind = type(node)
-        if kind is _LEAF:
-            leaves.append(node)
-        elif kind is _RECV:
-            received.append(node)
-        else:
-            if node._sequence_nr() == _LAST:  # the first node of a thread: no gate may come before it
-                node._set_sequence_nr(1)
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    stack.append(following)
+        for node, number in stack.pop():
+            if node is None:
+                continue
+            kind = type(node)
+            if kind is _RECV:
+                received[node] = received.get(node, 0) | 1 << number
+            elif node not in seen:
+                seen.add(node)
+                if kind is _LEAF:
+                    leaves.append(node)
+                    continue
+                if node._sequence_nr() == _LAST:  # the first node of a thread: no gate may come before it
+                    node._set_sequence_nr(1)
+                stack.append(node.next_functions)
     return Reached(leaves, received)
+
+
+def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]:
+    """The ancestors of each of these nodes. Cost: looks at each node behind them twice, however many they are."""
+    places: dict[tuple[Any, int], int] = {}  # of tensors that were received: bits of the numbers below
+    found: dict[Any, int] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack[-1]
+        following = [edge for edge in node.next_functions if edge[0] is not None]
+        missing = [one for one, _ in following if type(one) is not _RECV and one not in found]
+        if missing and node not in found:
+            stack += missing
+            continue
+        stack.pop()
+        bits = 0
+        for edge in following:
+            bits |= 1 << places.setdefault(edge, len(places)) if type(edge[0]) is _RECV else found[edge[0]]
+        found[node] = bits
+    rows: dict[int, Ancestors] = {}
+    for bits in {found[node] for node in nodes}:
+        received: dict[Any, int] = {}
+        for (node, number), place in places.items():
+            if bits >> place & 1:
+                received[node] = received.get(node, 0) | 1 << number
+        rows[bits] = Reached([], received).ancestors(context_id)
+    return [rows[found[node]] for node in nodes]
 
 
 def make_send(
     tensors: Sequence[Tensor], context_id: int, to: int, uid: int, number: int
-) -> tuple[Send, set[MessageId]] | None:
-    """Note that these tensors leave, and the message's ancestors; None if nothing is being recorded (no_grad)."""
-    output: Tensor = SendRpc.apply(*tensors)  # type: ignore[no-untyped-call]
-    node: Any = output.grad_fn
-    if node is None:
+) -> tuple[Send, tuple[Ancestors, ...]] | None:
+    """Note that these tensors leave; None if nothing is being recorded (no_grad).
+
+    Returns each one's ancestors as well, or those of all, if they are the same.
+    """
+    stubs: list[Tensor] = [SendRpc.apply(one) for one in tensors]  # type: ignore[no-untyped-call]
+    nodes: list[Any] = [one.grad_fn for one in stubs]
+    if nodes[0] is None:
         return None
-    reached = reach([node])
-    ancestors = reached.ancestors(context_id)
-    depth = max((one[0] for one in ancestors), default=0) + 1
-    node.message = (depth, uid, number)
-    return Send(node.message, to, output, reached), ancestors
+    reached = reach((node, 0) for node in nodes)
+    if len(nodes) == 1 or not reached.received:
+        rows = [reached.ancestors(context_id)]
+    else:
+        rows = _ancestors_of_each(nodes, context_id)
+        if all(row == rows[0] for row in rows):
+            del rows[1:]
+    depth = max((message[0] for row in rows for message in row), default=0) + 1
+    for at, node in enumerate(nodes):
+        node.message, node.number = (depth, uid, number), at
+    return Send((depth, uid, number), to, stubs, reached), tuple(rows)
 
 
-def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, ancestors: Iterable[MessageId]) -> Any:
-    """Attach tensors that have arrived to the graph; the node."""
+def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, ancestors: Sequence[Ancestors]) -> Any:
+    """Attach tensors that have arrived to the graph; the node. `ancestors` are as of `make_send`."""
     with torch.enable_grad():
         RecvRpc.apply(_anchor, *tensors)  # type: ignore[no-untyped-call]
     node: Any = tensors[0].grad_fn
     node.context_id = context_id
     node.message = message
     node.count = len(tensors)
-    node.ancestors = frozenset((*ancestors, message))
+    node.ancestors = ancestors
     node._set_sequence_nr(_FIRST)
     return node
 
@@ -227,7 +282,7 @@ def chain_gates(sends: Sequence[Send]) -> Tensor:
     after: tuple[Tensor, ...] = ()
     with torch.enable_grad():
         for send in reversed(sends):
-            gate: Tensor = Gate.apply(send.output, *after)  # type: ignore[no-untyped-call]
+            gate: Tensor = Gate.apply(*send.stubs, *after)  # type: ignore[no-untyped-call]
             node: Any = gate.grad_fn
             node.message = send.message
             node._set_sequence_nr(_LAST)
@@ -265,16 +320,19 @@ def run_engine_from(
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[MessageId, Sequence[Tensor | None]]]]:
     """As `run_engine`, from one message alone: the leaves' gradients, and those that go on to others, by message.
 
+    No gradient that has arrived may be None.
+
     They go out when the engine has run, and not while it does; but none of the graph's joints has to be run in Python.
     """
     leaves, received = send.reached.leaves, send.reached.received
-    node: Any = send.output.grad_fn
     outputs: list[Any] = []
     gradients: list[Tensor] = []
-    for (function, number), gradient in zip(node.next_functions, arrived, strict=True):
-        if gradient is not None and function is not None:
-            outputs.append(GradientEdge(function, number))
-            gradients.append(gradient)
+    for stub in send.stubs:
+        node: Any = stub.grad_fn
+        gradient = arrived[node.number]
+        assert gradient is not None
+        outputs.append(GradientEdge(*node.next_functions[0]))
+        gradients.append(gradient)
     others = []
     for one in received:
         check_context(one, run.context_id)

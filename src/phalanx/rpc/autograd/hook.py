@@ -13,7 +13,7 @@ from phalanx.rpc.worker_info import Member
 
 
 class AutogradHook:
-    """A note is (context, the uid of who opened it, the message's number or None, its ancestors)."""
+    """A note is (context, the uid of who opened it, the message's number or None, its tensors' ancestors)."""
 
     def __init__(self, contexts: Contexts, me: Member) -> None:
         self._contexts = contexts
@@ -55,7 +55,7 @@ class AutogradHook:
             return context.id, context.origin, None, ()
         send, ancestors = made
         context.sends[send.message] = send
-        return context.id, context.origin, send.message, tuple(ancestors)
+        return context.id, context.origin, send.message, ancestors
 
 
 def _attach(context: Context | None, note: Any, arrived: Arrived) -> None:

@@ -1,7 +1,8 @@
 """What workers say of a backward pass, in bytes: "take part, with these messages of yours", "here are gradients".
 
     order (u8) · flags (u8) · tensors (u16) · messages of a plan (u32)
-    context · the pass (uid, number) · the message whose gradients these are (3) · the plan's messages (3 each), all u64
+    context · the pass (uid, number) · the message whose gradients these are (3), all u64
+    the plan's messages (3 u64 each) and which of their tensors (bits; -1: all); pickled if it needs more bits than 63
     what the gradients are: formats and shapes, pickled once; or a pickle, where they are other than dense
 
 The gradients' memory goes beside that, from where it lies.
@@ -22,12 +23,14 @@ from phalanx.rpc.serialization import deserialize, serialize
 from phalanx.rpc.wire import Frame, Order
 from phalanx.rpc.worker_info import Member
 
+Plan = Sequence[tuple[MessageId, int]]  # messages, and which of their tensors: bits, or -1 for all
 PassId = tuple[int, int]  # the uid of the worker that called backward, and its number there
 
 _HEAD = struct.Struct("<BBHI6Q")
-_MESSAGE = struct.Struct("<3Q")
+_PLANNED = struct.Struct("<3Qq")
+_MOST_BITS = 63
 _GRADIENTS = int(Order.GRADIENTS)
-_BEGIN, _RETAIN_GRAPH, _HAS_GRADIENTS, _IS_PICKLED = 1, 2, 4, 8
+_BEGIN, _RETAIN_GRAPH, _HAS_GRADIENTS, _IS_PICKLED, _IS_LARGE = 1, 2, 4, 8, 16
 NO_MESSAGE = (0, 0, 0)
 _DTYPES = {"f": torch.float32, "d": torch.float64}  # by the format of a buffer
 _MOST_KNOWN = 4096
@@ -45,7 +48,7 @@ class Said(NamedTuple):
     pass_id: PassId
     message: MessageId
     gradients: Sequence[Tensor | None] | None
-    plan: list[MessageId] | None
+    plan: Plan | None
     retain_graph: bool
 
 
@@ -55,7 +58,7 @@ def write(
     pass_id: PassId,
     message: MessageId = NO_MESSAGE,
     gradients: Sequence[Tensor | None] | None = None,
-    plan: Sequence[MessageId] | None = None,
+    plan: Plan | None = None,
     retain_graph: bool = False,
 ) -> tuple[bytes, Sequence[Any]]:
     """The bytes, and the memory that goes beside them."""
@@ -73,8 +76,15 @@ def write(
     if plan is None:
         return _HEAD.pack(_GRADIENTS, flags, count, 0, context_id, *pass_id, *message) + kinds, buffers
     flags |= _BEGIN | _RETAIN_GRAPH if retain_graph else _BEGIN
-    head = _HEAD.pack(_GRADIENTS, flags, count, len(plan), context_id, *pass_id, *message)
-    return b"".join([head, *(_MESSAGE.pack(*one) for one in plan), kinds]), buffers
+    if any(mask >> _MOST_BITS > 0 for _, mask in plan):
+        flags |= _IS_LARGE
+        planned = pickle.dumps(plan, 5)
+        length = len(planned)
+    else:
+        planned = b"".join([_PLANNED.pack(*message, mask) for message, mask in plan])
+        length = len(plan)
+    head = _HEAD.pack(_GRADIENTS, flags, count, length, context_id, *pass_id, *message)
+    return b"".join([head, planned, kinds]), buffers
 
 
 def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes | None:
@@ -116,12 +126,15 @@ def read_pass(frame: Frame) -> tuple[int, PassId]:
 def read(frame: Frame) -> Said:
     """What was said."""
     data = frame.data
-    _, flags, _, num_messages, context_id, uid, number, depth, sender, sent = _HEAD.unpack_from(data)
+    _, flags, _, length, context_id, uid, number, depth, sender, sent = _HEAD.unpack_from(data)
     at = _HEAD.size
-    plan: list[MessageId] | None = None
+    plan: Plan | None = None
     if flags & _BEGIN:
-        end = at + num_messages * _MESSAGE.size
-        plan = [(one[0], one[1], one[2]) for one in _MESSAGE.iter_unpack(data[at:end])]
+        end = at + (length if flags & _IS_LARGE else length * _PLANNED.size)
+        if flags & _IS_LARGE:
+            plan = pickle.loads(data[at:end])
+        else:
+            plan = [((one[0], one[1], one[2]), one[3]) for one in _PLANNED.iter_unpack(data[at:end])]
         at = end
     gradients: Sequence[Tensor | None] | None = None
     if flags & _HAS_GRADIENTS:

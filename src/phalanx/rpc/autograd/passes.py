@@ -35,7 +35,7 @@ from phalanx.errors import PhalanxError
 from phalanx.rpc.agent.reading import Answer, Awaited, Reading
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import MessageId, Reached, Send, chain_gates, current, run_engine, run_engine_from
-from phalanx.rpc.autograd.orders import PassId
+from phalanx.rpc.autograd.orders import PassId, Plan
 from phalanx.rpc.remote_error import message_of
 from phalanx.rpc.worker_info import Member
 
@@ -106,8 +106,8 @@ class Pass:
         self._reads: tuple[Reading, Awaited] | None = None
         self.send_gradients = worker.send_gradients
         self._changed = threading.Condition(threading.Lock())
-        self._arrived: dict[MessageId, Sequence[Tensor | None]] = {}
-        self._plan: list[MessageId] | None = None
+        self._arrived: dict[MessageId, list[Tensor | None]] = {}
+        self._plan: Plan | None = None
         self._retain_graph = False
         self._asked: list[Any] = []  # who has begun it, and waits for its end
         self._is_started = False
@@ -117,7 +117,7 @@ class Pass:
     def begin(
         self,
         asked: Any,
-        plan: list[MessageId],
+        plan: Plan,
         retain_graph: bool,
         message: MessageId,
         gradients: Sequence[Tensor | None] | None,
@@ -128,7 +128,7 @@ class Pass:
             if len(self._asked) > 1:  # it is told again: Ctrl-C has come before the caller knew that it was told
                 return
             if gradients is not None:
-                self._arrived[message] = gradients
+                self._arrived[message] = list(gradients)
                 self._changed.notify_all()
             self._plan, self._retain_graph = plan, retain_graph
             failed = self.error is not None
@@ -140,7 +140,7 @@ class Pass:
     def put(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         """The gradients of a message of ours have come."""
         with self._changed:
-            self._arrived[message] = gradients
+            self._arrived[message] = list(gradients)
             self._changed.notify_all()
         self._ring()
         self._start_if_ready()
@@ -192,7 +192,7 @@ class Pass:
     def _start_if_ready(self) -> None:
         """Start when the first gradients are here: until then the engine has nothing to do."""
         with self._changed:
-            if self._is_started or not self._plan or self._plan[0] not in self._arrived:
+            if self._is_started or not self._plan or self._plan[0][0] not in self._arrived:
                 return
             self._is_started = True
             may_wait = len(self._plan) > 1
@@ -211,10 +211,12 @@ class Pass:
                     raise self.error
                 self._changed.wait()
 
-    def take(self, message: MessageId) -> Sequence[Tensor | None]:
-        """They. (The first message's are waited for before the engine runs.)"""
+    def take(self, message: MessageId, number: int) -> Tensor | None:
+        """That of one tensor. (The first message's are waited for before the engine runs.)"""
         with self._changed:
-            return self._arrived.pop(message)
+            arrived = self._arrived[message]
+            gradient, arrived[number] = arrived[number], None
+            return gradient
 
     def send(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         """Gradients of a message of another worker."""
@@ -232,7 +234,7 @@ class Pass:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def run(self, roots: Sequence[Tensor], reached: Reached, plan: list[MessageId], retain_graph: bool) -> None:
+    def run(self, roots: Sequence[Tensor], reached: Reached, plan: Plan, retain_graph: bool) -> None:
         """The part of who calls backward; `reached` is from the roots."""
         outputs = list(roots)
         gradients = [torch.ones_like(root) for root in roots]
@@ -264,20 +266,27 @@ class Pass:
         try:
             assert self._plan is not None
             sends = self._find(self._plan)
-            if is_short and len(sends) == 1 and not sends[0].reached.has_hooks():
+            if is_short and len(sends) == 1 and self._can_start_at(sends[0]):
                 arrived = self._arrived.pop(sends[0].message)
                 mine, going = run_engine_from(self, sends[0], arrived, self._retain_graph)
                 self.context.accumulate(mine)
             else:
-                output = sends[0].output if len(sends) == 1 else chain_gates(sends)
-                self._run_engine([output], [torch.empty(0)], [send.reached for send in sends], self._retain_graph)
+                outputs = sends[0].stubs if len(sends) == 1 else [chain_gates(sends)]
+                gradients = [torch.empty(0)] * len(outputs)
+                self._run_engine(outputs, gradients, [send.reached for send in sends], self._retain_graph)
         except BaseException as error:
             with self._changed:
                 self.error = self.error or error
         self._finish(going)
 
-    def _find(self, plan: Sequence[MessageId]) -> list[Send]:
-        return [self.context.sends[message] for message in plan]
+    def _find(self, plan: Plan) -> list[Send]:
+        return [self.context.sends[message].part(mask) for message, mask in plan]
+
+    def _can_start_at(self, send: Send) -> bool:
+        """Whether the engine can begin with the gradients that have come: not with None, nor through `.grad`."""
+        arrived = self._arrived[send.message]
+        nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
+        return all(arrived[node.number] is not None for node in nodes) and not send.reached.has_hooks()
 
     def _run_engine(self, outputs: Any, gradients: Any, reached: Any, retain_graph: bool) -> None:
         before, current.run = current.run, self

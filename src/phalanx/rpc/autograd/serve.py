@@ -67,9 +67,9 @@ class AutogradWorker:
     def backward(self, context: Context, roots: Sequence[Tensor], reached: Reached, retain_graph: bool) -> None:
         """Run it, with all that was `reached` from the roots. What went wrong first is raised, after all have ended."""
         run = self._pass(context, (self.me.uid, next(self._numbers)))
-        plans: dict[int, list[MessageId]] = {}
-        for message in sorted(reached.ancestors(context.id), reverse=True):
-            plans.setdefault(message[1], []).append(message)
+        plans: dict[int, list[tuple[MessageId, int]]] = {}
+        for planned in sorted(reached.ancestors(context.id).items(), reverse=True):
+            plans.setdefault(planned[0][1], []).append(planned)
         mine = plans.pop(self.me.uid, [])
         others = {uid: self._member(uid, context) for uid in plans}
         begun: dict[int, Answer[Any]] = {}
@@ -88,7 +88,7 @@ class AutogradWorker:
 
         def begin_others(message: MessageId | None = None) -> None:
             for uid in others:
-                if uid not in begun and (message is None or plans[uid][0][0] > message[0]):
+                if uid not in begun and (message is None or plans[uid][0][0][0] > message[0]):
                     begin(uid)
 
         def send(run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
