@@ -1,8 +1,8 @@
 """Run the whole suite with each pair of Python and PyTorch, and write docs/compatibility.md: `make matrix`.
 
-Each pair gets a fresh environment (`make test PYTHON=... TORCH=...`), which is removed when its tests are over. The
-page is written after each pair; rows of pairs that this run does not try stay as they are. It tests the files of the
-checkout; the row names the commit, with a "+" where files differ from it.
+Each pair gets a fresh environment (`make test PYTHON=... TORCH=...`), which is removed when its tests are over, unless
+`--keep` says otherwise. The page is written after each pair; rows of pairs that this run does not try stay as they are.
+It tests the files of the checkout; the row names the commit, with a "+" where files differ from it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--make", default="make", help="the make program")
     parser.add_argument(
-        "--keep", action="store_true", help="do not remove the environments (6 GB with a build for GPUs)"
+        "--keep", action="store_true", help="use the environments that were kept, and keep them (up to 6 GB each)"
     )
     parser.add_argument(
         "--tests", default="", help="hand these words to pytest, to try a part; the page has the counts"
@@ -115,7 +115,8 @@ def try_pair(python: str, torch: str, options: argparse.Namespace) -> Row:
     row = Row(version, torch, _system(), "root" if os.geteuid() == 0 else "user", commit=_commit(), day=_today())
     make = [options.make, "-C", str(ROOT), f"PYTHON={python}", f"TORCH={torch}"]
     environment = ROOT / ".venvs" / f"python{version}-torch{torch}"
-    shutil.rmtree(environment, ignore_errors=True)
+    if not options.keep:
+        shutil.rmtree(environment, ignore_errors=True)
     try:
         print(f"== Python {version}, PyTorch {torch}: set-up", flush=True)
         if subprocess.run([*make, "setup"]).returncode:
