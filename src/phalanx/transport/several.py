@@ -4,6 +4,9 @@ A call of several tensors is carried out one after the other. What an earlier on
 the same tensor twice, views that overlap. Each must be read as it was before the call:
 
     all_reduce_coalesced([t[:3], t[2:]])     t[:3] ◀─ sum of t[:3]      t[2:] ◀─ sum of a copy of t[2:], made before
+
+So is an input of one operation that overlaps an output, unless it is the rank's own part and lies where that goes:
+transports move large tensors piece by piece, and would read pieces that they have written.
 """
 
 from __future__ import annotations
@@ -59,44 +62,79 @@ def copy_to_others(tensors: Sequence[Tensor], source: Tensor) -> None:
             write_back(tensor.detach(), source)
 
 
-def unshared(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def unshared(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, own: tuple[int, int, int] | None = None
+) -> Sequence[Tensor]:
+    """The inputs of an operation that writes `outputs`, with a copy in place of each that overlaps one of these.
+
+    `own` (i, o, skip) is the part that stays on its rank: input i may begin `skip` bytes behind where output o does, as
+    calls in place have it, and is not copied then.
+    """
+    extents = [_extent(tensor) for tensor in inputs]
+    written = [_extent(tensor) for tensor in outputs]
+    if not _overlap(extents, written):
+        return inputs
+    read = list(inputs)
+    for at, extent in enumerate(extents):
+        is_in_place = own is not None and own[0] == at and extent[0] == written[own[1]][0] + own[2]
+        if not is_in_place and _overlaps_any(extent, written):
+            read[at] = inputs[at].detach().clone()
+    return read
+
+
+def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
+    """As `unshared` for one input and one output; `skip` as in `own`, below zero too."""
+    start, written = tensor.data_ptr(), output.data_ptr()
+    if (start >= written + output.nbytes or written >= start + tensor.nbytes or start == written + skip) and (
+        tensor.is_contiguous() and output.is_contiguous()
+    ):
+        return tensor
+    return unshared([tensor], [output], own=(0, 0, skip))[0]
+
+
+def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
     """The inputs of steps, of which each writes its `outputs`; a copy of each that an earlier step writes to.
 
     Cost: a copy of those. Without any, sorting as many addresses as there are tensors.
     """
-    inputs = list(inputs)
-    if len(inputs) < 2 or not _any_overlap([*inputs, *(t for step in outputs for t in step)], inputs, outputs):
+    if len(inputs) < 2:
         return inputs
+    extents = [_extent(tensor) for tensor in inputs]
+    steps = [[_extent(tensor) for tensor in step] for step in outputs]
+    # What is read and written in one step, at one place, counts once.
+    apart = [extent for own, step in zip(extents, steps, strict=True) for extent in step if extent != own]
+    if not _overlap(extents, apart):
+        return inputs
+    read = list(inputs)
     written: list[tuple[int, int]] = []
-    for at, (tensor, step) in enumerate(zip(inputs, outputs, strict=True)):
-        start, end = _extent(tensor)
-        if any(start < other_end and other_start < end for other_start, other_end in written):
-            inputs[at] = tensor.detach().clone()
-        written += [_extent(output) for output in step]
-    return inputs
+    for at, (extent, step) in enumerate(zip(extents, steps, strict=True)):
+        if _overlaps_any(extent, written):
+            read[at] = inputs[at].detach().clone()
+        written += step
+    return read
 
 
-def _any_overlap(tensors: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether two of the tensors overlap; a tensor that is its own step's input and output counts as one."""
-    own = {id(tensor) for tensor, step in zip(inputs, outputs, strict=True) if len(step) == 1 and step[0] is tensor}
-    extents = sorted(
-        _extent(tensor) for at, tensor in enumerate(tensors) if not (at >= len(inputs) and id(tensor) in own)
-    )
+def _overlap(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    """Whether any two of all these overlap."""
+    if len(some) == len(others) == 1:
+        return some[0][0] < others[0][1] and others[0][0] < some[0][1]
     reached = 0
-    for start, end in extents:
-        if start < end:
-            if start < reached:
-                return True
-            reached = end
+    for start, end in sorted((*some, *others)):
+        if start < reached:
+            return True
+        reached = end
     return False
 
 
+def _overlaps_any(extent: tuple[int, int], others: Sequence[tuple[int, int]]) -> bool:
+    start, end = extent
+    return any(start < other_end and other_start < end for other_start, other_end in others)
+
+
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends; nothing for a tensor without elements."""
-    if not tensor.numel() or tensor._is_zerotensor():
-        return 0, 0
+    """Where its memory begins and ends."""
     start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * tensor.element_size()
+    if tensor.is_contiguous() or not tensor.numel():
+        return start, start + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()

@@ -37,8 +37,8 @@ from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
 from phalanx.transport import sparse
 from phalanx.transport.base import CallContext
-from phalanx.transport.several import can_combine, combined, copy_to_others, unshared
-from phalanx.transport.tensors import is_plain, write_back
+from phalanx.transport.several import can_combine, combined, copy_to_others, unshared, unshared_one, unshared_steps
+from phalanx.transport.tensors import is_plain, nbytes, write_back
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM
@@ -152,7 +152,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         code, factor = reduction_of(opts.reduceOp, checked[0].dtype, "all_reduce_coalesced")
 
         def run(ctx: CallContext) -> None:
-            sources = unshared(checked, [[t] for t in checked])
+            sources = unshared_steps(checked, [[t] for t in checked])
             for tensor, source in zip(checked, sources, strict=True):
                 self.transport.all_reduce(source, code, ctx, factor=factor)
                 copy_to_others([tensor], source)
@@ -231,7 +231,12 @@ class ProcessGroupCollectives(ProcessGroupBase):
                 f"{outputs[self._rank].numel()} elements, this rank's tensor of shape {tuple(tensor.shape)} has "
                 f"{tensor.numel()}"
             )
-        return self._carry_out(lambda ctx: self.transport.gather(outputs, tensor, ctx), opts, outputs)
+
+        def run(ctx: CallContext) -> None:
+            (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
+            self.transport.gather(outputs, source, ctx)
+
+        return self._carry_out(run, opts, outputs)
 
     def _all_gather_several(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
         inputs = check_alike(input_tensors, "all_gather")
@@ -258,7 +263,11 @@ class ProcessGroupCollectives(ProcessGroupBase):
         check_tensor(output, "all_gather_into_tensor", written=True)
         check_tensor(tensor, "all_gather_into_tensor")
         check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
-        return self._carry_out(lambda ctx: self.transport.all_gather_single(output, tensor, ctx), opts, [output])
+        return self._carry_out(lambda ctx: self._gather_single(output, tensor, ctx), opts, [output])
+
+    def _gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        source = unshared_one(tensor, output, self._rank * nbytes(tensor))
+        self.transport.all_gather_single(output, source, ctx)
 
     _allgather_base = all_gather_single
 
@@ -274,8 +283,8 @@ class ProcessGroupCollectives(ProcessGroupBase):
             check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
 
         def run(ctx: CallContext) -> None:
-            for output, tensor in zip(outputs, unshared(inputs, [[t] for t in outputs]), strict=True):
-                self.transport.all_gather_single(output, tensor, ctx)
+            for output, tensor in zip(outputs, unshared_steps(inputs, [[t] for t in outputs]), strict=True):
+                self._gather_single(output, tensor, ctx)
 
         return self._carry_out(run, opts, list(outputs))
 
@@ -302,8 +311,9 @@ class ProcessGroupCollectives(ProcessGroupBase):
         ]
 
         def run(ctx: CallContext) -> None:
-            for tensor, outputs in zip(unshared(input_list, by_tensor), by_tensor, strict=True):
-                self.transport.gather(outputs, tensor, ctx)
+            for tensor, outputs in zip(unshared_steps(input_list, by_tensor), by_tensor, strict=True):
+                (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
+                self.transport.gather(outputs, source, ctx)
 
         return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
 
@@ -324,7 +334,12 @@ class ProcessGroupCollectives(ProcessGroupBase):
                 f"gather: requires empty output on non-root: only rank {root} (dst) takes outputs, rank {self._rank} "
                 "gave some"
             )
-        return self._carry_out(lambda ctx: self.transport.gather(outputs, tensor, ctx, root=root), opts, outputs)
+
+        def run(ctx: CallContext) -> None:
+            (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
+            self.transport.gather(outputs, source, ctx, root=root)
+
+        return self._carry_out(run, opts, outputs)
 
     @entry_point
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
@@ -343,7 +358,11 @@ class ProcessGroupCollectives(ProcessGroupBase):
                 f"scatter: requires empty input on non-root: only rank {root} (src) gives inputs, rank {self._rank} "
                 "gave some"
             )
-        return self._carry_out(lambda ctx: self.transport.scatter(output, inputs, root, ctx), opts, [output])
+
+        def run(ctx: CallContext) -> None:
+            self.transport.scatter(output, unshared(inputs, [output], own=(self._rank, 0, 0)), root, ctx)
+
+        return self._carry_out(run, opts, [output])
 
     @entry_point
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
@@ -359,9 +378,12 @@ class ProcessGroupCollectives(ProcessGroupBase):
                 f"{inputs[self._rank].numel()} elements, the output of shape {tuple(output.shape)} has {output.numel()}"
             )
         code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter")
-        return self._carry_out(
-            lambda ctx: self.transport.reduce_scatter(output, inputs, code, ctx, factor=factor), opts, [output]
-        )
+
+        def run(ctx: CallContext) -> None:
+            sources = unshared(inputs, [output], own=(self._rank, 0, 0))
+            self.transport.reduce_scatter(output, sources, code, ctx, factor=factor)
+
+        return self._carry_out(run, opts, [output])
 
     @entry_point
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
@@ -371,8 +393,12 @@ class ProcessGroupCollectives(ProcessGroupBase):
         check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
         code, factor = reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor")
         return self._carry_out(
-            lambda ctx: self.transport.reduce_scatter_single(output, tensor, code, ctx, factor=factor), opts, [output]
+            lambda ctx: self._reduce_scatter_single(output, tensor, code, factor, ctx), opts, [output]
         )
+
+    def _reduce_scatter_single(self, output: Tensor, tensor: Tensor, code: int, factor: Any, ctx: CallContext) -> None:
+        source = unshared_one(tensor, output, -self._rank * nbytes(output))
+        self.transport.reduce_scatter_single(output, source, code, ctx, factor=factor)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -390,9 +416,9 @@ class ProcessGroupCollectives(ProcessGroupBase):
             codes.append(reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor"))
 
         def run(ctx: CallContext) -> None:
-            sources = unshared(inputs, [[t] for t in outputs])
+            sources = unshared_steps(inputs, [[t] for t in outputs])
             for output, tensor, (code, factor) in zip(outputs, sources, codes, strict=True):
-                self.transport.reduce_scatter_single(output, tensor, code, ctx, factor=factor)
+                self._reduce_scatter_single(output, tensor, code, factor, ctx)
 
         return self._carry_out(run, opts, list(outputs))
 
@@ -408,7 +434,11 @@ class ProcessGroupCollectives(ProcessGroupBase):
         outputs = check_list(
             output_tensors, self._size, like, "all_to_all", "output_tensor_list", uneven=True, written=True
         )
-        return self._carry_out(lambda ctx: self.transport.all_to_all(outputs, inputs, ctx, splits=True), opts, outputs)
+
+        def run(ctx: CallContext) -> None:
+            self.transport.all_to_all(outputs, unshared(inputs, outputs), ctx, splits=True)
+
+        return self._carry_out(run, opts, outputs)
 
     @entry_point
     def all_to_all_single(
@@ -432,14 +462,18 @@ class ProcessGroupCollectives(ProcessGroupBase):
             )
         rows = tensor.shape[0] if tensor.dim() else 1
         if not splits and rows % self._size == 0 and is_plain(tensor) and is_plain(output):
-            return self._carry_out(lambda ctx: self.transport.all_to_all_single(output, tensor, ctx), opts, [output])
+
+            def run_plain(ctx: CallContext) -> None:
+                self.transport.all_to_all_single(output, unshared([tensor], [output])[0], ctx)
+
+            return self._carry_out(run_plain, opts, [output])
         # A copy with its elements in order, so that rows of it are pieces of memory.
         dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
         inputs = split_rows(tensor, input_split_sizes or [], self._size, "all_to_all_single", "the input")
         outputs = split_rows(dense, output_split_sizes or [], self._size, "all_to_all_single", "the output")
 
         def run(ctx: CallContext) -> None:
-            self.transport.all_to_all(outputs, inputs, ctx, splits=splits)
+            self.transport.all_to_all(outputs, unshared(inputs, outputs), ctx, splits=splits)
             if dense is not output:
                 write_back(output, dense)
 

@@ -1,0 +1,110 @@
+"""Tensors of one call that share memory: each is read as it was before the call.
+
+`all_reduce_coalesced([t, t])` reduced each alias again: 42 where Gloo leaves 21, and `[21, 42, 42, 21]` of views that
+overlap. Here every operation of several tensors gets every pair of them at the same place, and at places that overlap.
+All its memory must be what Gloo makes of copies, whose results are written back in order: Gloo itself reads some inputs
+after it has written to them, and its reduce_scatter ends the process.
+"""
+
+import itertools
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parity.beside_gloo import assert_same_as_gloo
+
+from phalanx.backend import create
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*will be deprecated:FutureWarning")
+OP = dist.ReduceOp
+# name -> (elements of the inputs, of the outputs, the call). A tensor that is both is an output.
+OPERATIONS = {
+    "all_reduce_coalesced": (lambda n, p: ([], [n, n, n]), lambda g, i, o: dist.all_reduce_coalesced(o)),
+    "all_reduce_coalesced MAX": (lambda n, p: ([], [n, n, n]), lambda g, i, o: dist.all_reduce_coalesced(o, OP.MAX)),
+    "all_reduce of several": (lambda n, p: ([], [n, n]), lambda g, i, o: g.allreduce(o).wait()),
+    "all_gather": (lambda n, p: ([n], [n] * p), lambda g, i, o: dist.all_gather(o, i[0])),
+    "all_gather of several": (
+        lambda n, p: ([n, n], [n] * 4 * p),
+        lambda g, i, o: g.allgather([o[: 2 * p_of(g)], o[2 * p_of(g) :]], i).wait(),
+    ),
+    "all_gather_coalesced": (
+        lambda n, p: ([n, n], [n] * 2 * p),
+        lambda g, i, o: dist.all_gather_coalesced([o[2 * r : 2 * r + 2] for r in range(p_of(g))], i),
+    ),
+    "all_gather_into_tensor": (lambda n, p: ([n], [n * p]), lambda g, i, o: g._allgather_base(o[0], i[0]).wait()),
+    "all_gather_into_tensor coalesced": (
+        lambda n, p: ([n, n], [n * p, n * p]),
+        lambda g, i, o: g.allgather_into_tensor_coalesced(o, i).wait(),
+    ),
+    "gather": (lambda n, p: ([n], [n] * p), lambda g, i, o: dist.gather(i[0], o if g.rank() == 1 else None, 1)),
+    "scatter": (lambda n, p: ([n] * p, [n]), lambda g, i, o: dist.scatter(o[0], i if g.rank() == 1 else None, 1)),
+    "reduce_scatter": (lambda n, p: ([n] * p, [n]), lambda g, i, o: dist.reduce_scatter(o[0], i)),
+    "reduce_scatter_tensor": (
+        lambda n, p: ([n * p], [n]),
+        lambda g, i, o: g._reduce_scatter_base(o[0], i[0]).wait(),
+    ),
+    "reduce_scatter_tensor coalesced": (
+        lambda n, p: ([n * p, n * p], [n, n]),
+        lambda g, i, o: g.reduce_scatter_tensor_coalesced(o, i).wait(),
+    ),
+    "all_to_all": (lambda n, p: ([n] * p, [n] * p), lambda g, i, o: g.alltoall(o, i).wait()),
+    "all_to_all_single": (lambda n, p: ([n * p], [n * p]), lambda g, i, o: dist.all_to_all_single(o[0], i[0])),
+    "all_to_all_single with splits": (
+        lambda n, p: ([n * p], [n * p]),
+        lambda g, i, o: dist.all_to_all_single(o[0], i[0], [n_of(o, g)] * p_of(g), [n_of(o, g)] * p_of(g)),
+    ),
+}
+
+
+def p_of(group):
+    return group.size()
+
+
+def n_of(outputs, group):
+    return outputs[0].numel() // group.size()
+
+
+def _places(ins, outs, is_in_place):
+    """Where each tensor begins: apart; then each pair, of which one is written, at one place or overlapping."""
+    sizes = [*ins, *outs]
+    apart = list(itertools.accumulate(sizes, initial=0))
+    yield "apart", apart[:-1]
+    for a, b in itertools.combinations(range(len(sizes)), 2):
+        if b < len(ins) or (a >= len(ins) and not is_in_place):
+            continue  # both are read, or both are written: then the order of writing decides
+        small, large = sorted((a, b), key=lambda at: (sizes[at], at))
+        for shift in sorted({0, 1, sizes[large] // 2, sizes[large] - 1, -1, -(sizes[small] // 2)}):
+            moved = apart[:-1]
+            moved[large] = apart[-1] + sizes[small]
+            moved[small] = moved[large] + shift
+            yield f"{small} in {large} at {shift}", moved
+
+
+def _all_places(rank, world_size, n, dtype):
+    found = {}
+    group = dist.group.WORLD
+    for name, (sizes_of, call) in OPERATIONS.items():
+        ins, outs = sizes_of(n, world_size)
+        for what, places in _places(ins, outs, is_in_place=name.startswith("all_reduce")):
+            length = sum(ins) + sum(outs) + 3 * n * world_size
+            memory = (torch.arange(length) * 7 % 23 + 100 * rank).to(dtype)
+            views = [memory[at : at + size] for at, size in zip(places, [*ins, *outs], strict=True)]
+            tensors = views if dist.get_backend() != "gloo" else [view.clone() for view in views]
+            call(group, tensors[: len(ins)], tensors[len(ins) :])
+            for view, tensor in list(zip(views, tensors, strict=True))[len(ins) :]:
+                if view is not tensor:
+                    view.copy_(tensor)
+            found[f"{name}: {what}"] = memory if n < 1000 else zlib.crc32(memory.numpy())
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "n"), [(2, 4), (3, 3), (2, 20_000)])
+def test_tensors_that_share_memory_are_read_as_they_were(world_size, n):
+    ours = assert_same_as_gloo(_all_places, world_size, n, torch.int64, timeout=120)
+    assert len(ours[0]) > 100
+
+
+def test_tensors_that_share_memory_are_read_as_they_were_without_the_core(monkeypatch):
+    monkeypatch.setattr(create, "_core", None)
+    assert_same_as_gloo(_all_places, 2, 4, torch.int64, timeout=120)
