@@ -125,12 +125,26 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"phalanx.{name}")
+    if name == "_core":
+        return _import_core()
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
+
+def _import_core() -> Any:
+    """What `from phalanx import _core` finds: it is a sentence where the core is not there, whoever needs it."""
+    try:
+        return importlib.import_module("phalanx._core")
+    except ImportError as error:
+        raise ImportError(
+            f"Phalanx's C core is not there ({error}), and this part of Phalanx needs it. Reinstall with a C compiler "
+            "at hand; `phalanx doctor` says what works here.",
+            name="phalanx._core",
+        ) from error
 
 
 def __dir__() -> list[str]:

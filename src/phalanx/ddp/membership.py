@@ -53,7 +53,7 @@ class Membership:
         for reference in self._arrived:
             arrived = reference()
             if isinstance(arrived, nn.Module):
-                yield from arrived.parameters()
+                yield from _parameters_in(arrived)
             elif arrived is not None:
                 yield arrived
 
@@ -61,6 +61,15 @@ class Membership:
         """Some module of this process was given a parameter or a module."""
         if registered is not None:
             self._arrived.append(weakref.ref(registered))
+
+
+def _parameters_in(module: nn.Module) -> Iterator[Tensor]:
+    """Those of any module of the process, which may refuse to be asked: torch's and our `RemoteModule` do."""
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        yield from (parameter for parameter in one._parameters.values() if parameter is not None)
+        waiting += (inner for inner in one._modules.values() if inner is not None)
 
 
 def explain_newcomers(names: Sequence[str], rank: int) -> str:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 from phalanx import core_numbers
 from phalanx.diagnostics.failure_report import KILLED, LEFT, ended_well
 from phalanx.diagnostics.flight_recorder import Position, read_position
-from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.symmetric_memory.watch import wait_status
 
 if TYPE_CHECKING:
     from phalanx import _core
+    from phalanx.symmetric_memory.memory import SymmetricMemory
 
 
 class ObservedGroup(Protocol):

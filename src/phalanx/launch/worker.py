@@ -216,7 +216,7 @@ def _record_steps() -> None:
 
         try:
             begin_in_rank(folder)
-        except OSError as error:
+        except (OSError, ImportError) as error:  # without the C core nothing can be recorded
             print(f"phalanx run: --report: this rank's steps cannot be recorded: {error}", file=sys.stderr)
 
 

@@ -4,6 +4,7 @@ init_rpc, shutdown, is_available,
 get_worker_info, get_rpc_timeout               start.py
 rpc_sync, rpc_async, remote                    invoke.py
 RRef                                           rref.py, references.py
+RemoteModule (of torch.distributed.nn)         remote_module.py
 functions.async_execution                      functions.py
 autograd.context, backward, get_gradients      autograd/
 the agent: threads, calls, connections         agent/
@@ -20,6 +21,7 @@ from phalanx.rpc.options import RpcBackendOptions as RpcBackendOptions
 from phalanx.rpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
 from phalanx.rpc.profiler import profile as profile
 from phalanx.rpc.remote_error import RemoteError as RemoteError
+from phalanx.rpc.remote_module import RemoteModule as RemoteModule
 from phalanx.rpc.rref import RRef as RRef
 from phalanx.rpc.start import get_rpc_timeout as get_rpc_timeout
 from phalanx.rpc.start import get_worker_info as get_worker_info
@@ -32,6 +34,7 @@ __all__ = [
     "BackendType",
     "RRef",
     "RemoteError",
+    "RemoteModule",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",

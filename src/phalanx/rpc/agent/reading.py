@@ -28,9 +28,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.futures import Future
 
-from phalanx import _core
 from phalanx.log import get_logger
 from phalanx.rpc.agent import interrupts
+from phalanx.rpc.agent.ready import wait_ready
 from phalanx.rpc.agent.serving import LATE_S, Serving, Spin
 from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.wire import Frame
@@ -237,7 +237,7 @@ class Reading:
         while not awaited.has_come() and self._turn is turn and not self._is_closed:
             if not pending:
                 look_ms = int(_LOOK_S * 1000) if getattr(awaited, "has_callbacks", False) else 1000
-                ready = _core.wait_ready(fd, bell, self._spin.begin(), look_ms)
+                ready = wait_ready(fd, bell, self._spin.begin(), look_ms)
                 self._spin.end()
                 interrupts.check()
                 if ready & 2:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phalanx import _core
+from phalanx.rpc.agent.ready import wait_ready
 
 SHORT_S = 300e-6  # a function that takes longer is run beside the leader
 LATE_S = 5e-3  # in user code: then another thread takes the lead
@@ -261,7 +261,7 @@ class Serving:
             self._flush()
             if incoming:
                 continue
-            _core.wait_ready(poll_fd, -1, spin.begin(), -1)
+            wait_ready(poll_fd, -1, spin.begin(), -1)
             spin.end()
             for fd, events in poll(0):
                 self.touch()
