@@ -22,8 +22,12 @@ KINDS = (False, True)
 def mount_small_disk(at, nbytes):
     """A file system of its own for this process and its children, or the reason why it cannot have one."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS if os.geteuid() == 0 else _CLONE_NEWNS | _CLONE_NEWUSER) != 0:
+    user, group = os.geteuid(), os.getegid()
+    if libc.unshare(_CLONE_NEWNS if user == 0 else _CLONE_NEWNS | _CLONE_NEWUSER) != 0:
         return f"mount namespaces are not permitted: {os.strerror(ctypes.get_errno())}"
+    if user != 0:  # stays who he is in there: a disk takes no file of somebody whom its name space does not know
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            Path("/proc/self", name).write_text(text)
     libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
     if libc.mount(b"tmpfs", os.fsencode(at), b"tmpfs", 0, f"size={nbytes},mode=777".encode()) != 0:
         return f"mounts are not permitted: {os.strerror(ctypes.get_errno())}"
