@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.backend import device_backends
 from phalanx.backend.connect import MetGroup, build_engine, open_gloo
 from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.reconfiguration import Reconfiguration
 from phalanx.backend.rendezvous import agent_address, find_lost_host, is_rehearsing, own_address
 from phalanx.backend.tcp_store import is_kept_here
 from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange
@@ -39,6 +40,7 @@ from phalanx.transport.gloo.transport import GlooTransport
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.options import Options
 from phalanx.transport.rehearsal import RehearsalTransport
+from phalanx.transport.unconnected import UnconnectedTransport
 
 try:
     from phalanx import _core
@@ -70,6 +72,30 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
             "init_process_group: backend 'phalanx' takes pg_options=phalanx.Options(...), "
             f"got {type(backend_options).__name__}"
         )
+    if getattr(options, "enable_reconfigure", False) and not is_rehearsing():
+        return _unconnected_group(options, backend_options)
+    return _new_group(options, open_transport(options, backend_options))
+
+
+def _new_group(options: Any, transport: Transport) -> Any:
+    rank, size, name = options.group_rank, options.group_size, options.group_id
+    return _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
+
+
+def _unconnected_group(options: Any, backend_options: Any) -> Any:
+    """A group that meets its members when `reconfigure` says who they are."""
+    if options.timeout <= timedelta(0):
+        raise ValueError(f"init_process_group: timeout must be above zero, got {options.timeout.total_seconds():g} s")
+    transport = UnconnectedTransport(options.group_id, options.group_rank, options.group_size)
+    group = _new_group(options, transport)
+    group.reconfiguration = Reconfiguration(
+        options.store, options.group_rank, lambda changed: open_transport(changed, backend_options)
+    )
+    return group
+
+
+def open_transport(options: Any, backend_options: Options | None) -> Transport:
+    """Meet the group's other ranks, and return what reaches them. Collective; raises as `create_process_group`."""
     settings = _with_variables(backend_options if backend_options is not None else Options())
     timeout: timedelta = options.timeout
     if timeout <= timedelta(0):
@@ -78,8 +104,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     store, rank, size = options.store, options.group_rank, options.group_size
     name = options.group_id
     if is_rehearsing():
-        alone = RehearsalTransport(name, rank, size)
-        return _group_class()(store, alone, rank, size, timeout, name, options.global_ranks_in_group)
+        return RehearsalTransport(name, rank, size)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_descriptors_told(f"init_process_group of group {name!r} on rank {rank}"))
         server, obstacle = _open_fd_server() if _core is not None else (None, _NO_CORE)
@@ -99,15 +124,15 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
             raise PhalanxError(f"init_process_group of group {name!r} on rank {rank}: {problem}")
         if reason:
             warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
-            group = _over_gloo(bootstrap, options, settings, deadline)
+            transport = _over_gloo(bootstrap, options, settings, deadline)
         elif one_host:
             assert server is not None
-            group = _share(server, bootstrap, options, deadline)
+            transport = _share(server, bootstrap, options, deadline)
         else:
             assert server is not None
-            group = _connect(server, bootstrap, options, settings, deadline)
+            transport = _connect(server, bootstrap, options, settings, deadline)
     leave_at_exit()
-    return group
+    return transport
 
 
 def _with_variables(settings: Options) -> Options:
@@ -198,7 +223,7 @@ def _cannot_share(infos: Sequence[RankInfo]) -> str:
     return next(filter(None, (why_unwatched([s.process for s in infos if s.host == host]) for host in hosts)), "")
 
 
-def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
+def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
     from phalanx.transport.shared_memory import SharedMemoryTransport  # here, because it needs the C core
 
     infos = bootstrap.infos
@@ -320,7 +345,7 @@ def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any
     return lambda control: show(agent, group_info, control)
 
 
-def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
+def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
     """Share memory on each host, and build the engine between all ranks."""
     from phalanx.transport.hierarchical.transport import HierarchicalTransport  # as above
 
@@ -341,17 +366,16 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     return _begin(transport, bootstrap, options, deadline)
 
 
-def _begin(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Any:
-    """The group over `transport`, once all ranks have come to it: from here on a failure is the group's."""
-    rank, size, name = options.group_rank, options.group_size, options.group_id
+def _begin(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
+    """Return the transport once all ranks have come to it: from here on a failure is the group's."""
     try:
-        if rank == 0:
+        if options.group_rank == 0:
             bootstrap.forget()
         transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.call_site(("", 0))))
     except BaseException:
         transport.close()
         raise
-    return _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
+    return transport
 
 
 def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> FailureReport | None:
@@ -378,7 +402,7 @@ def _open_failure_store(
     )
 
 
-def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Any:
+def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
     """Where memory can't be shared: Gloo between all ranks, also those of one host."""
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)

@@ -31,6 +31,7 @@ from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.uneven import UnevenInputs
 
 if TYPE_CHECKING:
+    from phalanx.backend.reconfiguration import Reconfiguration
     from phalanx.symmetric_memory.memory import SymmetricMemory
     from phalanx.transport.shared_memory import SharedMemoryTransport
 
@@ -63,19 +64,29 @@ class ProcessGroupBase(dist.ProcessGroup):
         # Not (store, rank, size), which is all that the stub knows: torch would look for backends of its own.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
-        self.transport = transport
-        self._shared_memory = cast("SharedMemoryTransport", transport) if transport.ranks_share_memory else None
-        self._rank = rank
-        self._size = size
         self._timeout_s = timeout.total_seconds()
         self._name = name
         self._desc = ""
         self.number = next(_numbers)
         """Which of this process's groups it is, in the order in which they were made."""
+        self._closing = threading.RLock()  # a signal handler may come in the middle
+        self._done = DoneWork()
+        self.reconfiguration: Reconfiguration | None = None
+        """How it gets other members, if it was made with `enable_reconfigure`."""
+        self._connect(transport, rank, size, global_ranks)
+        self._inner_backend = attach_backend(self, self._device_types)
+        _groups.add(self)
+
+    def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
+        """Begin with the members that `transport` reaches; nothing is under way here."""
+        self.transport = transport
+        self._shared_memory = cast("SharedMemoryTransport", transport) if transport.ranks_share_memory else None
+        self._rank = rank
+        self._size = size
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self._interrupted = None if transport.is_interruptible else transport.interrupted
         self._executor = SerialExecutor(
-            f"phalanx-{name}",
+            f"phalanx-{self._name}",
             callbacks_first=True,
             interrupted=self._interrupted,
             interrupts=lambda: transport.in_collective,
@@ -83,14 +94,45 @@ class ProcessGroupBase(dist.ProcessGroup):
         )
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
         self._closed = False
-        self._closing = threading.RLock()  # a signal handler may come in the middle
-        self._done = DoneWork()
         self._scratch: Scratch | None = None  # memory for `allocate_tensor`, once somebody asked
         self.num_gradient_rounds = 0
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
         self._uneven_inputs: UnevenInputs | None = None  # once somebody trains over the group
-        self._inner_backend = attach_backend(self, self._device_types)
-        _groups.add(self)
+
+    # -- other members -------------------------------------------------------------------------------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether `reconfigure` can give the group other members: it was made with `enable_reconfigure`."""
+        return self.reconfiguration is not None
+
+    def _reconfiguration(self) -> Reconfiguration:
+        if self.reconfiguration is None:
+            raise PhalanxError(
+                f"group {self._name!r} keeps its members: it was made without enable_reconfigure.\n"
+                "Start it with init_process_group('phalanx', enable_reconfigure=True)."
+            )
+        return self.reconfiguration
+
+    def get_reconfigure_handle(self) -> str:
+        """Return what the others need to take this process in: see `torch.distributed._reconfigure`."""
+        return self._reconfiguration().handle(self)
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Leave the members that the group has, and meet those of `opts.handles`; over when they have met."""
+        self._reconfiguration().meet(self, opts)
+        return self._done
+
+    def reconnect(
+        self, connect: Callable[[], Transport], instead: Transport, store: Store, rank: int, size: int
+    ) -> None:
+        """Leave this group's members and begin with those that `connect` reaches; `instead` of them if it fails."""
+        if not self.transport.closed:
+            self._part(_JOIN_S)
+        self._connect(instead, self._rank, self._size, self._global_ranks)
+        transport = connect()
+        self._store = store
+        self._connect(transport, rank, size)
 
     # -- identity ------------------------------------------------------------------------------------------------
 
@@ -317,6 +359,11 @@ class ProcessGroupBase(dist.ProcessGroup):
         if self.transport.closed:  # a forked child: the threads and the place in the group are its parent's
             _groups.discard(self)
             return
+        self._part(patience_s, in_order=in_order, for_good=for_good)
+        _groups.discard(self)
+
+    def _part(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
+        """Leave those that the transport reaches."""
         ended = self._settle(patience_s)
         in_order = in_order and ended
         if not ended and not self.transport.closed:
@@ -333,7 +380,6 @@ class ProcessGroupBase(dist.ProcessGroup):
             self._uneven_inputs.leave()
         if ended or self.transport.closes_in_flight:
             self.transport.close()
-        _groups.discard(self)
 
     def _let_memory_go(self) -> None:
         """What others than the group know of its memory ends here; nothing of the group's is under way."""

@@ -64,6 +64,12 @@ class RoutedProcessGroup(StagedProcessGroup):
             return self if self._is_staged(kind) else self._group_inside(kind)._get_backend(device)
         return super()._get_backend(device)
 
+    def _part(self, patience_s: float, **how: bool) -> None:
+        self._end(lambda group: group.abort())
+        self._agreed.clear()  # other members may use other devices
+        self._staged.clear()
+        super()._part(patience_s, **how)
+
     def _group_inside(self, kind: str) -> Any:
         """The group for the tensors of that type of device; talks to nobody."""
         with self._opening:

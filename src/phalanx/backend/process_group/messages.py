@@ -41,8 +41,8 @@ class ProcessGroupMessages(ProcessGroupBase):
         PeerLostError, DeadlineError, ClosedError: as for collectives, of the one peer.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _connect(self, *args: Any, **kwargs: Any) -> None:
+        super()._connect(*args, **kwargs)
         self._channels: dict[tuple[str, int, int], SerialExecutor] = {}
         self._inbox: Inbox | None = None
         if self._shared_memory is not None:

@@ -70,6 +70,16 @@ def _inner_class() -> type[Any]:
             group = self._group()
             return "phalanx" if group is None else group.getBackendName()
 
+        def rank(self) -> int:
+            """The group's, which `reconfigure` may change."""
+            group = self._group()
+            return int(super().rank() if group is None else group.rank())
+
+        def size(self) -> int:
+            """The group's, which `reconfigure` may change."""
+            group = self._group()
+            return int(super().size() if group is None else group.size())
+
         @property
         def options(self) -> Any:
             """The group's timeout as torch's own class; what is inherited calls itself without end (2.14, 2.15)."""
