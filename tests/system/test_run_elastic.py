@@ -12,6 +12,7 @@ import pytest
 from tests.system.phalanx_command import Finished, Running, run, said_by, start, write_script
 
 SCRIPT = str(Path(__file__).with_name("elastic_rank.py"))
+ANOTHER = r"(another one is started|its spare takes its place)"
 
 
 class Job:
@@ -163,8 +164,8 @@ def test_ctrl_c_ends_the_job_while_a_rank_is_stopped_and_another_was_replaced(tm
     assert finished.code == 130
 
 
-def find_zygote(job: Job) -> int:
-    with open(f"/proc/{job.pids[0]}/stat", "rb") as file:
+def find_zygote(job: Job, rank: int = 0) -> int:
+    with open(f"/proc/{job.pids[rank]}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[1])
 
 
@@ -187,7 +188,49 @@ def test_the_zygote_is_killed_the_ranks_go_on_and_a_new_one_forks_replacements(t
     assert finished.code == 0, finished.err
     assert f"the zygote (pid {zygote}), from which the ranks are forked, ended: SIGKILL" in finished.err
     assert f"the zygote (pid {again})" in finished.err
-    assert finished.err.count("The ranks go on; another one is started") == 2
+    assert len(re.findall(rf"The ranks go on; {ANOTHER}", finished.err)) == 2
+
+
+def wait_spare(zygote: int) -> int:
+    """Until a zygote has a spare; its process."""
+    while True:
+        children = Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()
+        for child in map(int, children):
+            try:
+                words = Path(f"/proc/{child}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"the spare zygote" in words:
+                return child
+
+
+def test_a_zygote_that_is_killed_together_with_a_rank_has_a_spare_which_imports_nothing(tmp_path: Path) -> None:
+    """The replacement waited for another import of torch: 9.4 to 11.1 s, where a rank alone takes a few tenths."""
+    with elastic_job(tmp_path) as job:
+        zygote = find_zygote(job)
+        for generation, rank in ((1, 1), (2, 2)):  # the spare has a spare, too
+            spare = wait_spare(zygote)
+            os.kill(zygote, signal.SIGKILL)
+            job.kill(rank)
+            job.wait_joined(generation, rank)
+            job.wait_generation(generation, 3)
+            assert find_zygote(job, rank) == spare
+            zygote = spare
+        finished = job.finish()
+    assert finished.code == 0, finished.err
+    assert finished.err.count("The ranks go on; its spare takes its place") == 2
+
+
+def test_where_the_spare_is_killed_too_another_zygote_is_started(tmp_path: Path) -> None:
+    with elastic_job(tmp_path) as job:
+        zygote = find_zygote(job)
+        for pid in (wait_spare(zygote), zygote, job.pids[1]):
+            os.kill(pid, signal.SIGKILL)
+        job.wait_joined(1, 1)
+        job.wait_generation(1, 3)
+        finished = job.finish()
+    assert finished.code == 0, finished.err
+    assert re.search(rf"The ranks go on; {ANOTHER}", finished.err)
 
 
 def wait_gone(pid: int) -> None:
@@ -226,7 +269,7 @@ def test_nothing_is_left_when_the_agent_is_killed_after_its_zygote(tmp_path: Pat
         job.running.wait_gone()
     with elastic_job(tmp_path, env={"CHILD": "1"}) as job:
         os.kill(find_zygote(job), signal.SIGKILL)
-        job.wait_stderr("another one is started")
+        job.wait_stderr("The ranks go on; ")
         job.running.process.kill()  # while the new one is starting
         job.running.process.wait()
         job.running.wait_gone()
@@ -313,7 +356,7 @@ def test_a_training_that_loses_ranks_and_its_zygote_ends_with_the_bits_of_one_th
         told[how] = sorted(line.partition("] ")[2] for line in finished.lines if "] rank" in line or "sample" in line)
         assert len(told[how]) == 4, finished.out
         assert len(list(folder.glob("struck-*"))) == (3 if how == "disturbed" else 0)
-        assert ("another one is started" in finished.err) == (how == "disturbed")
+        assert bool(re.search(ANOTHER, finished.err)) == (how == "disturbed")
     assert told["disturbed"] == told["left alone"]
     assert told["disturbed"][0] == "every sample once: [True, True]"
 

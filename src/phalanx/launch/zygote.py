@@ -7,6 +7,9 @@ code. It adopts every orphan below it, and when the
 agent's end of the socket closes, for whatever reason, it kills all that descends from it before it ends itself. When
 the zygote dies, the kernel kills the ranks (their death signal) and the agent adopts and kills what they leave.
 
+In an elastic job it has a spare: a fork of itself, which does nothing until the zygote is killed and it takes its
+place, without an import. To the agent it is another zygote, which hears its first command then.
+
 A rank is known by the number that it was started with. In an elastic job the same number is forked again when its
 process was lost, and the ranks outlive the zygote: the agent adopts them, and a new zygote forks later ones.
 
@@ -15,8 +18,10 @@ Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, repo
            elastic {rank}: if it is lost, the job goes on without what it leaves in its process group;
            warm: import what ranks need to begin to train, which may be soon;
            guard {sessions}: those of earlier zygotes, which are killed with all else when the agent has gone;
+           spare, with a descriptor, the spare's control socket: fork a spare;
            membership {membership}, for the first host to be told when the agent is killed;
-Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept
+Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept;
+           spare {pid}: 0 where it could not be forked, or has ended
 """
 
 from __future__ import annotations
@@ -139,6 +144,7 @@ def _load_torch_library() -> None:
 class _Zygote:
     def __init__(self, control: socket.socket, agent: int, sessions: Sequence[int]) -> None:
         self._control = control
+        self._pid = os.getpid()
         self._agent = agent
         self._sessions = tuple(sessions)  # of earlier zygotes
         self._elastic: set[int] = set()  # pids
@@ -146,6 +152,8 @@ class _Zygote:
         self._target: dict[str, Any] = {}
         self._membership: dict[str, Any] = {}  # of the agent, in a job on several hosts
         self._wake: tuple[int, int] = (-1, -1)  # a pipe on which SIGCHLD is a byte
+        self._spare = 0  # its process
+        self._is_spare = False  # this is one, whose zygote lives
 
     def serve(self) -> Assignment:
         """Follow the agent's commands; returns in each rank that it forks, and nowhere else."""
@@ -155,7 +163,7 @@ class _Zygote:
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         outlive_parent()
-        if os.getppid() != self._agent:  # it died while nobody was looking
+        if not self._is_spare and os.getppid() != self._agent:  # it died while nobody was looking
             kill_sessions(self._sessions)
             os._exit(1)
         poll = select.poll()
@@ -168,6 +176,9 @@ class _Zygote:
                 self._reap()
             if self._control.fileno() in ready:
                 received = control_protocol.receive(self._control)
+                if received is None and self._is_spare:
+                    os._exit(0)  # the zygote sees to the rest
+                self._is_spare = False
                 if received is None:
                     kill_sessions(self._sessions)
                     kill_descendants(list(self._ranks))
@@ -202,6 +213,26 @@ class _Zygote:
             self._send_event({"event": "swept"})
         elif command == "fork":
             return self._fork(message, fds)
+        elif command == "spare":
+            return self._fork_spare(*fds)
+        return None
+
+    def _fork_spare(self, control: int) -> Assignment | None:
+        """Fork a zygote that waits; returns the assignment of a rank that it forks, None in this process."""
+        try:
+            self._spare = os.fork()
+        except OSError:
+            self._spare = 0
+        if self._spare == 0 and os.getpid() != self._pid:
+            self._leave()
+            adopt_orphans()  # which no fork inherits
+            os.setsid()  # a session of its own, by which its ranks are known
+            set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
+            spare = _Zygote(socket.socket(fileno=control), self._agent, ())
+            spare._target, spare._membership, spare._is_spare = self._target, self._membership, True
+            return spare.serve()
+        os.close(control)
+        self._send_event({"event": "spare", "pid": self._spare})
         return None
 
     def _tell_first_host(self) -> None:
@@ -288,6 +319,9 @@ class _Zygote:
     def _report_exit(self, pid: int, status: int) -> None:
         rank = self._ranks.pop(pid, None)  # None: an orphan that we adopted
         self._elastic.discard(pid)
+        if pid == self._spare:
+            self._spare = 0
+            self._send_event({"event": "spare", "pid": 0})
         if rank is not None:
             self._send_event({"event": "exit", "rank": rank, "pid": pid, "status": status, "at": time.monotonic()})
 

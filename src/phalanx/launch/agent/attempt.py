@@ -217,10 +217,12 @@ class Attempt(HostRanks):
             self._host.display.say(f"{said}, but none of them can be replaced: {error.strerror or error}")
             self.do_elastic(self.elastic.on_no_forks(time.monotonic()))
         else:
-            self._host.display.say(f"{said}; another one is started")
+            then = "its spare takes its place" if self._host.zygote.was_spare else "another one is started"
+            self._host.display.say(f"{said}; {then}")
             for rank in self.elastic.awaited:  # whom the old one was told to fork, and did not tell of
                 self._fork(rank)
                 self._host.zygote.let_go_of_lost(rank)
+            self._host.zygote.keep_spare()
         self._reap_adopted()
 
     def _reap_adopted(self) -> None:
@@ -253,6 +255,10 @@ class Attempt(HostRanks):
             self._on_exit(event["rank"], event["pid"], event["status"], event["at"])
         elif event["event"] == "swept":
             self._swept = True
+        elif event["event"] == "spare":
+            self._host.zygote.on_spare(event["pid"])
+            if self.state.phase == "running":
+                self._host.zygote.keep_spare()
 
     def _look(self, now: float) -> None:
         """Whom do the others wait for? Costs some milliseconds of this process, every few seconds."""
@@ -325,6 +331,7 @@ class Attempt(HostRanks):
             os.close(fd)
         self._host.zygote.let_go_of_lost(rank)
         self._host.zygote.warm_up()
+        self._host.zygote.keep_spare()
         self.links.admit(request.sock, rank, pid, {"kind": "welcome", "generation": self.generation})
         self.on_rank_message(rank, pid, request.message)
 

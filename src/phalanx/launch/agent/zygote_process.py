@@ -16,6 +16,45 @@ from phalanx.launch.target import Target
 from phalanx.launch.zygote_command import plan_zygote_code
 
 _MAX_ROOM = 1 << 14
+_MAX_SPARES = 20  # of one zygote: whatever ends them is not going to stop
+
+
+class Spare:
+    """A fork of the zygote, which takes its place when that is killed. `pid` is 0 until it exists."""
+
+    def __init__(self, control: control_protocol.Channel) -> None:
+        self.control = control
+        self.pid = 0
+
+
+class _ForkedProcess:
+    """A child that we did not start, with as much of `subprocess.Popen` as is asked of a zygote."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            try:
+                found, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # somebody else has buried it
+                self.returncode = -signal.SIGKILL
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if found else None
+        return self.returncode
+
+    def wait(self) -> int:
+        code = self.poll(0)
+        assert code is not None
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class ZygoteProcess:
@@ -29,18 +68,27 @@ class ZygoteProcess:
         warm: bool = False,
         room: int = 0,
         sessions: Sequence[int] = (),
+        spare: Spare | None = None,
     ) -> None:
         """`warm`: also import what ranks import when they begin to train, because they may have to begin again.
 
         `room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
 
-        `sessions` are those of earlier zygotes, whose ranks live.
+        `sessions` are those of earlier zygotes, whose ranks live. `spare`: this is one, whose zygote has ended.
         """
-        ours, theirs = socket.socketpair()
-        self.control = control_protocol.Channel(ours)
         self.has_forked = False  # or was told to
         self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
         self._told: list[dict[str, Any]] = []  # what a zygote after this one must know, too
+        self._spare: Spare | None = None
+        self._num_spares = 0
+        self._process: subprocess.Popen[bytes] | _ForkedProcess
+        self.was_spare = spare is not None
+        if spare is not None:
+            self.control, self._process = spare.control, _ForkedProcess(spare.pid)
+            self.guard(sessions)
+            return
+        ours, theirs = socket.socketpair()
+        self.control = control_protocol.Channel(ours)
         code = plan_zygote_code(theirs.fileno(), os.getpid(), preload=preload, warm=warm, sessions=sessions)
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -82,15 +130,49 @@ class ZygoteProcess:
     def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
         """One that takes this one's place, and is told what this one was told; `sessions` are those of its ranks.
 
+        The spare, if it is there, which has imported all that this one had.
+
         Raises:
             OSError: no process could be started.
         """
         another = ZygoteProcess(
-            self._environment, preload=self._preload, warm=self._warm, room=self._room, sessions=sessions
+            self._environment,
+            preload=self._preload,
+            warm=self._warm,
+            room=self._room,
+            sessions=sessions,
+            spare=self._take_spare(),
         )
         for message in self._told:
             another._tell(message)
         return another
+
+    def keep_spare(self) -> None:
+        """Have it fork a spare of itself, if it has none."""
+        if self._spare is None and self._num_spares < _MAX_SPARES and not self.control.gone:
+            self._num_spares += 1
+            ours, theirs = socket.socketpair()
+            self._spare = Spare(control_protocol.Channel(ours))
+            with theirs:
+                self.control.put({"command": "spare"}, [theirs.fileno()])
+
+    def on_spare(self, pid: int) -> None:
+        """The spare exists; or, with 0, it does not, or has ended."""
+        if pid and self._spare is not None:
+            self._spare.pid = pid
+        elif (spare := self._take_spare()) is not None:
+            spare.control.close()
+
+    def _take_spare(self) -> Spare | None:
+        """The spare, if it lives; it is not this one's any more."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        spare.control.take()  # it says nothing: its end is all that there may be to hear
+        if spare.pid and not spare.control.gone:
+            return spare
+        spare.control.close()
+        return None
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._told.append(message)
@@ -154,6 +236,7 @@ class ZygoteProcess:
 
     def close(self, reaped: Mapping[int, int]) -> None:
         """Let go of the socket. `reaped` are wait statuses by pid that were collected elsewhere."""
+        self.on_spare(0)
         self.control.close()
         if self._process.returncode is None and self.pid in reaped:
             self._process.returncode = os.waitstatus_to_exitcode(reaped[self.pid])
