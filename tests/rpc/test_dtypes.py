@@ -18,8 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as integers of their size."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.detach().resolve_neg()
+    is_half = plain.is_conj() and plain.element_size() == 4  # which torch may not be able to turn into memory
+    plain = plain.conj() if is_half else plain.resolve_conj()
     found = plain.view(INTEGERS[plain.element_size()]).contiguous()
+    if is_half:  # the sign of the imaginary part
+        found = found ^ -(1 << 31)
     return torch.view_as_real(found).view(torch.int64) if found.is_complex() else found
 
 
@@ -48,7 +52,8 @@ def layouts(dtype: torch.dtype, rng: random.Random) -> Iterator[torch.Tensor]:
     if dtype.is_complex:
         yield make(5).conj()
         yield make(3, 4).t().conj()
-        yield make(5).conj().imag
+        if dtype.itemsize > 4:
+            yield make(5).conj().imag
     if dtype.is_floating_point or dtype.is_complex:
         yield make(2, 3).requires_grad_()
         yield make(3, 4).t().requires_grad_()

@@ -260,10 +260,9 @@ def _reduce_tensor(tensor: Tensor, payload: Payload) -> Any:
     requires_grad = tensor.requires_grad
     plain = tensor.detach() if requires_grad else tensor
     if name is not None:
-        if plain.is_conj() or plain.is_neg():
-            plain = plain.resolve_conj().resolve_neg()
-        plain = plain.view(_INTEGERS[plain.element_size()])
-        return _tensor_by_name, (name, requires_grad, *_lay_out(plain))
+        is_conj = plain.is_conj()  # which not all of these dtypes can be turned into memory
+        plain = (plain.conj() if is_conj else plain).resolve_neg().view(_INTEGERS[plain.element_size()])
+        return _tensor_by_name, (name, is_conj, requires_grad, *_lay_out(plain))
     code, shape, stride, memory = _lay_out(plain)
     return _tensor, (code, shape, stride, requires_grad, memory)
 
@@ -310,12 +309,19 @@ def _tensor(
 
 
 def _tensor_by_name(
-    name: str, requires_grad: bool, code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, memory: Any
+    name: str,
+    is_conj: bool,
+    requires_grad: bool,
+    code: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None,
+    memory: Any,
 ) -> Tensor:
     dtype = _BY_NAME.get(name)
     if dtype is None:
         raise TypeError(f"a tensor of torch.{name} has come by rpc, which torch {torch.__version__} does not have")
-    return _take(_rebuild(code, shape, stride, memory).view(dtype), requires_grad)
+    tensor = _rebuild(code, shape, stride, memory).view(dtype)
+    return _take(tensor.conj() if is_conj else tensor, requires_grad)
 
 
 def _rebuild(code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, memory: Any) -> Tensor:
