@@ -217,6 +217,11 @@ def test_every_option_of_torchrun_and_its_predecessor_is_taken_or_explained() ->
     assert unknown == []
 
 
+def test_a_completion_needs_no_script() -> None:
+    assert parse(["--print-completion", "bash"]).completion == "bash"
+    assert "--print_completion: must be bash, zsh or tcsh, got 'fish'" in refuse("--print_completion=fish")
+
+
 def test_use_env_changes_nothing() -> None:
     assert parse(["--use_env", "a.py"]) == parse(["a.py"])
 

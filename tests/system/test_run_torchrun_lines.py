@@ -206,3 +206,29 @@ def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path: Path) -> N
         finished = running.finish()
     assert finished.code in (-signal.SIGINT, 128 + signal.SIGINT)
     assert (finished.out, finished.err) == ("", "")
+
+
+def test_a_template_stands_before_the_lines_as_torchrun_puts_it(tmp_path: Path) -> None:
+    """Of torchrun's that have the option; ours has it with any torch."""
+    script = write_script(tmp_path, "print('same')\nprint()\n")
+    template = "${role_name}/${rank}/${local_rank}/${unknown}$$: "
+    words = ["--nproc-per-node", "2", "--role", "w", "--tee", "3", script]
+    environ = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": template}
+    said = [
+        subprocess.run([sys.executable, "-m", *launcher, *words], env=environ, capture_output=True, text=True).stdout
+        for launcher in (["torch.distributed.run"], ["phalanx.cli", "run"])
+    ]
+    assert sorted(said[0].splitlines()) == sorted(said[1].splitlines())
+    given = run("--log-line-prefix-template", "${hostname}:${rank}> ", *words)
+    assert sorted(given.out.splitlines()) == [f"{socket.gethostname()}:{r}> {x}" for r in "01" for x in ("", "same")]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_a_shell_completes_the_options(shell: str) -> None:
+    finished = run("--print-completion", shell)
+    assert finished.code == 0
+    assert "log-line-prefix-template" in finished.out
+    if shell == "bash":
+        ask = "COMP_WORDS=(phalanx run --nproc) COMP_CWORD=2; _phalanx; echo ${COMPREPLY[@]}"
+        done = subprocess.run(["bash", "-c", f"{finished.out}\n{ask}"], capture_output=True, text=True, check=True)
+        assert done.stdout == "--nproc-per-node\n"

@@ -35,6 +35,12 @@ def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
         if settings is None:
             guarded(lambda: print(format_help()))
             return 0
+        if settings.completion:
+            from phalanx.launch.completion import make_completion  # here, because jobs have no use for it
+
+            script = make_completion(settings.completion)
+            guarded(lambda: print(script, end=""))
+            return 0
         if settings.on == "ray":
             from phalanx.launch.on_ray import run_on_ray
 

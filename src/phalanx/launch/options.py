@@ -150,6 +150,12 @@ def _read_start_method(text: str) -> str:
     return text
 
 
+def _read_shell(text: str) -> str:
+    if text not in ("bash", "zsh", "tcsh"):
+        raise ValueError(f"must be bash, zsh or tcsh, got {text!r}")
+    return text
+
+
 def _read_local_ranks(text: str) -> tuple[int, ...] | None:
     if not text:
         return None
@@ -220,6 +226,9 @@ OPTIONS = (
     Option("tee", "tee", "The same, and on the screen as well.", "0-3|RANK:0-3,…", _read_streams, short="t"),
     Option("local-ranks-filter", "shown_ranks", "Show only what these local ranks print.", "RANK,…",
            _read_local_ranks),
+    Option("log-line-prefix-template", "log_line_prefix_template", "What stands before each line on the screen in "
+           "place of the rank: text with ${role_name}, ${rank}, ${local_rank}, ${hostname}, as torchrun's of a tee'd "
+           "stream. Equal lines are shown once for each rank then.", "TEMPLATE"),
     Option("grace", "grace_s", "Seconds that ranks get to end after Ctrl-C, SIGTERM or another rank's failure, before "
            "SIGKILL (default 10).", "SECONDS", _read_seconds, torchruns=False),
     Option("shutdown-timeout", "grace_s", "The same, by torchrun's name.", "SECONDS", _read_seconds),
@@ -265,6 +274,8 @@ OPTIONS = (
     Option("run-path", "kind:script", "As torchrun's: the target is a script."),
     Option("use-env", "not:local_rank_argument", "As torch.distributed.launch's: the ranks find LOCAL_RANK in the "
            "environment, and get no argument for it."),
+    Option("print-completion", "completion", "Print a script by which a shell completes these options, and exit.",
+           "bash|zsh|tcsh", _read_shell, torchruns=False),
     Option("start-method", None, "Taken from torchrun: ranks are forked from a process that has torch imported, and "
            "behave like fresh ones.", "spawn|fork|forkserver", _read_start_method),
     Option("monitor-interval", None, "Taken from torchrun: ends of ranks are noticed at once.", "SECONDS",

@@ -54,6 +54,8 @@ class Settings:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     rendezvous: Rendezvous | None = None
     share: tuple[int, int] = (0, 1)  # which part of this host's cores is for this command, of how many such parts
+    log_line_prefix_template: str = ""
+    completion: str = ""  # a shell: nothing is to run, its script is to be printed
     on: str = ""  # whose cluster the job is to run on
 
 
@@ -81,6 +83,8 @@ def parse(
         kinds = ["script"]  # torchrun's goes first, too
     if len(kinds) > 1:
         problems.append("-m and --no-python: a job is a module or a program, not both")
+    if "print-completion" in given and not problems:
+        return Settings(Target("script", ""), completion=given["print-completion"])
     if not rest and not problems:
         problems.append("no script: say what to run, for example: phalanx run train.py")
     fields: dict[str, Any] = {

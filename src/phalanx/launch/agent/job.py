@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from phalanx.launch.flight.files import write_flight
 from phalanx.launch.flight.summary import describe_flight
 from phalanx.launch.folder import JobFolder
 from phalanx.launch.output.display import Display
+from phalanx.launch.output.line_prefix import fill, find_template
 from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump, Viewer
 from phalanx.launch.output.screen import wants_colour
@@ -80,6 +82,10 @@ def opened_host(
     agent_socket = AgentSocket()
     try:
         display = Display(colour=wants_colour(plan.environ, plan.terminal), terminal=plan.terminal)
+        template = find_template(plan.settings.log_line_prefix_template, plan.environ)
+        if template:
+            role, name = plan.settings.role, socket.gethostname()
+            display.prefix_of = lambda rank: fill(template, rank=rank, local_rank=rank, role=role, host=name)
         logs = _open_logs(plan)
         host = Host(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
     except LaunchError:

@@ -25,6 +25,7 @@ from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_node
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
+from phalanx.launch.output.line_prefix import find_template
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.processes import ENDING_SIGNALS
 from phalanx.launch.stacks.job_snapshot import Told, answer_others
@@ -60,6 +61,8 @@ class LeaderAttempt(Attempt):
         self._num_stacks_requests = 0
         super().__init__(plan, host, restart_count, peers.own.place)
         host.display.host_of = peers.name_host
+        if template := find_template(plan.settings.log_line_prefix_template, plan.environ):
+            host.display.prefix_of = lambda rank: peers.fill_prefix(template, rank)
 
     @property
     def member(self) -> int:

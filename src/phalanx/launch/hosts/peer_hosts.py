@@ -11,6 +11,7 @@ from phalanx.launch.generation import HostSeats, Limits
 from phalanx.launch.hosts.control_channel import Change, ControlChannel
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, find_node
+from phalanx.launch.output.line_prefix import fill
 
 
 class PeerHosts:
@@ -38,6 +39,12 @@ class PeerHosts:
         """What people call the host of these ranks; empty where they are on several."""
         node = find_node(self.nodes, ranks)
         return node.label if node is not None else ""
+
+    def fill_prefix(self, template: str, rank: int) -> str:
+        """What the user wants before the lines of `rank`."""
+        node = find_node(self.nodes, [rank]) or self.own
+        facts, local_rank = node.facts, rank - node.place.first_rank
+        return fill(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)
 
     def lose(self, member: int, why: str) -> Node | None:
         """A host has gone; None if it was none of this attempt, or is known to have."""

@@ -30,6 +30,7 @@ class Display:
         self._colour = colour
         self._terminal = terminal
         self.host_of = host_of
+        self.prefix_of: Callable[[int], str] | None = None  # as the user wants it: then no lines are folded
         self._folder = Folder(())
         self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> what it shows until its end
         self._drawn = 0
@@ -146,8 +147,12 @@ class Display:
             return
         self._clear_status()
         for line in lines:
-            prefix = self._prefix(frozenset(line.ranks))
-            (self._out if line.stream == 1 else self._err).put(prefix + line.text + b"\n")
+            ranks = frozenset(line.ranks)
+            prefixes = (
+                [self._prefix(ranks)] if self.prefix_of is None else map(encode, map(self.prefix_of, sorted(ranks)))
+            )
+            for prefix in prefixes:
+                (self._out if line.stream == 1 else self._err).put(prefix + line.text + b"\n")
         if self._terminal:
             self._draw_status()
 

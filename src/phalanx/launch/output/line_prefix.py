@@ -1,0 +1,18 @@
+"""What stands before a rank's line where the user has said it: torchrun's --log-line-prefix-template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from string import Template
+
+VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+
+
+def find_template(given: str, environ: Mapping[str, str]) -> str:
+    """That of the command line, else that of the environment; empty where there is none."""
+    return given or environ.get(VARIABLE, "")
+
+
+def fill(template: str, *, rank: int, local_rank: int, role: str, host: str) -> str:
+    """The template with its macros replaced; what is none of them stays as it is, as in torchrun."""
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank, hostname=host)
