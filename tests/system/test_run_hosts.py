@@ -231,6 +231,33 @@ def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> No
         assert "phalanx run: the first host is lost: nothing was heard from it for 2." in finished[1].out
 
 
+def test_a_host_that_is_killed_while_it_still_imports_is_noticed_at_once(tmp_path: Path) -> None:
+    """Its zygote was ended with the command as long as it imported torch, so that nobody told: the host held its place
+    until `--host-timeout` had passed."""
+    imports = tmp_path / "imports"
+    (imports / "torch").mkdir(parents=True)
+    go = tmp_path / "go"
+    (imports / "torch" / "__init__.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\nraise ImportError\n"
+    )
+    script = write_script(tmp_path, "print('nothing')")
+    with hosts(2) as machines, contextlib.ExitStack() as stack:
+        lines = numbered(machines, "--host-timeout", "600", script=(script,), nproc="1")
+        environs = [{"PHALANX_KEY": str(Key(bytes(32))), "PYTHONPATH": path} for path in ("", str(imports))]
+        first, second = (
+            stack.enter_context(start(*line, env=environ, before=machine.command, stderr=subprocess.STDOUT))
+            for machine, line, environ in zip(machines, lines, environs, strict=True)
+        )
+        first.read_until("2 hosts: ")
+        second.process.kill()
+        second.process.wait()
+        go.touch()
+        finished = first.finish()
+        assert second.survivors() == []
+    assert finished.code != 0
+    assert f"`phalanx run` (pid {second.process.pid}) was killed there" in finished.out
+
+
 @pytest.mark.parametrize("how", ["killed", "ended", "cut off"])
 def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> None:
     """A first host whose command was killed was waited for as long as one that is silent, though its kernel answered

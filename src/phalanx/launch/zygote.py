@@ -64,13 +64,17 @@ _FOR_TRAINING = (
 )  # fmt: skip
 
 
-def main(control: int, agent: int, preload: bool, warm: bool = False, sessions: Sequence[int] = ()) -> None:
+def main(
+    control: int, agent: int, preload: bool, warm: bool = False, sessions: Sequence[int] = (), tells: bool = False
+) -> None:
     """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended.
 
     `warm`: ranks may have to begin again, and import nothing then. `sessions` are those of earlier zygotes, whose ranks
-    live.
+    live. `tells`: if the agent is killed the first host is to be told, also while torch is being imported.
     """
-    if not sessions:  # while torch is being imported nobody watches the socket, and there is nothing to clean up
+    if (
+        not sessions and not tells
+    ):  # while torch is being imported nobody watches the socket, and there is nothing to clean up
         die_with_parent(agent)
     adopt_orphans()
     set_command([sys.executable, f"(phalanx run {agent}: the zygote, from which the ranks are forked)"])
@@ -86,18 +90,18 @@ def main(control: int, agent: int, preload: bool, warm: bool = False, sessions: 
     if use := find_own_cuda_use():
         print(describe(use, preloads=preload), file=sys.stderr, flush=True)
         if preload:
-            _begin_again(control, agent, sessions)
+            _begin_again(control, agent, sessions, tells)
     gc.freeze()  # and for the ranks' collector the pages of the modules stay shared
     gc.enable()
-    assignment = _Zygote(socket.socket(fileno=control), agent, sessions).serve()
+    assignment = _Zygote(socket.socket(fileno=control), agent, sessions).serve(tells=tells)
     run_worker(assignment)
 
 
-def _begin_again(control: int, agent: int, sessions: Sequence[int]) -> None:
+def _begin_again(control: int, agent: int, sessions: Sequence[int], tells: bool) -> None:
     """Be a zygote that imports nothing; with what this one has imported its forks can't use a GPU."""
     close_devices()
     own, room = sys.orig_argv.index("-c"), sys.orig_argv[-1]
-    code = plan_zygote_code(control, agent, preload=False, warm=False, sessions=sessions)
+    code = plan_zygote_code(control, agent, preload=False, warm=False, sessions=sessions, tells=tells)
     os.execv(sys.executable, [*sys.orig_argv[:own], "-c", code, room])
 
 
@@ -155,15 +159,18 @@ class _Zygote:
         self._spare = 0  # its process
         self._is_spare = False  # this is one, whose zygote lives
 
-    def serve(self) -> Assignment:
-        """Follow the agent's commands; returns in each rank that it forks, and nowhere else."""
+    def serve(self, *, tells: bool = False) -> Assignment:
+        """Follow the agent's commands; returns in each rank that it forks, and nowhere else.
+
+        `tells`: what the agent has said before it was killed is read, too: where the first host is.
+        """
         self._wake = os.pipe()
         for end in self._wake:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         outlive_parent()
-        if not self._is_spare and os.getppid() != self._agent:  # it died while nobody was looking
+        if not (self._is_spare or tells) and os.getppid() != self._agent:  # it died while nobody was looking
             kill_sessions(self._sessions)
             os._exit(1)
         poll = select.poll()

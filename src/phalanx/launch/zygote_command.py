@@ -8,10 +8,12 @@ from collections.abc import Sequence
 # directory, which must not shadow modules (the user's `random.py`) while torch is imported.
 _BOOT = (
     "import sys; '' in sys.path and sys.path.remove(''); "
-    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload}, {warm}, {sessions})"
+    "from phalanx.launch.zygote import main; main({control}, {agent}, {preload}, {warm}, {sessions}, {tells})"
 )
 
 
-def plan_zygote_code(control: int, agent: int, *, preload: bool, warm: bool, sessions: Sequence[int]) -> str:
+def plan_zygote_code(
+    control: int, agent: int, *, preload: bool, warm: bool, sessions: Sequence[int], tells: bool
+) -> str:
     """What `python -c` runs; the arguments are those of `zygote.main`."""
-    return _BOOT.format(control=control, agent=agent, preload=preload, warm=warm, sessions=tuple(sessions))
+    return _BOOT.format(control=control, agent=agent, preload=preload, warm=warm, sessions=tuple(sessions), tells=tells)

@@ -33,7 +33,8 @@ def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
         warm = preload and (bool(plan.settings.max_restarts) or may_be_elastic(plan.settings.target))
         try:
             room = count_room(plan.settings.target.command)
-            zygote = ZygoteProcess(environment, preload=preload, warm=warm, room=room)
+            has_hosts = plan.settings.rendezvous is not None
+            zygote = ZygoteProcess(environment, preload=preload, warm=warm, room=room, tells=has_hosts)
         except OSError as error:
             raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
         try:

@@ -67,10 +67,13 @@ class ZygoteProcess:
         preload: bool,
         warm: bool = False,
         room: int = 0,
+        tells: bool = False,
         sessions: Sequence[int] = (),
         spare: Spare | None = None,
     ) -> None:
         """`warm`: also import what ranks import when they begin to train, because they may have to begin again.
+
+        `tells`: the first host is to be told if we are killed, also while it imports.
 
         `room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
 
@@ -78,6 +81,7 @@ class ZygoteProcess:
         """
         self.has_forked = False  # or was told to
         self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
+        self._tells = tells
         self._told: list[dict[str, Any]] = []  # what a zygote after this one must know, too
         self._spare: Spare | None = None
         self._num_spares = 0
@@ -89,7 +93,9 @@ class ZygoteProcess:
             return
         ours, theirs = socket.socketpair()
         self.control = control_protocol.Channel(ours)
-        code = plan_zygote_code(theirs.fileno(), os.getpid(), preload=preload, warm=warm, sessions=sessions)
+        code = plan_zygote_code(
+            theirs.fileno(), os.getpid(), preload=preload, warm=warm, sessions=sessions, tells=tells
+        )
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         if not has_working_directory() and sys.version_info >= (3, 11):
@@ -140,6 +146,7 @@ class ZygoteProcess:
             preload=self._preload,
             warm=self._warm,
             room=self._room,
+            tells=self._tells,
             sessions=sessions,
             spare=self._take_spare(),
         )

@@ -244,7 +244,10 @@ class Gathering:
             if facts is not None and "reached" in change.facts:
                 self._joined_hosts[change.member] = JoinedHost(facts, str(change.facts["reached"]))
         elif change.kind in ("left", "lost"):
-            self._joined_hosts.pop(change.member, None)
+            gone = self._joined_hosts.pop(change.member, None)
+            if gone is not None and change.kind == "lost":
+                who = f"{gone.facts.name} ({gone.facts.address})"
+                self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
         elif change.kind in ("unreachable", "expelled"):
             raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
 
