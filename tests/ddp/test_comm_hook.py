@@ -241,6 +241,14 @@ def test_compression_takes_gradients_of_any_real_dtype_and_shows_what_is_not_fin
     run_ranks(fn, 2, backend=backend)
 
 
+def _applying_optim_in_backward():
+    """Make PyTorch's hook; it makes a stream first, for which a build with CUDA needs a driver."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.accelerator.is_available():
+            patch.setattr(torch, "Stream", lambda: None)
+        return optimizer_overlap_hooks._apply_optim_in_backward_hook(True)
+
+
 def test_hooks_that_cannot_work_are_refused_with_what_to_use_instead():
     def fn(rank, world_size):
         fused = _as_overlapped_optim(torch.optim.SGD, None, lr=0.1)._opt_hook_state
@@ -250,7 +258,7 @@ def test_hooks_that_cannot_work_are_refused_with_what_to_use_instead():
                 optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, fused),
                 r"step\(\) after",
             ),
-            (optimizer_overlap_hooks._apply_optim_in_backward_hook(True), r"step\(\) after"),
+            (_applying_optim_in_backward(), r"step\(\) after"),
             (ddp_zero_hook._hook_with_zero_step_setup, "Use phalanx.ZeroRedundancyOptimizer without it"),
             (
                 quantization_hooks.quantization_pertensor_hook,

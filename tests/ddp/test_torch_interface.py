@@ -127,8 +127,13 @@ def test_what_cannot_work_says_what_to_do_instead():
             (lambda: ddp._register_buffer_comm_hook(None, print), "broadcast_buffers=False"),
             (lambda: ddp._update_process_group(ddp.process_group), "wrap the module anew"),
             (lambda: ddp._set_sparse_metadata({}), "exchanged in every step"),
+            (lambda: setattr(ddp, "require_manual_backward_finalization", True), "averaged when backward returns"),
         ):
             with pytest.raises(NotImplementedError, match=advice):
                 call()
+        ddp.require_manual_backward_finalization = False
+        assert not ddp.should_finalize_after_backward
+        with pytest.raises(RuntimeError, match="finalize_backward: require_manual_backward_finalization is False"):
+            ddp.finalize_backward()
 
     run_ranks(fn, 1)

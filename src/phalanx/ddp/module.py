@@ -46,9 +46,9 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     Arguments are PyTorch's, with these differences: `gradient_as_bucket_view` is True unless you say otherwise, that
     is, `.grad` is a view of a bucket, whose memory the next backward writes again unless you keep it; it replaces a
-    `.grad` that you assigned; `batched_grad_copy` and `dim` change nothing; what is not supported is refused by name.
-    Gradients are averaged once per backward, not once per forward: two forwards and then their two backwards end in the
-    right mean.
+    `.grad` that you assigned; `batched_grad_copy`, `lazy_bucket_allocation` and `dim` change nothing; what is not
+    supported is refused by name. Gradients are averaged once per backward, not once per forward: two forwards and then
+    their two backwards end in the right mean.
 
     A process that you fork shares `.grad` with this one: it is not copied on write. Clone before what it shall read.
 
@@ -96,6 +96,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         sync_batchnorm: SyncChoice = False,
         check: bool = True,

@@ -184,6 +184,32 @@ class TorchInterface(nn.Module):
         """Rank 0's buffers for all, now. Collective."""
         self._broadcast_buffers(0, torch.is_grad_enabled())
 
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Never: a backward is over when its gradients are the mean. Setting it to True is refused."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self._check_manual_backward_finalization_supported()
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Never, as nothing is to be finalized by hand."""
+        return False
+
+    def finalize_backward(self) -> NoReturn:
+        """Refuse, as PyTorch's does where `require_manual_backward_finalization` is False.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "finalize_backward: require_manual_backward_finalization is False; gradients are averaged when backward "
+            "returns. Leave the call out."
+        )
+
     # -- refused -------------------------------------------------------------------------------------------------------
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> NoReturn:
@@ -203,6 +229,13 @@ class TorchInterface(nn.Module):
             "_update_process_group",
             "gradients lie in memory that the ranks of a group share; wrap the module anew, "
             "DistributedDataParallel(ddp.module, process_group=new_process_group)",
+        )
+
+    def _check_manual_backward_finalization_supported(self) -> NoReturn:
+        """Refuse: the last bucket's average ends the backward."""
+        raise _refused(
+            "require_manual_backward_finalization",
+            "gradients are averaged when backward returns; run what shall overlap it in a hook of a parameter",
         )
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
