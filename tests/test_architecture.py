@@ -17,7 +17,7 @@ T = TypeVar("T")
 PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = [
-    {"errors", "deadline", "core_numbers", "dtypes", "log", "svg"},
+    {"errors", "deadline", "core_numbers", "dtypes", "log", "svg", "torch_versions", "torch_names"},
     {"_core", "symmetric_memory", "engines", "diagnostics", "coordination", "partition"},
     {"transport", "collectives"},
     {"backend"},

@@ -141,8 +141,8 @@ def test_what_costs_something_is_a_warning_with_advice_and_training_still_works(
     ("facts", "topic", "fact", "advice"),
     [
         (dataclasses.replace(HEALTHY, torch="died by SIGILL"), "torch", "imported: died by SIGILL", "pip install"),
-        (on("torch", version="2.5.1"), "torch", "2.6 or later is needed", "pip install --upgrade 'torch>=2.6'"),
-        (on("torch", version="1.13"), "torch", "2.6 or later is needed", "--upgrade"),
+        (on("torch", version="2.12.1"), "torch", "2.13 or later is needed", "pip install --upgrade 'torch>=2.13'"),
+        (on("torch", version="1.13"), "torch", "2.13 or later is needed", "--upgrade"),
         (on("host", open_files=40, open_files_hard=40), "limits", "no more than 40", "`phalanx run` needs"),
         (on("host", folder=None), "folder", "has been removed", "cd to one that is there"),
         (on("torch", registered=False), "torch", "does not know the backend 'phalanx'", "entry point"),
@@ -214,3 +214,10 @@ def test_the_json_holds_the_findings_and_the_facts():
 def test_the_table_shows_square_brackets_as_they_are(capsys):
     print_table(judge(on("training", works=False, detail="KeyError: [bold]x[/bold]")))
     assert "[bold]x[/bold]" in capsys.readouterr().out
+
+
+def test_a_torch_that_nobody_has_tried_is_a_warning():
+    finding = the("torch", on("torch", version="9.0.0.dev3+cpu"))
+    assert finding.status is Status.WARNING
+    assert "torch 9.0.0.dev3+cpu is newer than the newest that Phalanx is tested with" in finding.fact
+    assert "pip install 'torch==" in finding.advice

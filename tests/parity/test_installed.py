@@ -56,7 +56,7 @@ def test_a_program_that_does_not_ask_for_us_sees_torch_alone(tmp_path, ports):
         del here[registry]["phalanx"]
     for modules in ("modules", "modules in the end"):
         room = "phalanx.backend.torch_integration"
-        ours = {"phalanx", "phalanx._autoload", "phalanx.backend", room, f"{room}.backend_names", f"{room}.patch"}
+        ours = {"phalanx", "phalanx._autoload", "phalanx.backend", room, f"{room}.backend_names"}
         assert ours == set(here[modules]) - set(alone[modules])
         here[modules] = [name for name in here[modules] if name not in ours]
     for what in alone:
@@ -92,7 +92,8 @@ def test_names_that_were_imported_before_anybody_asked_serve_our_groups_too():
 
     def barrier(rank, world_size):
         monitored_barrier()
-        with pytest.raises(ValueError, match=r"monitored_barrier is only implemented for GLOO backend\."):
+        # torch's own refusal: of its function up to 2.14, of the group from 2.15 on.
+        with pytest.raises((ValueError, RuntimeError), match=r"is only implemented for GLOO|only GLOO supports"):
             monitored_barrier(dist.new_group(backend="fake"))
         monitored_barrier(dist.new_group(backend="gloo"))
         return monitored_barrier is dist.monitored_barrier

@@ -35,6 +35,7 @@ from phalanx.symmetric_memory import memfd
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
+from phalanx.torch_versions import describe_untested
 from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.gloo.transport import GlooTransport
 from phalanx.transport.hierarchical.layout import Layout
@@ -103,6 +104,8 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
     deadline = Deadline.after(timeout)
     store, rank, size = options.store, options.group_rank, options.group_size
     name = options.group_id
+    if rank == 0 and (untested := describe_untested(sys.modules["torch"].__version__)):
+        warn_once(_logger, f"{untested}; going on. `phalanx doctor` says what to do if something does not work")
     if is_rehearsing():
         return RehearsalTransport(name, rank, size)
     with contextlib.ExitStack() as stack:

@@ -12,8 +12,12 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._C import _dynamo
+from phalanx.torch_names import find
 
+_LOSES = "torch.compile looks into a group's operations; keep them out of what it compiles"
+_set_strategy: Any = find("torch._C._dynamo.eval_frame.set_code_exec_strategy", loses=_LOSES)
+_FrameAction: Any = find("torch._C._dynamo.eval_frame._FrameAction", loses=_LOSES)
+_FrameExecStrategy: Any = find("torch._C._dynamo.eval_frame._FrameExecStrategy", loses=_LOSES)
 _DYNAMOS_DECORATORS = ("torch._compile", "torch.optim.optimizer")  # where they are defined
 
 _Marked = TypeVar("_Marked", bound=type | Callable[..., Any])
@@ -60,10 +64,6 @@ def _leave_alone(function: Any, *, with_callees: bool = True) -> None:
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "a process group's operations are carried out, not traced"
     # A frame that is reached otherwise, and all below it unless those are to be traced, is run as it is.
-    frames: Any = _dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):
-        action = frames._FrameAction
-        callees = action.SKIP if with_callees else action.DEFAULT
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, callees))
-    else:  # torch 2.6
-        frames.skip_code(function.__code__)
+    if _set_strategy is not None and _FrameAction is not None and _FrameExecStrategy is not None:
+        callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
+        _set_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from phalanx.doctor.facts import Facts, Probe, Torch
@@ -10,8 +9,9 @@ from phalanx.doctor.finding import Finding, Status
 from phalanx.doctor.gpu_checks import judge_gpus
 from phalanx.engines.interfaces import is_public
 from phalanx.launch.limits import needed_open_files
+from phalanx.torch_versions import OLDEST, TESTED, describe_untested, release_of
 
-OLDEST_TORCH = (2, 6)
+_oldest = ".".join(map(str, OLDEST))
 _GIB = 1 << 30
 # A rank that has imported torch and trains a small model; most of it is torch itself.
 _BYTES_PER_RANK = 512 << 20
@@ -167,13 +167,15 @@ def check_torch(facts: Facts) -> Finding:
             "torch",
             Status.PROBLEM,
             f"cannot be imported: {torch}",
-            "Install it into this Python: pip install 'torch>=2.6'. If it is there: python -c 'import torch'",
+            f"Install it into this Python: pip install 'torch>={_oldest}'. If it is there: python -c 'import torch'",
         )
     fact = f"{torch.version} with {', '.join(torch.backends) or 'no backend of its own'}"
-    if _release(torch.version) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
+    if release_of(torch.version) < OLDEST:
         return Finding(
-            "torch", Status.PROBLEM, f"{fact}; {oldest} or later is needed", f"pip install --upgrade 'torch>={oldest}'"
+            "torch",
+            Status.PROBLEM,
+            f"{fact}; {_oldest} or later is needed",
+            f"pip install --upgrade 'torch>={_oldest}'",
         )
     if not torch.registered:
         return Finding(
@@ -189,6 +191,13 @@ def check_torch(facts: Facts) -> Finding:
             Status.WARNING if facts.kernel.core.works else Status.PROBLEM,
             f"{fact}; gloo is missing",
             "Jobs of several hosts need it, and so does one without the C core: use an official build of PyTorch.",
+        )
+    if untested := describe_untested(torch.version):
+        return Finding(
+            "torch",
+            Status.WARNING,
+            f"{fact}; {untested}",
+            f"It may well work: what it lacks is told in the log. If it does not: pip install 'torch=={TESTED[-1]}'",
         )
     return Finding("torch", Status.OK, fact)
 
@@ -407,11 +416,6 @@ def judge(facts: Facts) -> list[Finding]:
 def would_train(findings: list[Finding]) -> bool:
     """Whether training would work: no finding is a problem."""
     return all(finding.status is not Status.PROBLEM for finding in findings)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, match.groups())) if match else (0,)
 
 
 def _is_absent(gpu_tool: Probe) -> bool:

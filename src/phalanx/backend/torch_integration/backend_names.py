@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import distributed_c10d, once
-
 
 def offer_backend() -> None:
     """What `import torch` runs: make the names "phalanx" and "mpi" known; safe to call more than once."""
@@ -23,10 +21,12 @@ def offer_backend() -> None:
     backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
     # While any plugin is listed, torch (2.13, `_new_process_group_helper`) does not tell a group "cpu:gloo" that it is
     # Gloo's. So ours is listed only once it is asked for; ends when torch compares names in one case.
-    plugin = backend._plugins.pop("PHALANX")
-    backend._plugins = _Plugins(backend._plugins, lambda: _serve_our_backend(plugin))
+    plugins = getattr(backend, "_plugins", {})
+    plugin = plugins.pop("PHALANX", None)
+    if plugin is not None:
+        backend._plugins = _Plugins(plugins, lambda: _serve_our_backend(plugin))
     backend.PHALANX = _Asked("phalanx", lambda: _serve_our_backend(plugin))
-    if not distributed_c10d().is_mpi_available():
+    if not dist.is_mpi_available():
         backend.MPI = _Asked("mpi", _serve_mpi)
     steps = sys.modules.get("phalanx.backend.torch_integration.training_steps")
     if steps is not None:  # a recorder of steps was there before torch
@@ -84,26 +84,39 @@ class _Asked:
         self._first = first
 
     def __get__(self, instance: object, owner: Any) -> str:
-        if sys._getframe(1).f_code is owner.__new__.__code__:
+        resolves = getattr(owner.__new__, "__code__", None)
+        if resolves is None or sys._getframe(1).f_code is resolves:
             self._first()
         return self._name
 
 
-@once
+_served: list[bool] = []  # once somebody has asked for ours
+
+
 def _serve_our_backend(plugin: Any) -> None:
+    """Show torch our plugin again, and change what its users need; only the first call does something."""
+    if _served:
+        return
+    _served.append(True)
     import torch.distributed as dist
 
     from phalanx.backend.torch_integration.dist2 import serve_dist2
     from phalanx.backend.torch_integration.flight_recorder import serve_dumps
     from phalanx.backend.torch_integration.monitored_barrier import extend_monitored_barrier
-    from phalanx.backend.torch_integration.rendezvous_handlers import extend_scheme, serve_agents_store
+    from phalanx.backend.torch_integration.rendezvous_handlers import serve_agents_store, serve_cluster_launchers
 
     backend: Any = dist.Backend
-    backend._plugins["PHALANX"] = plugin
+    if plugin is not None:
+        backend._plugins["PHALANX"] = plugin
+    else:
+        names = importlib.import_module("phalanx.torch_names")
+        names.report_loss(
+            "has no torch.distributed.Backend._plugins",
+            'a group "cpu:gloo" is given a name that libraries do not take for Gloo\'s',
+        )
     serve_agents_store()
     serve_dist2()
-    extend_scheme("env", "env_rendezvous", ours_only=True)
-    extend_scheme("tcp", "address_rendezvous", ours_only=True)
+    serve_cluster_launchers()
     extend_monitored_barrier()
     serve_dumps()
 

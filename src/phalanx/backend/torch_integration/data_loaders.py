@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import once
+from phalanx.backend.torch_integration.patch import patch
 
 _LoaderListener = tuple[Callable[[Any, Any], None], Callable[[Any, Any, Any, bool], None]]
 _loader_listeners: weakref.WeakKeyDictionary[Any, _LoaderListener] = weakref.WeakKeyDictionary()
@@ -24,7 +24,11 @@ def observe_loaders(
     _observe_loaders()
 
 
-@once
+@patch(
+    "torch.utils.data.DataLoader.__iter__(self)",
+    "torch.utils.data.dataloader._BaseDataLoaderIter",
+    loses="an elastic job does not hear which batches its DataLoader has given",
+)
 def _observe_loaders() -> None:
     from torch.utils.data import DataLoader
 
@@ -44,6 +48,10 @@ def _observe_loaders() -> None:
     vars_of.__iter__ = __iter__
 
 
+@patch(
+    "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch(self, possibly_batched_index)",
+    loses="the random numbers of a DataLoader's workers are those of the worker, and differ when the job has shrunk",
+)
 def call_before_fetch(function: Callable[[Any], None]) -> None:
     """Call `function(indices)` in this process, a DataLoader's worker, before a batch of them is read."""
     from torch.utils.data._utils import fetch

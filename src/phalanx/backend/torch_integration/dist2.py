@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import types
 from datetime import timedelta
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import once
+from phalanx.backend.torch_integration.patch import patch
 
 
-@once
 def serve_dist2() -> None:
-    """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups; it has a table of backends of its own."""
-    try:
-        dist2 = importlib.import_module("torch.distributed._dist2")
-    except ImportError:  # before torch 2.8
-        return
+    """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups, where torch has it: up to 2.14."""
+    if importlib.util.find_spec("torch.distributed._dist2") is not None:
+        _serve_dist2()
+
+
+@patch(
+    "torch.distributed._dist2.register_backend(name, func)",
+    loses="new_group('phalanx') of torch.distributed._dist2 does not work; use torch.distributed.new_group",
+)
+def _serve_dist2() -> None:
+    dist2 = importlib.import_module("torch.distributed._dist2")
     numbers = itertools.count()
 
     def create(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import distributed_c10d, once
+from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 
 BACKEND = "phalanx"
 _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -31,7 +31,11 @@ _Original = Callable[..., Any]
 _originals: dict[str, _Original] = {}
 
 
-@once
+@patch(
+    "torch._C._distributed_c10d._dump_fr_trace",
+    "torch._C._distributed_c10d._dump_fr_trace_json",
+    loses="PyTorch's flight recorder does not show our groups; `phalanx stacks` does",
+)
 def serve_dumps() -> None:
     """Let torch's functions that dump its flight recorder answer for our groups too; each that this torch has."""
     c10d = _bindings()

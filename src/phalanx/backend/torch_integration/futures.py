@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import once
+from phalanx.backend.torch_integration.patch import patch
 
 
 def collect_calls(has_calls: Callable[[Any], bool], collect_all: Callable[[Any], Any]) -> None:
@@ -17,7 +17,10 @@ def collect_calls(has_calls: Callable[[Any], bool], collect_all: Callable[[Any],
 _collectors: list[tuple[Callable[[Any], bool], Callable[[Any], Any]]] = []
 
 
-@once
+@patch(
+    "torch._C._collect_all",
+    loses="torch.futures.collect_all and wait_all wait for all calls of phalanx.rpc, also when one has failed",
+)
 def _collect_calls() -> None:
     import torch
 

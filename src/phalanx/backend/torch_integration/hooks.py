@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from phalanx.backend.torch_integration.patch import once
+from phalanx.backend.torch_integration.patch import patch
 
 _Group = TypeVar("_Group", bound=type)
 _torch_group: Any = dist.ProcessGroup
@@ -136,12 +136,18 @@ def carry_out(group: Any, name: str, args: tuple[Any, ...]) -> Any:
     return work
 
 
-@once
 def serve_nan_check() -> None:
     """Let NanCheckHook, which TORCH_DIST_NAN_CHECK=1 hangs on each group, be called at our groups' operations."""
-    hook: Any = getattr(dist.distributed_c10d, "NanCheckHook", None)
-    if hook is None:  # before torch 2.14
-        return
+    if hasattr(dist.distributed_c10d, "NanCheckHook"):  # from torch 2.14 on
+        _serve_nan_check()
+
+
+@patch(
+    "torch.distributed.distributed_c10d.NanCheckHook.attach",
+    loses="TORCH_DIST_NAN_CHECK=1 does not look at our groups' operations",
+)
+def _serve_nan_check() -> None:
+    hook: Any = dist.distributed_c10d.NanCheckHook  # type: ignore[attr-defined]
     theirs = hook.attach
 
     @functools.wraps(theirs)

@@ -7,12 +7,11 @@ import importlib
 from typing import Any
 
 from phalanx.backend.torch_integration.dist2 import serve_dist2
-from phalanx.backend.torch_integration.patch import distributed_c10d, once
+from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 from phalanx.backend.torch_integration.rendezvous_handlers import serve_agents_store
 from phalanx.backend.torch_integration.stores import serve_prefixes, serve_queues
 
 
-@once
 def serve_launcher() -> None:
     """Let a start that names no backend mean ours, and `env://` use the agent's store, where the launcher says so.
 
@@ -25,6 +24,11 @@ def serve_launcher() -> None:
     serve_dist2()
 
 
+@patch(
+    "torch.distributed.distributed_c10d.init_process_group(backend)",
+    "torch.distributed.device_mesh.init_process_group",
+    loses="init_process_group without a backend's name does not mean 'phalanx' under `phalanx run`; name the backend",
+)
 def _extend_start() -> None:
     c10d = distributed_c10d()
     original = c10d.init_process_group

@@ -9,9 +9,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import distributed_c10d
+from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 
 
+@patch(
+    "torch.distributed.distributed_c10d.monitored_barrier(group, timeout, wait_all_ranks)",
+    loses="torch.distributed.monitored_barrier refuses our groups; call the group's own, group.monitored_barrier()",
+)
 def extend_monitored_barrier() -> None:
     """torch's function refuses all groups but Gloo's, by name; ends when it asks the group.
 

@@ -9,10 +9,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import distributed_c10d, once
+from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 
 
-@once
+@patch(
+    "torch.distributed.distributed_c10d._new_process_group_helper(backend, store, group_name, timeout)",
+    "torch.distributed.distributed_c10d._MPI_AVAILABLE",
+    loses="backend 'mpi' is not there, as this torch was built without MPI",
+)
 def serve_mpi() -> None:
     """Let backend "mpi" work through mpi4py; `is_mpi_available()` says so only from then on: libraries choose by it."""
     c10d = distributed_c10d()

@@ -1,26 +1,55 @@
-"""How a change to torch is applied: once in a process, however often it is asked for."""
+"""How a change to torch is applied: once in a process, and only to a torch that has what the change builds upon."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-_applied: set[str] = set()
+from phalanx.torch_names import describe_missing, report_loss
 
 
-def once(patch: Callable[..., None]) -> Callable[..., None]:
-    """Apply a patch at its first call in a process, and do nothing at the later ones."""
+@dataclass(frozen=True)
+class Patch:
+    """A change to torch: what it needs there, as `phalanx.torch_names.find` takes it, and what is lost without it."""
 
-    @functools.wraps(patch)
-    def apply(*args: Any) -> None:
-        if patch.__qualname__ not in _applied:
-            _applied.add(patch.__qualname__)
-            patch(*args)
+    name: str
+    needs: tuple[str, ...]
+    loses: str
 
-    return apply
+
+patches: list[Patch] = []
+"""Every change in the files that have been imported."""
+
+_asked: set[str] = set()
+
+
+def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function that changes torch do so at its first call in a process, where torch has all that it `needs`.
+
+    Where torch looks otherwise, nothing is changed, and one line in the log says what is lost.
+    """
+
+    def decorate(change: Callable[..., None]) -> Callable[..., None]:
+        name = f"{change.__module__.rpartition('.')[2]}.{change.__qualname__}"
+        patches.append(Patch(name, needs, loses))
+
+        @functools.wraps(change)
+        def apply(*args: Any) -> None:
+            if name in _asked:
+                return
+            _asked.add(name)
+            if problem := next(filter(None, map(describe_missing, needs)), ""):
+                report_loss(problem, loses)
+            else:
+                change(*args)
+
+        return apply
+
+    return decorate
 
 
 def distributed_c10d() -> ModuleType:

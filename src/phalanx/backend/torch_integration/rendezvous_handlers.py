@@ -8,16 +8,32 @@ import sys
 import types
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import distributed_c10d, once
+from phalanx.backend.torch_integration.patch import distributed_c10d, patch
+
+_HANDLERS = (
+    "torch.distributed.rendezvous._rendezvous_handlers",
+    "torch.distributed.rendezvous.default_pg_timeout",
+)
 
 
-@once
+@patch(*_HANDLERS, loses="env:// does not find the store of `phalanx run`; use phalanx.init, or pass store=")
 def serve_agents_store() -> None:
     """Let `env://` use the store of the agent of `phalanx run`."""
-    extend_scheme("env", "launched_rendezvous")
+    _extend_scheme("env", "launched_rendezvous")
 
 
-def extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
+@patch(
+    *_HANDLERS,
+    "torch.distributed.distributed_c10d.init_process_group(backend)",
+    loses="env:// and tcp:// do not know ranks of mpiexec and Slurm; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+)
+def serve_cluster_launchers() -> None:
+    """Let `env://` and `tcp://` work under mpiexec and Slurm, and say who is where, for our backend alone."""
+    _extend_scheme("env", "env_rendezvous", ours_only=True)
+    _extend_scheme("tcp", "address_rendezvous", ours_only=True)
+
+
+def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
     """Let `phalanx.backend.rendezvous.<name>` handle the scheme; it is given the handler that did until now."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package shows a function of that name
     original = rendezvous._rendezvous_handlers[scheme]

@@ -8,17 +8,22 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import distributed_c10d, once
+from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 
 
-@once
+@patch(
+    "torch.distributed.Store.queue_push",
+    "torch.distributed.Store.queue_pop",
+    "torch.distributed.Store.queue_len",
+    "torch.distributed.FileStore",
+    "torch.distributed.PrefixStore.underlying_store",
+    loses="the store of `phalanx run` has no queues",
+)
 def serve_queues() -> None:
     """Let a FileStore, by itself or behind prefixes, have queues; ends when torch's has them."""
     import torch.distributed as dist
 
     stores: Any = dist
-    if not hasattr(stores.Store, "queue_push"):  # before torch 2.8
-        return
     theirs = stores.Store
 
     def in_file(store: Any) -> bool:
@@ -45,7 +50,14 @@ def serve_queues() -> None:
         store.queue_push, store.queue_pop, store.queue_len = queue_push, queue_pop, queue_len
 
 
-@once
+@patch(
+    "torch.distributed.PrefixStore.underlying_store",
+    "torch.distributed.PrefixStore.queue_push",
+    "torch.distributed.PrefixStore.queue_pop",
+    "torch.distributed.PrefixStore.queue_len",
+    "torch.distributed.PrefixStore.list_keys",
+    loses="a PrefixStore around a store of ours has no queues and no list of keys",
+)
 def serve_prefixes() -> None:
     """Let a PrefixStore around a store of ours (one that has `name_through`) have queues and a list of keys.
 
@@ -54,9 +66,7 @@ def serve_prefixes() -> None:
     prefixed: Any = distributed_c10d().PrefixStore
 
     def extend(name: str, ours: Callable[..., Any]) -> None:
-        theirs = getattr(prefixed, name, None)
-        if theirs is None:  # before torch 2.8
-            return
+        theirs = getattr(prefixed, name)
 
         @functools.wraps(theirs)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import Any
 
-from phalanx.backend.torch_integration.patch import once
+from phalanx.backend.torch_integration.patch import patch
 
 _recorders: list[Any] = []  # one, or none
 _marks: list[Any] = []  # its log's `mark`, by which a batch or a backward is told
@@ -27,7 +27,9 @@ def observe_steps(recorder: Any) -> None:
 def begin_to_observe() -> None:
     """Begin, now that torch is there; `import torch` ends with this call where a recorder has come before it."""
     if _recorders:
-        _observe_steps()
+        _observe_batches()
+        _observe_backward()
+        _observe_scaler()
         _hook_optimizers()
 
 
@@ -42,22 +44,16 @@ def _hook_optimizers() -> None:
     _hooks.append(register_optimizer_step_post_hook(log.end_update))
 
 
-@once
-def _observe_steps() -> None:
-    """Every line of these runs with cold caches, beside a step that streams its parameters through them: few lines."""
+@patch(
+    "torch.utils.data.dataloader._BaseDataLoaderIter.__next__(self)",
+    loses="a run report does not hear of a DataLoader's batches",
+)
+def _observe_batches() -> None:
+    """Every line of this runs with cold caches, beside a step that streams its parameters through them: few lines."""
     import torch
     from torch.utils.data import dataloader
 
-    from phalanx.diagnostics.interruptions import is_interruption
-    from phalanx.diagnostics.step_machine import (
-        BEGIN_BACKWARD,
-        BEGIN_DATA,
-        END_BACKWARD,
-        END_BACKWARD_WITH_LOSS,
-        END_DATA,
-        NO_DATA,
-        WORKERS,
-    )
+    from phalanx.diagnostics.step_machine import BEGIN_DATA, END_DATA, NO_DATA, WORKERS
 
     tensor, marks = torch.Tensor, _marks
     iterators: Any = dataloader._BaseDataLoaderIter
@@ -82,6 +78,17 @@ def _observe_steps() -> None:
         return batch
 
     iterators.__next__ = __next__
+
+
+@patch("torch.autograd.backward(tensors)", loses="a run report does not hear of backwards and losses")
+def _observe_backward() -> None:
+    """As few lines as for batches, for the same reason."""
+    import torch
+
+    from phalanx.diagnostics.interruptions import is_interruption
+    from phalanx.diagnostics.step_machine import BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS
+
+    tensor, marks = torch.Tensor, _marks
     backward = torch.autograd.backward
 
     @functools.wraps(backward)
@@ -109,7 +116,6 @@ def _observe_steps() -> None:
             _recorders[0].end_backward(tensors)
 
     vars(torch.autograd)["backward"] = observed_backward
-    _observe_scaler()
 
 
 def _samples_in(iterator: Any, batch: Any) -> float:
@@ -122,6 +128,7 @@ def _samples_in(iterator: Any, batch: Any) -> float:
 _has_scaled = [False]  # a GradScaler has, since the last backward
 
 
+@patch("torch.amp.GradScaler.scale(outputs)", loses="a run report shows the losses of a GradScaler as scaled")
 def _observe_scaler() -> None:
     """Let what `GradScaler.scale` returns know the loss that it was: the backward begins from a scaled one.
 

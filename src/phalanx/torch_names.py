@@ -1,0 +1,75 @@
+"""Names of torch that are not documented: looked up where they are used; what is lost where one is missing is told."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from typing import Any
+
+from phalanx.log import get_logger, warn_once
+from phalanx.torch_versions import TESTED
+
+_logger = get_logger(__name__)
+
+
+def find(path: str, *, loses: str, instead: Any = None) -> Any:
+    """Return what torch has under `path`; where it has nothing, say once that this `loses` something, and go on.
+
+    Arguments:
+        path: the dotted name from "torch" on; "torch.a.function(x, y)" also asks for parameters of these names, in
+            this order, with others between them or not.
+        loses: what does not work without it, as a sentence for the user.
+        instead: what is returned then.
+    """
+    problem = describe_missing(path)
+    if problem:
+        report_loss(problem, loses)
+        return instead
+    return resolve(path.partition("(")[0])
+
+
+def report_loss(problem: str, loses: str) -> None:
+    """Log, once in this process, what this torch lacks and what does not work for want of it."""
+    version = sys.modules["torch"].__version__
+    warn_once(_logger, f"torch {version} {problem}: {loses}. Phalanx is tested with torch {', '.join(TESTED)}.")
+
+
+def describe_missing(path: str) -> str:
+    """Return what is wrong with a path as `find` takes it, as the end of a sentence about torch; or nothing."""
+    name, _, parameters = path.partition("(")
+    try:
+        found = resolve(name)
+    except (AttributeError, ImportError):
+        return f"has no {name}"
+    wanted = [parameter.strip() for parameter in parameters.rstrip(")").split(",") if parameter.strip()]
+    if not wanted:
+        return ""
+    try:
+        there = list(inspect.signature(found).parameters)
+    except (TypeError, ValueError):
+        return ""  # a function in C that does not tell
+    if [parameter for parameter in there if parameter in wanted] == wanted:
+        return ""
+    return f"has a {name} without the parameters {', '.join(wanted)}"
+
+
+def resolve(name: str) -> Any:
+    """Return the module, class, function or attribute under a dotted name.
+
+    Raises:
+        AttributeError, ImportError: there is none.
+    """
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for number in range(1, len(parts)):
+        prefix = ".".join(parts[: number + 1])
+        if prefix in sys.modules:  # first: a package may show a function under its module's name
+            found = sys.modules[prefix]
+        elif hasattr(found, parts[number]):
+            found = getattr(found, parts[number])
+        elif hasattr(found, "__path__"):
+            found = importlib.import_module(prefix)
+        else:
+            raise AttributeError(f"{'.'.join(parts[:number])} has no {parts[number]}")
+    return found
