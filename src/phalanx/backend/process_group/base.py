@@ -209,6 +209,12 @@ class ProcessGroupBase(dist.ProcessGroup):
     supports_coalescing = False
     supports_time_estimate = False
 
+    supports_window = False  # nor has Gloo; torch's own answer ends the process
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> Any:
+        """Refuse: there are no windows of one-sided access here."""
+        raise RuntimeError(f"Backend {self.getBackendName()} does not support new_window")
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether `allocate_tensor` has memory from which collectives copy less: FSDP2 asks, if it is told to."""
         return torch.device(device).type == "cpu" and self._shared_memory is not None and self._size > 1

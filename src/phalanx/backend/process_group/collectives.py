@@ -341,6 +341,21 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         return self._carry_out(run, opts, outputs)
 
+    def gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        """On the root, `output` becomes all ranks' tensors, one after the other; a `gather` into its parts."""
+        opts = c10d.GatherOptions() if opts is None else opts
+        if check_root(opts, self._size, "gather_single", "dst") != self._rank:
+            gathered: Work = self.gather([], [tensor], opts)
+            return gathered
+        check_parts(output, tensor, self._size, "gather_single", ("the output", "the input"))
+        if not output.is_contiguous():
+            raise ArgumentError(f"gather_single: the output of strides {output.stride()} is not contiguous")
+        parts = list(output.detach().view(self._size, *tensor.shape).unbind())
+        gathered = self.gather([parts], [tensor], opts)
+        return gathered
+
+    gather_into_tensor = gather_single
+
     @entry_point
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Each output becomes the root's input_tensors[0][rank]."""
