@@ -1,7 +1,7 @@
 """PyTorch's flight recorder answers for our groups, from ours: its dumps by name, and nothing in any call.
 
 torch 2.15 hangs a recorder on each group, which listens at the dispatcher, where a call of ours does not go: to send it
-there costs 50 µs a call. Our own recorder has written the call down anyway. So the dumps are made from that when
+there costs 10 µs a call. Our own recorder has written the call down anyway. So the dumps are made from that when
 somebody asks for them, and say more than the hook could: whether an operation is over, and how long it took.
 
     torch._C._distributed_c10d._dump_fr_trace(backend="phalanx")        and _json, _file, _reset_fr_trace
