@@ -302,3 +302,17 @@ def test_one_room_alone_changes_torch():
                 if root is not target and isinstance(root, ast.Name) and root.id in TORCH_NAMES:
                     wrong.append(where(module, node.lineno))
     assert wrong == []
+
+
+def test_groups_reach_torchs_machinery_through_one_door():
+    """What a group is to torch, and torch's list of groups: a second way is added beside the first, in that room."""
+    wrong = []
+    for module in modules():
+        if "backend/torch_integration/" in module.as_posix():
+            continue
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith(".ProcessGroup") for b in node.bases):
+                wrong.append(where(module, node.lineno))
+            if isinstance(node, ast.Attribute) and node.attr in ("_world", "pg_map"):
+                wrong.append(where(module, node.lineno))
+    assert wrong == []

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.backend import rendezvous
 from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.torch_integration.groups import count_groups_anew, list_groups
 from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.agreement import Agreement, Standing, decide, describe_differing
@@ -288,11 +289,10 @@ class ElasticGroup:
 
 def leave_all_groups() -> None:
     """Without waiting for anybody: the dead do not answer, and the others hear it."""
-    world = dist.distributed_c10d._world
-    for group in list(world.pg_map):
+    for group in list_groups():
         if isinstance(group, PhalanxProcessGroup):
             group.abort()
     if dist.is_initialized():
         dist.destroy_process_group()
     # A group that never came about has been counted, and ranks that did not try would name the next one differently.
-    world.group_count = 0
+    count_groups_anew()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.shared import rehearses
+from phalanx.backend.torch_integration.groups import store_of
 from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.symmetric_memory.watch import ProcessId
@@ -112,8 +113,7 @@ class Team:
             raise ValueError("map_reduce: this rank is not in the group; only those that are may call it")
         if group is None or group.size() == 1 or rehearses(group):
             return cls(None, OwnStore(), [Person.of_self(0 if group is None else max(group.rank(), 0))])
-        _, store = dist.distributed_c10d._world.pg_map[group]
-        return cls(group, cast(Store, store), list(persons))
+        return cls(group, cast(Store, store_of(group)), list(persons))
 
     @property
     def rank(self) -> int:

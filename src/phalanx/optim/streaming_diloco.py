@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.torch_integration.groups import is_listed
 from phalanx.optim.flat import Flat
 from phalanx.optim.outer import OuterParameters, check_optimizers
 from phalanx.optim.round_plan import RoundPlan, plan_fragments
@@ -201,7 +202,7 @@ class StreamingDiLoCo(Rounds):
     def _leave_exchange(self) -> None:
         """PyTorch's own groups stay: the next of the same ranks has the same name, and meets at what this one wrote."""
         exchange, self._exchange, self._rooms = self._exchange, None, []
-        if isinstance(exchange, PhalanxProcessGroup) and exchange in dist.distributed_c10d._world.pg_map:
+        if isinstance(exchange, PhalanxProcessGroup) and is_listed(exchange):
             dist.destroy_process_group(exchange)
 
     def _catch_up(self, *, counts: bool) -> None:

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import Store
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group.recorded import keep_records
+from phalanx.backend.torch_integration import groups
 from phalanx.backend.torch_integration.hooks import hookable
-from phalanx.backend.torch_integration.inner_backend import attach_backend
 from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
 from phalanx.core_numbers import BACKGROUND, WAITS
 from phalanx.deadline import Deadline
@@ -43,7 +43,7 @@ _JOIN_S = 5.0
 
 @untraced
 @hookable
-class ProcessGroupBase(dist.ProcessGroup):
+class ProcessGroupBase(groups.GroupBase):
     """What every process group answers, and the order in which this one carries things out.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
@@ -74,7 +74,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         self.reconfiguration: Reconfiguration | None = None
         """How it gets other members, if it was made with `enable_reconfigure`."""
         self._connect(transport, rank, size, global_ranks)
-        self._inner_backend = attach_backend(self, self._device_types)
+        self._inner_backend = groups.begin(self, self._device_types)
         _groups.add(self)
 
     def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
