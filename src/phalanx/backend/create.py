@@ -75,7 +75,9 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         )
     if getattr(options, "enable_reconfigure", False) and not is_rehearsing():
         return _unconnected_group(options, backend_options)
-    return _new_group(options, open_transport(options, backend_options))
+    group = _new_group(options, open_transport(options, backend_options))
+    group.backend_options = backend_options
+    return group
 
 
 def _new_group(options: Any, transport: Transport) -> Any:

@@ -22,6 +22,8 @@ class Standing:
     was_rank: int
     records_of: int = -1
     """The generation whose records (of all ranks of a host) it can read; -1 for none."""
+    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """The groups, by name and members, that its script has made before `elastic.run`."""
     form: str = ""
     """The names and kinds of what its State has: the same on all ranks, or one can't take another's."""
 

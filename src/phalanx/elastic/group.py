@@ -27,6 +27,7 @@ from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND
 from phalanx.elastic.random_state import RandomStates
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords
+from phalanx.elastic.script_groups import ScriptGroups
 from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
 
@@ -45,6 +46,7 @@ class ElasticGroup:
         self._why_not_kept = ""
         self._records_generation = -1
         self._prepared_seq = (-1, -1)
+        self._script_groups = ScriptGroups(group)
         self._page = open_page(rendezvous.agent_address())
         self._page.set_generation(self.generation)
         self._used = 0  # samples of this pass, at the latest commit
@@ -117,8 +119,11 @@ class ElasticGroup:
         """The loss, if it is one; also under an error that came through torch's C++, as that of its reducer does."""
         if is_loss(error):
             return error
-        heard = self.process_group.find_failure() if type(error) is RuntimeError else None
-        return heard if heard is not None and is_loss(heard) else None
+        if type(error) is not RuntimeError:
+            return None
+        groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, PhalanxProcessGroup)]
+        heard = (group.find_failure() for group in groups)
+        return next((failure for failure in heard if failure is not None and is_loss(failure)), None)
 
     def restore_own(self) -> None:
         """Have what this rank alone knows as it was at the latest commit."""
@@ -154,6 +159,8 @@ class ElasticGroup:
         self.process_group = dist.group.WORLD
         reached(AGREE)
         standings = self._ask_standings()
+        with checked_while_meeting(check):
+            self._script_groups.form(self.process_group, [one.groups for one in standings])
         if problem := describe_differing(standings):
             raise ValueError(
                 f"phalanx.elastic, generation {generation.number}: the ranks give elastic.State different things: "
@@ -183,6 +190,7 @@ class ElasticGroup:
             has_stepped=self.is_complete and state._step.stepped != 1,
             was_rank=-1 if self._records is None else self._records.rank,
             records_of=self._records_generation,
+            groups=self._script_groups.name_all(self.process_group.rank(), self.process_group.size()),
             form=", ".join(f"{name}={type(thing).__name__}" for name, thing in state._things.items()),
         )
         standings: list[Any] = [None] * self.process_group.size()

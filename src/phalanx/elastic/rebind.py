@@ -18,9 +18,9 @@ def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
         module.regroup(new)
     for layer in list(module.modules()):
         if isinstance(layer, DistributedDataParallel):
-            layer.regroup(new)
+            layer.regroup(new if layer.process_group is old else layer.process_group)
         elif isinstance(layer, TorchDistributedDataParallel):
-            _rebind_torch(layer, new)
+            _rebind_torch(layer, new if layer.process_group is old else layer.process_group)
         elif getattr(layer, "process_group", None) is old:
             layer.process_group = new
     for parameter in module.parameters():

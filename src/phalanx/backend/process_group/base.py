@@ -71,6 +71,8 @@ class ProcessGroupBase(groups.GroupBase):
         """Which of this process's groups it is, in the order in which they were made."""
         self._closing = threading.RLock()  # a signal handler may come in the middle
         self._done = DoneWork()
+        self.backend_options: Any = None
+        """What it was made with: a `phalanx.Options`, or None."""
         self.reconfiguration: Reconfiguration | None = None
         """How it gets other members, if it was made with `enable_reconfigure`."""
         self._connect(transport, rank, size, global_ranks)
@@ -124,7 +126,13 @@ class ProcessGroupBase(groups.GroupBase):
         return self._done
 
     def reconnect(
-        self, connect: Callable[[], Transport], instead: Transport, store: Store, rank: int, size: int
+        self,
+        connect: Callable[[], Transport],
+        instead: Transport,
+        store: Store,
+        rank: int,
+        size: int,
+        global_ranks: Sequence[int] = (),
     ) -> None:
         """Leave this group's members and begin with those that `connect` reaches; `instead` of them if it fails."""
         if not self.transport.closed:
@@ -132,7 +140,7 @@ class ProcessGroupBase(groups.GroupBase):
         self._connect(instead, self._rank, self._size, self._global_ranks)
         transport = connect()
         self._store = store
-        self._connect(transport, rank, size)
+        self._connect(transport, rank, size, global_ranks)
 
     # -- identity ------------------------------------------------------------------------------------------------
 
