@@ -42,8 +42,9 @@ print("out of", os.environ["RANK"])
 print("err of", os.environ["RANK"], file=sys.stderr)
 """
 _LINES = (
-    "--nproc-per-node 2 --no-python {python} {script} a --b",
-    "--standalone --nproc_per_node=2 --role trainer --max-restarts 3 --signals-to-handle SIGTERM {script} --lr 0.1",
+    "--nproc-per-node 2 --no-python {python} {script} a '${{local_rank}}' --b",
+    "--standalone --nproc_per_node=2 --role trainer --max-restarts 3 --signals-to-handle SIGTERM {script} "
+    "--out 'logs/${{local_rank}}/$local_rank' '$$HOME 5$ ${{rank}}'",
     "--nnodes 1 --nproc-per-node 2 --node-rank 0 --master-addr 127.0.0.1 --master-port {port} {script}",
     "--nnodes=1:1 --nproc_per_node=2 --rdzv_id=job7 --rdzv-backend=c10d --rdzv_endpoint=localhost:{port} {script} x",
     "--nproc-per-node=2 --monitor-interval 0.5 --start-method fork --rdzv-conf timeout=30 -m seen_module 1 -m",

@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from string import Template
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
@@ -56,9 +57,14 @@ class Assignment:
 
     @property
     def target(self) -> Target:
-        """What the rank runs, with the argument for its local rank if the target is to get one."""
-        told = [f"{self.local_rank_flag}={self.environment['LOCAL_RANK']}"] if self.local_rank_flag else []
-        return Target(self.kind, self.name, (*told, *self.arguments))
+        """What the rank runs, with the argument for its local rank if the target is to get one.
+
+        As torchrun does, it replaces `${local_rank}` in the arguments by the local rank, and `$$` by a dollar sign.
+        """
+        local_rank = self.environment["LOCAL_RANK"]
+        told = [f"{self.local_rank_flag}={local_rank}"] if self.local_rank_flag else []
+        given = [Template(argument).safe_substitute(local_rank=local_rank) for argument in self.arguments]
+        return Target(self.kind, self.name, (*told, *given))
 
 
 def run_worker(assignment: Assignment) -> None:
