@@ -133,6 +133,7 @@ def check_equal(state, model):
 def _synchronous(rank, folder):
     name = [*TRAINERS, *SERVERS][rank]
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # Adagrad, at each step
+    warnings.filterwarnings("ignore", "Validating sparse tensor invariants")  # torch 2.15, at each load
     with join(name, rank, 5, folder):
         if rank > 1:
             return
