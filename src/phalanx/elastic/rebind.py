@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -18,13 +19,19 @@ def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
         module.regroup(new)
     for layer in list(module.modules()):
         if isinstance(layer, DistributedDataParallel):
-            layer.regroup(new if layer.process_group is old else layer.process_group)
+            layer.regroup(_find_group(layer, new))
         elif isinstance(layer, TorchDistributedDataParallel):
-            _rebind_torch(layer, new if layer.process_group is old else layer.process_group)
+            _rebind_torch(layer, _find_group(layer, new))
         elif getattr(layer, "process_group", None) is old:
             layer.process_group = new
     for parameter in module.parameters():
         parameter.grad = None
+
+
+def _find_group(layer: Any, new: Any) -> Any:
+    """The wrapper's own group if it was formed again, else `new`: its default group may be of any generation before."""
+    own = layer.process_group
+    return own if own in dist.distributed_c10d._world.pg_map else new
 
 
 def _rebind_torch(ddp: Any, new: Any) -> None:
