@@ -8,6 +8,7 @@ Who is interrupted there has parameters that are no longer those of the latest c
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,12 @@ class Undo:
         self.end_step(drop=True)  # the tensors are the optimizer's now
 
 
+def _count(scheduler: LRScheduler) -> Any:
+    """What differs where a scheduler has stepped; a ChainedScheduler counts nothing, but those inside of it do."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return getattr(scheduler, "last_epoch", None), [_count(one) for one in inner]
+
+
 class Followers:
     """Schedulers, gradient scalers, and the options that they change: what may be ahead although nothing was updated.
 
@@ -74,7 +81,7 @@ class Followers:
     def _look(self) -> list[Any]:
         rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
         return [
-            [s.last_epoch for s in self._schedulers],
+            [_count(s) for s in self._schedulers],
             [s.state_dict() for s in self._scalers],
             [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates],
         ]
@@ -85,7 +92,7 @@ class Followers:
         if seen == self._seen:
             return
         self._kept = (
-            [s.state_dict() for s in self._schedulers],
+            [copy.deepcopy(s.state_dict()) for s in self._schedulers],
             seen[1],
             [
                 {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
@@ -101,9 +108,9 @@ class Followers:
             return
         schedulers, scalers, options = self._kept
         for thing, state in zip([*self._schedulers, *self._scalers], [*schedulers, *scalers], strict=True):
-            thing.load_state_dict(state)
+            thing.load_state_dict(copy.deepcopy(state))
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        for group, kept in zip(groups, options, strict=True):
+        for group, kept in zip(groups, options, strict=False):  # one that the loop has added since goes by the undo
             group.update(kept)
         self._seen = None
         self.keep()
