@@ -76,6 +76,13 @@ def _look(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
 
 
+def _in_promised_order(events: str) -> list[str]:
+    """Sort the objects of modules that are let go together: a collection finalizes them in an order of its own."""
+    lines = events.splitlines()
+    num_before = next((i for i, line in enumerate(lines) if line.startswith("__del__")), len(lines))
+    return lines[:num_before] + sorted(lines[num_before:])
+
+
 @pytest.mark.parametrize("how", ["end", "raise", "0", "3", "'words'", "None", "256 + 7"])
 def test_a_rank_leaves_what_a_plain_python_program_leaves(tmp_path: Path, how: str) -> None:
     script = write_script(tmp_path, ENDING)
@@ -87,7 +94,7 @@ def test_a_rank_leaves_what_a_plain_python_program_leaves(tmp_path: Path, how: s
     finished = run("--no-preload", "--nproc-per-node", "1", script, str(ranks), how)
     assert finished.code == alone.returncode
     expected, seen = _look(plain), _look(ranks)
-    assert seen.pop("events").splitlines() == expected.pop("events").splitlines()
+    assert _in_promised_order(seen.pop("events")) == _in_promised_order(expected.pop("events"))
     assert seen == expected
     for words in ("no newline at the end of the output", "and C's own", "the child's own end"):
         assert words in alone.stdout

@@ -51,7 +51,7 @@ def test_agent_and_zygote_never_initialise_cuda_and_each_rank_may(
     script = write_script(tmp_path, LOOK)
     finished = run("--nproc-per-node", *words, script, str(tmp_path), env=environment)
     assert finished.code == 0, finished.err
-    assert "CUDA" not in finished.err
+    assert "CUDA was initialised" not in finished.err  # a build for GPUs says itself that this driver is too old
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     assert not (tmp_path / f"{num_ranks}.json").exists()
     for one in seen:
