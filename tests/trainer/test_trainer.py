@@ -348,7 +348,9 @@ def test_what_a_callback_draws_behind_a_step_changes_no_weight():
     to the random numbers of its commit, drew others for dropout than an undisturbed run.
     """
     draw = LambdaCallback(on_step_end=lambda trainer, loss: (torch.rand(3), random.random()))
-    trainers = [make(make_model(dropout=0.3), max_epochs=2, seed=4, callbacks=one) for one in ([], [draw])]
-    for trainer in trainers:
+    ended = []
+    for callbacks in ([], [draw]):
+        trainer = make(make_model(dropout=0.3), max_epochs=2, seed=4, callbacks=callbacks)
         trainer.fit(DataLoader(make_data(), 16))
-    assert torch.equal(*map(weights, trainers))
+        ended.append(weights(trainer))
+    assert torch.equal(*ended)
