@@ -62,6 +62,8 @@ class ScriptGroups:
             if not isinstance(group, PhalanxProcessGroup):
                 foreign.append(f"{name!r} ({backend}, ranks {list(ranks)})")
                 continue
+            if not group.forms_again:
+                continue
             tags = tuple(tag for tag, groups in noted.tags_to_pg.items() if any(one is group for one in groups))
             config, tag = noted.pg_backend_config[group], noted.pg_to_tag[group]
             self._kept.append(_Kept(group, name, ranks, backend, config, tag, tags))

@@ -122,6 +122,8 @@ class StreamingDiLoCo(Rounds):
         group = self.process_group
         ranks = dist.get_process_group_ranks(group)
         self._exchange: Any = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+        if isinstance(self._exchange, PhalanxProcessGroup):
+            self._exchange.forms_again = False  # `regroup` makes the next one, which has the same name
         self._rooms = []
         for number, fragment in enumerate(self._fragments):
             is_last = number == len(self._fragments) - 1

@@ -100,6 +100,8 @@ class ProcessGroupBase(groups.GroupBase):
         self.num_gradient_rounds = 0
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
         self._uneven_inputs: UnevenInputs | None = None  # once somebody trains over the group
+        self.forms_again = True
+        """Whether an elastic job forms the group again after a loss; False where its owner makes a new one."""
 
     # -- other members -------------------------------------------------------------------------------------------
 
