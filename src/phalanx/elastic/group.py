@@ -162,7 +162,7 @@ class ElasticGroup:
             return error
         if type(error) is not RuntimeError:
             return None
-        groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, PhalanxProcessGroup)]
+        groups = [group for group in list_groups() if isinstance(group, PhalanxProcessGroup)]
         heard = (group.find_failure() for group in groups)
         return next((failure for failure in heard if failure is not None and is_loss(failure)), None)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from phalanx.backend.torch_integration.groups import is_listed
 from phalanx.ddp import DistributedDataParallel
 from phalanx.pipeline import Pipeline
 
@@ -31,7 +32,7 @@ def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
 def _find_group(layer: Any, new: Any) -> Any:
     """The wrapper's own group if it was formed again, else `new`: its default group may be of any generation before."""
     own = layer.process_group
-    return own if own in dist.distributed_c10d._world.pg_map else new
+    return own if is_listed(own) else new
 
 
 def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:

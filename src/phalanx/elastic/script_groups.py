@@ -8,16 +8,15 @@ in its next operation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, _register_process_group
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.backend.create import open_transport
 from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.torch_integration import groups
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
 from phalanx.transport.rehearsal import RehearsalTransport
@@ -31,42 +30,21 @@ def plan_groups(own: Sequence[Named], told: Sequence[Sequence[Named]]) -> list[b
     return [all(group in told[member] for member in group[1]) for group in own]
 
 
-@dataclass
-class _Kept:
-    """A group, and what torch has noted of it."""
-
-    group: Any
-    name: Any  # a string; for mypy a type of torch's
-    ranks: tuple[int, ...]
-    backend: str
-    config: str
-    tag: str
-    tags: tuple[str, ...]
-
-
 class ScriptGroups:
     """Those of this process, in the order in which they were made; `world` is the default group, which is not one."""
 
     def __init__(self, world: Any) -> None:
-        noted = distributed_c10d._world
         self._rank, self._size = world.rank(), world.size()
-        self._count = noted.group_count
-        self._kept: list[_Kept] = []
+        self._count = groups.count_groups()
+        self._kept: list[groups.Registration] = []
         foreign = []
-        for group, (backend, _) in noted.pg_map.items():
-            if group is world:
+        for known in groups.list_registrations():
+            if known.group is world:
                 continue
-            name = noted.pg_names[group]
-            numbers = noted.pg_group_ranks[group]
-            ranks = tuple(sorted(numbers, key=numbers.__getitem__))
-            if not isinstance(group, PhalanxProcessGroup):
-                foreign.append(f"{name!r} ({backend}, ranks {list(ranks)})")
-                continue
-            if not group.forms_again:
-                continue
-            tags = tuple(tag for tag, groups in noted.tags_to_pg.items() if any(one is group for one in groups))
-            config, tag = noted.pg_backend_config[group], noted.pg_to_tag[group]
-            self._kept.append(_Kept(group, name, ranks, backend, config, tag, tags))
+            if not isinstance(known.group, PhalanxProcessGroup):
+                foreign.append(f"{known.name!r} ({known.backend}, ranks {list(known.ranks)})")
+            elif known.group.forms_again:
+                self._kept.append(known)
         if foreign:
             _logger.warning(
                 "phalanx.elastic: after a loss these groups can't be used, which are not of backend 'phalanx': %s. "
@@ -80,10 +58,10 @@ class ScriptGroups:
         named = ((kept, self._members(kept, size)) for kept in self._kept)
         return tuple((kept.name, ranks) for kept, ranks in named if stays or self._is_of_all(kept))
 
-    def _is_of_all(self, kept: _Kept) -> bool:
+    def _is_of_all(self, kept: groups.Registration) -> bool:
         return kept.ranks == tuple(range(self._size))
 
-    def _members(self, kept: _Kept, size: int) -> tuple[int, ...]:
+    def _members(self, kept: groups.Registration, size: int) -> tuple[int, ...]:
         return tuple(range(size)) if self._is_of_all(kept) else kept.ranks
 
     def form(self, world: Any, told: Sequence[Sequence[Named]]) -> None:
@@ -91,7 +69,7 @@ class ScriptGroups:
         rank, size = world.rank(), world.size()
         own = self.name_all(rank, size)
         formed = {named[0] for named, forms in zip(own, plan_groups(own, told), strict=True) if forms}
-        _, default_store = distributed_c10d._world.pg_map[world]
+        default_store = groups.store_of(world)
         for kept in self._kept:
             ranks = self._members(kept, size)
             store = PrefixStore(f"{kept.name}/", default_store)
@@ -110,21 +88,8 @@ class ScriptGroups:
             else:
                 ranks = (rank,)  # torch asks which of them this process is, to tell of the refusal
                 kept.group.reconnect(lambda refusal=refusal: refusal, refusal, store, 0, 1, ranks)
-            _note(kept, store, ranks)
-        distributed_c10d._world.group_count = max(self._count, distributed_c10d._world.group_count)
-
-
-def _note(kept: _Kept, store: Any, ranks: Sequence[int]) -> None:
-    """Have torch know the group again, which went with the default group."""
-    noted, group = distributed_c10d._world, kept.group
-    noted.pg_map[group] = (kept.backend, store)
-    noted.pg_names[group] = kept.name
-    noted.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
-    noted.pg_backend_config[group] = kept.config
-    noted.pg_to_tag[group] = kept.tag
-    for tag in kept.tags:
-        noted.tags_to_pg.setdefault(tag, []).append(group)
-    _register_process_group(kept.name, group)
+            groups.register_again(kept, store, ranks)
+        groups.count_groups_from(self._count)
 
 
 class _RefusedTransport(RehearsalTransport):
