@@ -82,7 +82,9 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
 
 def _new_group(options: Any, transport: Transport) -> Any:
     rank, size, name = options.group_rank, options.group_size, options.group_id
-    return _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
+    group = _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
+    group.create_group = create_process_group
+    return group
 
 
 def _unconnected_group(options: Any, backend_options: Any) -> Any:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group.recorded import keep_records
+from phalanx.backend.splitting import TORCH_SPLITS_ON_CPU, Splits
 from phalanx.backend.torch_integration import groups
 from phalanx.backend.torch_integration.hooks import hookable
 from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
@@ -75,6 +76,8 @@ class ProcessGroupBase(groups.GroupBase):
         """What it was made with: a `phalanx.Options`, or None."""
         self.reconfiguration: Reconfiguration | None = None
         """How it gets other members, if it was made with `enable_reconfigure`."""
+        self.create_group: Callable[[Any, Any], Any] | None = None
+        """What makes a group that is split from this one: `create_process_group`, which made this one."""
         self._connect(transport, rank, size, global_ranks)
         self._inner_backend = groups.begin(self, self._device_types)
         _groups.add(self)
@@ -96,6 +99,7 @@ class ProcessGroupBase(groups.GroupBase):
         )
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
         self._closed = False
+        self._splits = Splits()
         self._scratch: Scratch | None = None  # memory for `allocate_tensor`, once somebody asked
         self.num_gradient_rounds = 0
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
@@ -143,6 +147,31 @@ class ProcessGroupBase(groups.GroupBase):
         transport = connect()
         self._store = store
         self._connect(transport, rank, size, global_ranks)
+
+    # -- groups of some of the members ---------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> Any:
+        """Return the group of `new_ranks`, or None where this rank is not among them; all members call this.
+
+        The group serves every device that this one serves, whatever `device_types` says.
+        """
+        if self._closed:
+            raise closed(self._name)
+        return self._splits.split(self, new_ranks, timeout, opts, group_name, group_desc)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: who is not in a group of `new_group` has no part in its making."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: the members are connected from the start."""
 
     # -- identity ------------------------------------------------------------------------------------------------
 
@@ -215,7 +244,7 @@ class ProcessGroupBase(groups.GroupBase):
         return self
 
     # What torch asks of a backend object; the group answers for itself.
-    supports_splitting = False
+    supports_splitting = TORCH_SPLITS_ON_CPU
     supports_coalescing = False
     supports_time_estimate = False
 

@@ -1,0 +1,74 @@
+"""Groups that are split from another: `torch.distributed.split_group`, which all members of the parent call."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from phalanx.torch_versions import release_of
+
+TORCH_SPLITS_ON_CPU = release_of(torch.__version__) >= (2, 15)
+"""Whether torch's `split_group` goes on without an accelerator, and Gloo splits groups."""
+
+
+class Splits:
+    """The splits of one parent so far, counted alike by all its members, those that a split leaves out included."""
+
+    def __init__(self) -> None:
+        self._num_splits = 0
+        self._num_undescribed = 0
+
+    def split(
+        self,
+        parent: Any,
+        ranks: Sequence[int],
+        timeout: timedelta | None,
+        backend_options: Any,
+        name: str | None,
+        description: str | None,
+    ) -> Any:
+        """Return the group of the parent's `ranks`, in their order; None where this rank is not among them.
+
+        The timeout and the options are the parent's where none are given. The members meet under a prefix of the
+        parent's store that no other split has: torch gives the name of a destroyed group to the next of those ranks.
+
+        Raises:
+            ValueError: `ranks` is empty, or has a rank twice or one that the parent lacks.
+            DeadlineError: some member never came.
+        """
+        if problem := _problem(ranks, parent.size()):
+            raise ValueError(f"split_group of group {parent.group_name!r}: {problem}")
+        number = self._num_splits
+        self._num_splits += 1
+        if description is None:
+            description = f"{parent.group_desc}:split:{self._num_undescribed}"
+            self._num_undescribed += 1
+        if parent.rank() not in ranks:
+            return None
+        name = name or f"{parent.group_name}:split:{list(ranks)}"
+        options = types.SimpleNamespace(
+            store=PrefixStore(f"split/{number}/{name}/", parent.get_group_store()),
+            group_rank=list(ranks).index(parent.rank()),
+            group_size=len(ranks),
+            timeout=timeout if timeout is not None else parent.options._timeout,
+            group_id=name,
+            global_ranks_in_group=[parent.options.global_ranks_in_group[rank] for rank in ranks],
+        )
+        group = parent.create_group(options, parent.backend_options if backend_options is None else backend_options)
+        group._set_group_desc(description)
+        return group
+
+
+def _problem(ranks: Sequence[int], size: int) -> str:
+    if not ranks:
+        return "no ranks"
+    if len(set(ranks)) < len(ranks):
+        return f"a rank comes twice in {list(ranks)}"
+    if strangers := [rank for rank in ranks if not 0 <= rank < size]:
+        return f"it has {size} ranks, and none of number {', '.join(map(str, strangers))}"
+    return ""
