@@ -2,6 +2,7 @@
 
 import random
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -106,9 +107,44 @@ def test_splitting_a_group_needs_a_device_of_its_own_as_over_gloo():
     assert_same_as_gloo(call, 2)
 
 
+class _Split(NamedTuple):
+    """One call of split_group by all members of a group."""
+
+    parent: int  # 0 is the default group, 1 the first group that was split off
+    members: list[int]  # of the parent, by their ranks in the default group
+    parts: list[list[int]]  # by ranks in the parent
+    is_named_alike: bool  # torch gives each part one name on all its members
+    given: dict[str, object]
+
+
+def _random_splits(seed, world_size, only_named_alike=False):
+    """Random splits, also of splits.
+
+    torch puts into a group's name how many groups the process has asked for. Who is no member of the parent does not
+    ask: after the split of a split, a group can get one name on some members and another on others.
+    """
+    chosen, splits = random.Random(seed), []
+    groups, num_asked = [list(range(world_size))], [0] * world_size
+    while len(splits) < 12:
+        parent = chosen.randrange(len(groups))
+        members = groups[parent]
+        order = chosen.sample(range(len(members)), chosen.randint(1, len(members)))
+        cut = chosen.randint(1, len(order))
+        parts = [part for part in (order[:cut], order[cut:]) if part]
+        given = chosen.choice([{}, {"timeout": timedelta(seconds=30)}, {"group_desc": "mine"}, {"backend": ""}])
+        is_named_alike = all(len({num_asked[members[number]] for number in part}) == 1 for part in parts)
+        if only_named_alike and not is_named_alike:
+            continue
+        splits.append(_Split(parent, members, parts, is_named_alike, given))
+        groups += [[members[number] for number in part] for part in parts]
+        for member in members:
+            num_asked[member] += 1
+    return splits
+
+
 def _describe(group, rank):
-    if not isinstance(group, dist.ProcessGroup):
-        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
     ranks = dist.get_process_group_ranks(group)
     last = torch.tensor([float(rank)])
     dist.broadcast(last, src=ranks[-1], group=group)
@@ -122,34 +158,54 @@ def _describe(group, rank):
     }
 
 
+def _do_splits(rank, world_size, splits):
+    """What this rank sees of the group that each split gives it; None where it is in none of its parts."""
+    groups, seen = [dist.group.WORLD], []
+    for split in splits:
+        group = None
+        if rank in split.members:
+            given = {**split.given, "backend": dist.get_backend()} if "backend" in split.given else split.given
+            group = dist.split_group(groups[split.parent], split.parts, **given)
+        seen.append(_describe(group, rank) if group is not None else None)
+        groups += [group for _ in split.parts]
+        assert _sum(2**rank) == 2**world_size - 1  # the default group goes on
+    dist.barrier()
+    return seen
+
+
 @splits_on_cpu
 @pytest.mark.parametrize(("seed", "world_size"), [(0, 2), (1, 3), (2, 4), (3, 4)])
 def test_random_splits_also_of_splits_are_those_of_gloo(seed, world_size):
-    def call(rank, world_size):
-        chosen, seen = random.Random(seed), []
-        used = set()  # torch names a group by its ranks in the parent, and apart on ranks of which some have that name
-        known = [(list(range(world_size)), dist.group.WORLD)]  # the members of a group, and the group here
-        for _ in range(12):
-            members, parent = chosen.choice(known)
-            order = chosen.sample(range(len(members)), chosen.randint(1, len(members)))
-            cut = chosen.randint(1, len(order))
-            parts = [part for part in (order[:cut], order[cut:]) if part]
-            given = chosen.choice(
-                [{}, {"timeout": timedelta(seconds=30)}, {"group_desc": "mine"}, {"backend": dist.get_backend()}]
-            )
-            if not used.isdisjoint(map(tuple, parts)):
-                continue
-            used.update(map(tuple, parts))
-            group = None
-            if rank in members:
-                group = dist.split_group(parent, parts, **given)
-                seen.append(_describe(group, rank))
-            known += [([members[number] for number in part], group) for part in parts]
-            seen.append(_sum(2**rank))  # the default group goes on
-        dist.barrier()
-        return seen
+    # Gloo's members meet by the group's name: where torch names a group apart on them they wait in vain.
+    splits = _random_splits(seed, world_size, only_named_alike=True)
+    assert any(split.parent for split in splits)
+    assert_same_as_gloo(_do_splits, world_size, splits)
 
-    assert_same_as_gloo(call, world_size)
+
+@splits_on_cpu
+@pytest.mark.parametrize(("seed", "world_size"), [(6, 2), (0, 3), (1, 3), (3, 4)])
+def test_random_splits_that_torch_names_apart_on_their_members_work_too(seed, world_size):
+    splits = _random_splits(seed, world_size)
+    assert not all(split.is_named_alike for split in splits)
+    results = run_ranks(_do_splits, world_size, splits)
+    name_counts = set()
+    for number, split in enumerate(splits):
+        parts = [[split.members[i] for i in part] for part in split.parts]
+        for members in parts:
+            seen = [results[member][number] for member in members]
+            name_counts.add((split.is_named_alike, len({one["name"][0] for one in seen}) > 1))
+            for i, one in enumerate(seen):
+                assert one["place"] == (i, len(members), members, members)
+                assert one["values"] == (sum(2**member for member in members), members[-1])
+                assert one["name"][1]
+                assert one["timeout"] == split.given.get("timeout", dist.default_pg_timeout)
+                assert one["description"] == seen[0]["description"]
+                if "group_desc" in split.given:
+                    assert one["description"] == "mine"
+        outside = set(range(world_size)).difference(*parts)
+        assert all(results[rank][number] is None for rank in outside)
+    assert (False, True) in name_counts  # torch did name some apart,
+    assert (True, True) not in name_counts  # and none of the others
 
 
 @splits_on_cpu
@@ -177,6 +233,18 @@ def test_wrong_splits_are_refused_with_the_error_of_gloo(split_ranks):
         return str(caught.value), _sum(1)
 
     assert_same_as_gloo(call, 2)
+
+
+def test_a_group_object_is_split_whatever_the_release_of_torch():
+    def call(rank, world_size):
+        group = dist.group.WORLD.split_group([2, 0])
+        if group is None:
+            return None
+        tensor = torch.tensor([2.0**rank])
+        group.allreduce([tensor]).wait()
+        return group.rank(), group.size(), tensor.item(), group.group_desc
+
+    assert run_ranks(call, 3) == [(1, 2, 5.0, "default_pg:split:0"), None, (0, 2, 5.0, "default_pg:split:0")]
 
 
 def test_a_group_refuses_a_split_with_ranks_that_it_lacks():

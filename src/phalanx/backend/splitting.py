@@ -35,7 +35,8 @@ class Splits:
         """Return the group of the parent's `ranks`, in their order; None where this rank is not among them.
 
         The timeout and the options are the parent's where none are given. The members meet under a prefix of the
-        parent's store that no other split has: torch gives the name of a destroyed group to the next of those ranks.
+        parent's store that no other split has, and that does not hold `name`: torch names the group by a count that
+        only some ranks advance when a group of some ranks is split, so its members may be given different names.
 
         Raises:
             ValueError: `ranks` is empty, or has a rank twice or one that the parent lacks.
@@ -50,13 +51,12 @@ class Splits:
             self._num_undescribed += 1
         if parent.rank() not in ranks:
             return None
-        name = name or f"{parent.group_name}:split:{list(ranks)}"
         options = types.SimpleNamespace(
-            store=PrefixStore(f"split/{number}/{name}/", parent.get_group_store()),
+            store=PrefixStore(f"split/{number}/{'-'.join(map(str, ranks))}/", parent.get_group_store()),
             group_rank=list(ranks).index(parent.rank()),
             group_size=len(ranks),
             timeout=timeout if timeout is not None else parent.options._timeout,
-            group_id=name,
+            group_id=name or f"{parent.group_name}:split:{list(ranks)}",
             global_ranks_in_group=[parent.options.global_ranks_in_group[rank] for rank in ranks],
         )
         group = parent.create_group(options, parent.backend_options if backend_options is None else backend_options)
