@@ -431,17 +431,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._undo is not None:
             self._undo.start_from(num_updates)
 
-    def load_kept_state(self, whole: dict[int, Any] | None) -> None:
-        """Take this rank's part of what `kept_state` gave.
-
-        Raises:
-            RuntimeError: it gave None.
-        """
-        if whole is None:
-            raise RuntimeError(
-                "ZeroRedundancyOptimizer: of the ranks that were lost, the optimizer's state was not kept: it is "
-                "larger than there is room for. Start again from the last checkpoint."
-            )
+    def load_kept_state(self, whole: dict[int, Any]) -> None:
+        """Take this rank's part of what `kept_state` gave."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._take_state({parameters[number]: state for number, state in whole.items()})
 
