@@ -5,8 +5,8 @@
 #   make test WORKERS=0                        one test after another, in one process (ARGS="-x --pdb" wants that)
 #   make freeze TEST=tests/rpc N=10 SEED=7     ten times, with the seeds 7 to 16
 #   make test TORCH=2.15.0 PYTHON=python3.13   with this PyTorch, in an environment of its own under .venvs/
-#   make matrix                                every pair of Python and PyTorch that docs/compatibility.md lists, and write
-#                                              the page; ARGS="python3.12=2.15.0" runs one, ARGS="--help" says the rest
+#   make matrix                                every pair of Python and PyTorch that tests/compatibility/run.py lists,
+#                                              and write docs/compatibility.md; ARGS="python3.12=2.15.0" runs one, ARGS="--help" says the rest
 #   make demo TORCH_INDEX=<address>            take PyTorch from this package index as well: on Linux, the default
 #                                              index serves the build for NVIDIA GPUs (gigabytes), and the "CPU" address
 #                                              of PyTorch's "Get started" page serves the small one; where both are

@@ -305,7 +305,7 @@ def test_one_room_alone_changes_torch():
 
 
 def test_groups_reach_torchs_machinery_through_one_door():
-    """What a group is to torch, and torch's list of groups: a second way is added beside the first, in that room."""
+    """One room knows the base class of groups and torch's list of groups, so that a second way can be added there."""
     wrong = []
     for module in modules():
         if "backend/torch_integration/" in module.as_posix():

@@ -96,7 +96,7 @@ def is_private(path: str) -> bool:
 
 
 def aliases(tree: ast.Module) -> dict[str, str]:
-    """What of torch each name in a module stands for."""
+    """Return the path in torch for which each name of a module stands."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -193,7 +193,7 @@ def _find_used() -> Iterator[tuple[str, str, str]]:
 
 
 def problem_with(path: str, name: str) -> str:
-    """What the installed torch lacks, or nothing."""
+    """Say what the installed torch lacks, or return nothing."""
     if path:
         gone = next((release for prefix, release in GONE.items() if path.startswith(prefix)), None)
         if gone is not None and release_of(torch.__version__) >= gone:

@@ -25,7 +25,7 @@ print(time.perf_counter() - start)
 
 
 def kill_with_zygote(job: run.Job) -> run.Recovery:
-    """As `kill_one`, with the parent of rank 1 killed right before it."""
+    """Kill the parent of rank 1 and then rank 1, and return what `kill_one` returns."""
     kill = os.kill
 
     def kill_both(pid: int, number: int) -> None:

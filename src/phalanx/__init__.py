@@ -136,7 +136,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _import_core() -> Any:
-    """What `from phalanx import _core` finds: it is a sentence where the core is not there, whoever needs it."""
+    """Make `from phalanx import _core` end in a sentence that says what is missing, where the core is not there."""
     try:
         return importlib.import_module("phalanx._core")
     except ImportError as error:

@@ -206,7 +206,7 @@ def getattr_of(what, name):
 
 
 def refusal(opcodes):
-    """What is said of a pickle that should not be read; None if it was, up to what it holds."""
+    """Return the refusal of a pickle, or None if it was read."""
     try:
         decode_metadata(opcodes + pickle.STOP)
     except pickle.UnpicklingError as error:
@@ -244,7 +244,7 @@ def test_getattr_reaches_the_members_of_an_enum_and_nothing_else():
 
 
 def shared_state():
-    """What the classes, functions and members that can be named hold: it belongs to the whole process."""
+    """Return the attributes of all classes, functions and members that can be named: the whole process shares them."""
     everywhere = [*KINDS, getattr, *_MEM_FORMAT_ENCODING, torch.strided]
     return [(repr(one), dict(getattr(one, "__dict__", {}))) for one in everywhere]
 

@@ -49,7 +49,7 @@ this PyTorch is missing.
 
 @dataclass(frozen=True)
 class Row:
-    """What came out of one pair."""
+    """The result of one pair."""
 
     python: str
     torch: str
@@ -142,7 +142,7 @@ def try_pair(python: str, torch: str, options: argparse.Namespace) -> Row:
 
 
 def _output_of(command: Sequence[str]) -> str:
-    """What the command prints, which is also shown as it comes."""
+    """Run the command, show what it prints as it comes, and return it."""
     said = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None

@@ -148,7 +148,7 @@ class _Calls:
                 yield f"{way}, {len(given)} given", args, kwargs
 
     def wrong(self) -> Any:
-        """What is no overload at all."""
+        """Draw calls that no overload takes."""
         parameters = self.overload.parameters
         values = self._values()
         must = [values[p] for p in parameters if not p.optional]

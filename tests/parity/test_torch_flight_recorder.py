@@ -54,7 +54,7 @@ EXPECTED = [
 
 
 def _analyse(dumps):
-    """What torch's analyser makes of the dumps of all ranks: its collectives."""
+    """Return the collectives that torch's analyser finds in the dumps of all ranks."""
     from torch.distributed.flight_recorder.components.builder import build_db
     from torch.distributed.flight_recorder.components.config_manager import JobConfig
 

@@ -159,7 +159,7 @@ def _describe(group, rank):
 
 
 def _do_splits(rank, world_size, splits):
-    """What this rank sees of the group that each split gives it; None where it is in none of its parts."""
+    """Return what this rank sees of the group that each split gives it; None where it is in none of the parts."""
     groups, seen = [dist.group.WORLD], []
     for split in splits:
         group = None

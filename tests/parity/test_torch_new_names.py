@@ -1,4 +1,4 @@
-"""What `torch.distributed` has had since 2.14 gives over our groups what its older names give over Gloo."""
+"""Names that `torch.distributed` has had since 2.14 give over our groups what its older names give over Gloo."""
 
 from datetime import timedelta
 
@@ -16,7 +16,7 @@ pytestmark = [
 
 
 def _gather_list(tensor, whole, dst=None, group=None, async_op=False, group_dst=None):
-    """What gather_single does, by `gather`: Gloo has that alone."""
+    """Return the result of gather_single by `gather`, which alone Gloo has."""
     parts = None if whole is None else list(whole.view(dist.get_world_size(group), *tensor.shape).unbind())
     return dist.gather(tensor, parts, dst, group, async_op, group_dst)
 

@@ -32,7 +32,7 @@ def _exchange(meeting, step, me, members):
 
 
 def _use(me):
-    """What the group's operations give, on the values of this process."""
+    """Return the results of the group's operations on the values of this process."""
     group, world_size = dist.group.WORLD, dist.get_world_size()
     total, first, parts = (
         torch.tensor([me + 1.0]),

@@ -217,7 +217,7 @@ def exit_when_unpickled() -> Any:
 
 
 class Ends:
-    """As it is unpickled, it ends the process."""
+    """An exception that ends the process as it is unpickled."""
 
     def __reduce__(self):
         return raise_it, (SystemExit,)

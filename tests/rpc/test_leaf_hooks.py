@@ -164,7 +164,7 @@ def on_all(fn: Any, *args: Any) -> list[Any]:
 
 
 def record_program(rng: random.Random, seed: int) -> list[Any]:
-    """What all hooks heard, and the gradients at the end of each context; what was raised."""
+    """Return what all hooks heard, the gradients at the end of each context, and what was raised."""
     kinds = [[rng.sample(KINDS, rng.randint(0, 5)) for _ in range(2)] for _ in NAMES]
     trouble = rng.choice([None, None, None, "raise", "wrong"])
     if trouble is not None:
@@ -228,7 +228,7 @@ def check_same(found: Any, expected: Any, *where: Any) -> None:
 
 
 def test_hooks_of_leaves_are_called_as_over_tensorpipe():
-    """Those of the nodes that add to `.grad` never were: nothing here adds to `.grad`."""
+    """Hooks of the nodes that add to `.grad` were never called: nothing here adds to `.grad`."""
     if not torch.distributed.rpc.is_available():
         pytest.skip("this torch has no TensorPipe")
     expected = run_workers(_record_over_torch, 3, 500, 40, timeout=100)[0]

@@ -26,7 +26,7 @@ def mapped() -> dict[int, set[int]]:
 
 
 def made() -> set[int]:
-    """Those that this worker has made, and not given back."""
+    """Return the segments that this worker has made and not given back."""
     lender = current.agent().connections.lender
     free = {segment.number for free in lender._free.values() for segment in free}
     return free | set(lender._lent)

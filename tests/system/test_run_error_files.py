@@ -1,4 +1,4 @@
-"""What a script under torch.distributed.elastic's `record` leaves of its failure, under `phalanx run` and torchrun."""
+"""A script under torch.distributed.elastic's `record` leaves the same error file under `phalanx run` and torchrun."""
 
 import json
 import os

@@ -88,7 +88,7 @@ def _see_under_both(tmp_path: Path, words: list[str], extra: dict[str, str]) -> 
 
 @pytest.mark.parametrize("number", range(len(_LINES)))
 def test_ranks_see_the_same_under_a_torchrun_line(tmp_path: Path, number: int) -> None:
-    """Of torchrun's variables two were missing: a script that read TORCHELASTIC_ERROR_FILE, as the one by which PyTorch
+    """Two of torchrun's variables were missing: a script that read TORCHELASTIC_ERROR_FILE, as the one by which PyTorch
     tests its launcher, died of a KeyError.
     """
     script = write_script(tmp_path, _SEE)
@@ -210,7 +210,7 @@ def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path: Path) -> N
 
 
 def test_a_template_stands_before_the_lines_as_torchrun_puts_it(tmp_path: Path) -> None:
-    """Of torchrun's that have the option; ours has it with any torch."""
+    """The torchrun of torch 2.15 and on has the option; ours has it with any torch."""
     script = write_script(tmp_path, "print('same')\nprint()\n")
     template = "${role_name}/${rank}/${local_rank}/${unknown}$$: "
     words = ["--nproc-per-node", "2", "--role", "w", "--tee", "3", script]

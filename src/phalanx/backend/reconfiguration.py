@@ -25,7 +25,7 @@ _NEVER = -1
 
 @dataclass(frozen=True, order=True)
 class Handle:
-    """What a member is known by: its rank now, the uuid by which it got it, its first rank, and a word of its own."""
+    """A member's handle: its rank now, the uuid of the call that gave it, its first rank, and a word of its own."""
 
     rank: int
     uuid: int

@@ -64,7 +64,7 @@ class Membership:
 
 
 def _parameters_in(module: nn.Module) -> Iterator[Tensor]:
-    """Those of any module of the process, which may refuse to be asked: torch's and our `RemoteModule` do."""
+    """Yield the parameters of any module of the process, leaving out modules that refuse, as `RemoteModule` does."""
     waiting = [module]
     while waiting:
         one = waiting.pop()

@@ -66,7 +66,7 @@ def plan_round(
     stations: Mapping[int, Station], source: int, holders: Collection[int], needing: Collection[int],
     refused: Collection[int],
 ) -> list[Move]:  # fmt: skip
-    """Who gets the bytes from whom now. `refused` are those that could not read; never empty while any are needing."""
+    """Return who gets the bytes from whom now: not nothing while ranks need them. The `refused` could not read."""
     moves: list[Move] = []
     awaited: set[int] = set()
     for receiver in sorted(needing):
@@ -181,11 +181,11 @@ class _Cargo:
         return True
 
     def send(self, receiver: int, group: Any) -> None:
-        """As messages."""
+        """Send the bytes to `receiver` as messages of the group."""
         for piece in self._pieces:
             dist.send(piece, group=group, group_dst=receiver)
 
     def receive(self, holder: int, group: Any) -> None:
-        """As messages."""
+        """Receive the bytes from `holder` as messages of the group."""
         for piece in self._pieces:
             dist.recv(piece, group=group, group_src=holder)

@@ -31,7 +31,7 @@ def plan_groups(own: Sequence[Named], told: Sequence[Sequence[Named]]) -> list[b
 
 
 class ScriptGroups:
-    """Those of this process, in the order in which they were made; `world` is the default group, which is not one."""
+    """The groups of this process but for `world`, the default one, in the order in which they were made."""
 
     def __init__(self, world: Any) -> None:
         self._rank, self._size = world.rank(), world.size()
@@ -93,7 +93,7 @@ class ScriptGroups:
 
 
 class _RefusedTransport(RehearsalTransport):
-    """Of a group that can't be formed again: the first thing that an operation does is refused."""
+    """The transport of a group that can't be formed again: it refuses the first thing that an operation does."""
 
     def __init__(self, group: str, rank: int, ranks: Sequence[int], old_size: int, size: int) -> None:
         super().__init__(group, rank, len(ranks))

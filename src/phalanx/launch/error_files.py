@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 24  # of a file that is read: a script may write there what it
 
 
 class ErrorFiles:
-    """Those of the ranks of this host, below `folder`; without a folder there are none."""
+    """The error files of the ranks of this host, below `folder`; without a folder there are none."""
 
     def __init__(self, folder: str = "") -> None:
         self._folder = folder

@@ -57,7 +57,7 @@ class Assignment:
 
     @property
     def target(self) -> Target:
-        """What the rank runs, with the argument for its local rank if the target is to get one.
+        """The script, module or program of the rank, with the argument for its local rank if it is to get one.
 
         As torchrun does, it replaces `${local_rank}` in the arguments by the local rank, and `$$` by a dollar sign.
         """

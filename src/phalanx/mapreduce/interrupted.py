@@ -66,7 +66,7 @@ def keep(call: Call, job: Job, held: Held) -> None:
 
 
 def take(call: Call, job: Job) -> Held | None:
-    """What such a call has left; None if it has left nothing. Reads the sequence where something is kept."""
+    """Return what such a call has left, or None; reads the sequence if something is kept."""
     global _kept
     if _kept is None or call.place < _kept[0].place:
         return None

@@ -83,7 +83,7 @@ def unshared(
 
 
 def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
-    """As `unshared` for one input and one output; `skip` as in `own`, below zero too."""
+    """Do what `unshared` does, for one input and one output; `skip` is that of `own`, and may be below zero."""
     start, written = tensor.data_ptr(), output.data_ptr()
     if (start >= written + output.nbytes or written >= start + tensor.nbytes or start == written + skip) and (
         tensor.is_contiguous() and output.is_contiguous()

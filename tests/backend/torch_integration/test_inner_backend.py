@@ -52,7 +52,7 @@ def test_an_operator_of_c10d_reaches_the_group(world_size):
 
 @needs_inner_backend
 def test_torchs_own_methods_of_a_group_reach_ours():
-    """Those that C++ cannot find in Python, called as C++ calls them: gather, whose answer differs by rank."""
+    """C++ finds no method of Python for these operations: gather is one, whose answer differs by rank."""
 
     def body(rank, world_size):
         options = c10d.GatherOptions()

@@ -73,11 +73,11 @@ class ProcessGroupBase(groups.GroupBase):
         self._closing = threading.RLock()  # a signal handler may come in the middle
         self._done = DoneWork()
         self.backend_options: Any = None
-        """What it was made with: a `phalanx.Options`, or None."""
+        """The `phalanx.Options` with which the group was made, or None."""
         self.reconfiguration: Reconfiguration | None = None
         """How it gets other members, if it was made with `enable_reconfigure`."""
         self.create_group: Callable[[Any, Any], Any] | None = None
-        """What makes a group that is split from this one: `create_process_group`, which made this one."""
+        """`create_process_group`, which made this group and makes those that are split from it."""
         self._connect(transport, rank, size, global_ranks)
         self._inner_backend = groups.begin(self, self._device_types)
         _groups.add(self)

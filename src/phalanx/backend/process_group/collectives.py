@@ -145,7 +145,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """As one all_reduce per tensor. Each is read as it was before the call, also those that share memory."""
+        """Reduce each tensor from its values before the call, even if tensors share memory."""
         if not tensors:
             raise ArgumentError("all_reduce_coalesced: requires non-empty tensor list")
         checked = check_one_type(tensors, "all_reduce_coalesced", written=True)

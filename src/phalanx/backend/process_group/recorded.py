@@ -1,4 +1,4 @@
-"""What the flight recorder holds of a process's groups, also of those that it has left."""
+"""The flight recorder's entries of a process's groups, including the groups that it has left."""
 
 from __future__ import annotations
 

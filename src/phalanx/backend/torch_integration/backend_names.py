@@ -10,7 +10,7 @@ from typing import Any
 
 
 def offer_backend() -> None:
-    """What `import torch` runs: make the names "phalanx" and "mpi" known; safe to call more than once."""
+    """Make the names "phalanx" and "mpi" known; `import torch` calls this, and it may be called again."""
     import torch.distributed as dist
 
     if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
@@ -68,7 +68,7 @@ class _Plugins(dict[str, Any]):
         raise KeyError(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As that of a dict."""
+        """Return the entry of this name, or `default`, as a dict does."""
         return super().get(name, default) if name in self else default
 
 

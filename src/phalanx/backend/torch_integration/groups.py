@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import _register_process_group
 from phalanx.backend.torch_integration.inner_backend import attach_backend
 
 GroupBase = dist.ProcessGroup
-"""What a group of ours is to torch."""
+"""The class of torch from which our groups derive."""
 
 begin = attach_backend
 

@@ -1,4 +1,4 @@
-"""What torch does differently in a rank of `phalanx run`: a start without a backend's name means ours."""
+"""A start that names no backend means ours in a rank of `phalanx run`."""
 
 from __future__ import annotations
 

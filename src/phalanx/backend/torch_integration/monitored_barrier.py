@@ -42,7 +42,7 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ranks: bool) -> None:
-    """What `dist.monitored_barrier` does: ours for our groups, torch's for all others.
+    """Carry out `dist.monitored_barrier`: ours for our groups, torch's for all others.
 
     Raises:
         DeadlineError: some rank did not come within `timeout` (by default the group's); `missing` says which.

@@ -48,7 +48,7 @@ def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
 
 
 def _asking_backend() -> str:
-    """For which backend `init_process_group` makes its ranks meet, which torch tells no handler; "" in RPC."""
+    """Return the backend for which `init_process_group` makes ranks meet, which torch tells no handler; "" in RPC."""
     start = inspect.unwrap(distributed_c10d().init_process_group).__code__
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not start:

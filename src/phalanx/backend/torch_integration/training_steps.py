@@ -1,4 +1,4 @@
-"""What a run report hears of a training step: batches, backwards, losses, scaled ones, and updates."""
+"""A run report hears here of the parts of a training step: batches, backwards, losses, scaled ones, and updates."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _observe_batches() -> None:
 
 @patch("torch.autograd.backward(tensors)", loses="a run report does not hear of backwards and losses")
 def _observe_backward() -> None:
-    """As few lines as for batches, for the same reason."""
+    """Tell the report of backwards and losses, in few lines, as they run with cold caches beside each step."""
     import torch
 
     from phalanx.diagnostics.interruptions import is_interruption
@@ -119,7 +119,7 @@ def _observe_backward() -> None:
 
 
 def _samples_in(iterator: Any, batch: Any) -> float:
-    """What a DataLoader has given: 1 where it makes no batches (batch_size=None); 0.0 where that is not known."""
+    """Return how many samples a batch has: 1 where the loader makes no batches; 0.0 where that is not known."""
     from phalanx.diagnostics.sample_count import count_samples
 
     return (count_samples(batch) or 0.0) if getattr(iterator, "_auto_collation", True) else 1.0

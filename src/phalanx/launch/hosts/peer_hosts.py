@@ -41,7 +41,7 @@ class PeerHosts:
         return node.label if node is not None else ""
 
     def fill_prefix(self, template: str, rank: int) -> str:
-        """What the user wants before the lines of `rank`."""
+        """Return the text that the user wants before the lines of `rank`."""
         node = find_node(self.nodes, [rank]) or self.own
         facts, local_rank = node.facts, rank - node.place.first_rank
         return fill(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)

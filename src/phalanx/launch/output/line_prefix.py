@@ -1,4 +1,4 @@
-"""What stands before a rank's line where the user has said it: torchrun's --log-line-prefix-template."""
+"""The text before a rank's lines that the user chooses by torchrun's --log-line-prefix-template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 def find_template(given: str, environ: Mapping[str, str]) -> str:
-    """That of the command line, else that of the environment; empty where there is none."""
+    """Return the template of the command line, else that of the environment; empty where there is none."""
     return given or environ.get(VARIABLE, "")
 
 

@@ -66,7 +66,7 @@ class Context:
 
 
 class SendFunction:
-    """What PyTorch has one node for: the tensors of a message leave."""
+    """The tensors of a message leave here, for which PyTorch has one node."""
 
     def __init__(self, send: Send) -> None:
         nodes: list[Any] = [stub.grad_fn for stub in send.stubs]

@@ -44,7 +44,7 @@ class Gradients(Protocol):
         """Wait until the gradients of a message's tensors are here."""
 
     def take(self, message: MessageId, number: int) -> Tensor | None:
-        """That of one tensor."""
+        """Return the gradient of one tensor of the message, or None."""
 
     def send(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of a message's tensors to where they came from."""
@@ -100,7 +100,7 @@ class RecvRpc(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """Of one pass: lets a message's SendRpcs go on when their gradients are here, and only then the next gate.
+    """A gate of one pass lets a message's SendRpcs go on when their gradients are here, and then the next gate.
 
      gate ─► gate ─► gate          each waits, with the lowest priority: when nothing else is left to run
        │       │       │
@@ -190,7 +190,7 @@ class Send:
 
 
 def reach(edges: Iterable[tuple[Any, int]]) -> Reached:
-    """What can be reached backwards from these outputs of nodes. Cost: looks at each node once."""
+    """Return what can be reached backwards from these outputs of nodes. Cost: one look at each node."""
     leaves: list[Any] = []
     received: dict[Any, int] = {}
     seen: set[Any] = set()

@@ -212,7 +212,7 @@ class Pass:
                 self._changed.wait()
 
     def take(self, message: MessageId, number: int) -> Tensor | None:
-        """That of one tensor. (The first message's are waited for before the engine runs.)"""
+        """Return the gradient of one tensor; the engine runs only once those of the first message are here."""
         with self._changed:
             arrived = self._arrived[message]
             gradient, arrived[number] = arrived[number], None
