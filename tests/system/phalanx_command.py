@@ -15,6 +15,10 @@ from pathlib import Path
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "FORCE_COLOR", "NO_COLOR", "COLUMNS")
 
+# How a script waits for a signal that Python handles. When the signal comes just before `signal.pause()` enters the
+# kernel, the interpreter only notes it, and `pause` waits for another one.
+WAIT = "while True: __import__('time').sleep(0.02)"
+
 
 @dataclass(frozen=True)
 class Finished:

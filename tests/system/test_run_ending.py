@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.system.phalanx_command import Running, run, start, write_script
+from tests.system.phalanx_command import WAIT, Running, run, start, write_script
 
 # A rank with all kinds of descendants: a child, a daemon in a session of its own, and one that refuses to go.
 FAMILY = """
@@ -74,7 +74,7 @@ def test_nothing_survives_an_agent_that_is_killed_while_torch_is_imported(tmp_pa
 def test_keyboard_interrupt_runs_the_scripts_own_clean_up(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
-        "import signal\ntry:\n    print('ready'); signal.pause()\nexcept KeyboardInterrupt:\n    print('saved')\n",
+        f"try:\n    print('ready')\n    {WAIT}\nexcept KeyboardInterrupt:\n    print('saved')\n",
     )
     with start("run", "--no-preload", "--nproc-per-node", "2", script) as running:
         running.read_until_all("ready", 2)
@@ -104,10 +104,7 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_after_the_grace_period(tmp_path: P
 def test_the_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
-        "import signal\n"
-        "signal.signal(signal.SIGINT, lambda *_: print('no'))\n"
-        "print('ready')\n"
-        "while True: signal.pause()\n",
+        f"import signal\nsignal.signal(signal.SIGINT, lambda *_: print('no'))\nprint('ready')\n{WAIT}\n",
     )
     with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "2", script) as running:
         running.read_until_all("ready", 2)
@@ -223,7 +220,7 @@ def test_a_stopped_rank_hears_that_the_job_is_to_end(tmp_path: Path) -> None:
         "def save(*_):\n    print('saved')\n    raise SystemExit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         "print('pid', os.getpid())\n"
-        "while True: signal.pause()\n",
+        f"{WAIT}\n",
     )
     with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "1", script) as running:
         os.kill(int(running.read_until("pid").split()[-1]), signal.SIGSTOP)

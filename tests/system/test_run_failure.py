@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.system.phalanx_command import run, start, write_script
+from tests.system.phalanx_command import WAIT, run, start, write_script
 
 FAIL = """
 import ctypes, os, signal, sys, time
@@ -326,7 +326,7 @@ def test_who_waits_for_the_others_to_end_hears_of_the_failure_and_other_tracebac
         "other = sys.argv[1] + '01'[os.environ['RANK'] == '0']\n"
         "while not os.path.exists(other): pass\n"
         "if os.environ['RANK'] == '0': raise ValueError('cause')\n"
-        "try:\n    signal.pause()\n"
+        f"try:\n    {WAIT}\n"
         "finally:\n    open(other).read()\n",
     )
     with start(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.system.phalanx_command import run, start, write_script
+from tests.system.phalanx_command import WAIT, run, start, write_script
 
 
 def together(folder: Path, num_ranks: int) -> str:
@@ -192,7 +192,7 @@ def test_ctrl_c_on_a_terminal_reaches_each_rank_once(tmp_path: Path) -> None:
         "    raise SystemExit(0)\n"
         "signal.signal(signal.SIGINT, note)\n"
         "print('ready')\n"
-        "signal.pause()\n",
+        f"{WAIT}\n",
         at=b"[0-1]\x1b[0m ready",
         do=lambda terminal: os.write(terminal, b"\x03"),
     )
