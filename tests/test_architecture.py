@@ -316,3 +316,23 @@ def test_groups_reach_torchs_machinery_through_one_door():
             if isinstance(node, ast.Attribute) and node.attr in ("_world", "pg_map"):
                 wrong.append(where(module, node.lineno))
     assert wrong == []
+
+
+def test_only_the_door_asks_whether_a_group_is_ours():
+    """Thirteen isinstance() in ten files took it for granted that torch's group and ours are one object."""
+    kinds = {"TorchGroup"}
+    classes = [node for module in modules() for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef)]
+    while more := {c.name for c in classes for base in c.bases if ast.unparse(base) in kinds} - kinds:
+        kinds |= more
+    assert "PhalanxProcessGroup" in kinds
+    wrong = []
+    for module in modules():
+        if module.as_posix().endswith("backend/torch_integration/groups.py"):
+            continue
+        for node in ast.walk(tree(module)):
+            asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+            asks = asks or (isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("))
+            words = set(re.findall(r"\w+", ast.unparse(node))) if asks else set()
+            if words & kinds and "phalanx_group" not in words:
+                wrong.append(where(module, node.lineno))
+    assert wrong == []

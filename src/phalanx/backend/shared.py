@@ -10,18 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.transport.rehearsal import RehearsalTransport
 
 
 def shares_memory(group: dist.ProcessGroup) -> TypeGuard[PhalanxProcessGroup]:
     """Whether all ranks of `group` share memory. The backend's name does not tell: they may be on several hosts."""
-    return isinstance(group, PhalanxProcessGroup) and group.shares_memory
+    ours = phalanx_group(group)
+    return ours is not None and ours.shares_memory
 
 
 def rehearses(group: dist.ProcessGroup) -> bool:
     """Whether this process is alone in `group`: it replaces a rank that was lost, and has not met the others yet."""
-    return isinstance(group, PhalanxProcessGroup) and isinstance(group.transport, RehearsalTransport)
+    ours = phalanx_group(group)
+    return ours is not None and isinstance(ours.transport, RehearsalTransport)
 
 
 def shared_empty(

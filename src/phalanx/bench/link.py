@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.collectives.network import Link
 from phalanx.deadline import Deadline
 from phalanx.engines.interfaces import interface_addresses
@@ -121,8 +121,8 @@ def run(rounds: int, say: Callable[[str], None], *, in_json: bool) -> None:
     """
     dist.init_process_group("phalanx")
     try:
-        group = dist.group.WORLD
-        transport = group.transport if isinstance(group, PhalanxProcessGroup) else None
+        group = phalanx_group(dist.group.WORLD)
+        transport = None if group is None else group.transport
         if not isinstance(transport, HierarchicalTransport):
             raise PhalanxError("bench link: all ranks of this job are on one host, so there is no link between hosts.")
         names: list[str] = [""] * transport.world_size

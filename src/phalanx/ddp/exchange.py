@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.gradient_listeners import find_listener
-from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.shared import shares_memory
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.backend.work import PhalanxWork
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
@@ -62,7 +62,7 @@ class WorkExchange:
         """Whether `work.wait()` lets the device's stream wait, and not this thread: NCCL's does."""
         if isinstance(work, PhalanxWork):  # carried by the host
             return False
-        return isinstance(self._group, PhalanxProcessGroup) or dist.get_backend(self._group) == "nccl"
+        return phalanx_group(self._group) is not None or dist.get_backend(self._group) == "nccl"
 
 
 def tell_launch(bucket: DenseBucket, pending: Pending, exchange: Exchange) -> None:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend import rendezvous
-from phalanx.backend.process_group import PhalanxProcessGroup
-from phalanx.backend.torch_integration.groups import count_groups_anew, list_groups
+from phalanx.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
 from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.agreement import Agreement, Standing, decide, describe_differing
@@ -121,7 +120,7 @@ class ElasticGroup:
             return error
         if type(error) is not RuntimeError:
             return None
-        groups = [group for group in list_groups() if isinstance(group, PhalanxProcessGroup)]
+        groups = filter(None, map(phalanx_group, list_groups()))
         heard = (group.find_failure() for group in groups)
         return next((failure for failure in heard if failure is not None and is_loss(failure)), None)
 
@@ -298,8 +297,8 @@ class ElasticGroup:
 def leave_all_groups() -> None:
     """Without waiting for anybody: the dead do not answer, and the others hear it."""
     for group in list_groups():
-        if isinstance(group, PhalanxProcessGroup):
-            group.abort()
+        if (ours := phalanx_group(group)) is not None:
+            ours.abort()
     if dist.is_initialized():
         dist.destroy_process_group()
     # A group that never came about has been counted, and ranks that did not try would name the next one differently.

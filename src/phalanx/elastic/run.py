@@ -13,8 +13,8 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from phalanx.backend import rendezvous
-from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.shared import rehearses
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.elastic.channel import AgentChannel
 from phalanx.elastic.group import ElasticGroup, leave_all_groups
@@ -108,8 +108,8 @@ class ElasticJob:
 
     def run(self, train: Train[_Result]) -> _Result:
         """Call `train` until it has returned on all ranks."""
-        world = dist.group.WORLD if dist.is_initialized() else None
-        if not isinstance(world, PhalanxProcessGroup):
+        world: Any = dist.group.WORLD if dist.is_initialized() else None
+        if phalanx_group(world) is None:
             return train(self._state)
         if _running is not None:
             raise RuntimeError(

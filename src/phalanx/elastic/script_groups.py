@@ -15,7 +15,6 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.backend.create import open_transport
-from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.torch_integration import groups
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
@@ -41,9 +40,9 @@ class ScriptGroups:
         for known in groups.list_registrations():
             if known.group is world:
                 continue
-            if not isinstance(known.group, PhalanxProcessGroup):
+            if (ours := groups.phalanx_group(known.group)) is None:
                 foreign.append(f"{known.name!r} ({known.backend}, ranks {list(known.ranks)})")
-            elif known.group.forms_again:
+            elif ours.forms_again:
                 self._kept.append(known)
         if foreign:
             _logger.warning(

@@ -15,9 +15,8 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.shared import rehearses
-from phalanx.backend.torch_integration.groups import store_of
+from phalanx.backend.torch_integration.groups import phalanx_group, store_of
 from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.symmetric_memory.watch import ProcessId
@@ -129,8 +128,8 @@ class Team:
     def timeout_s(self) -> float:
         """What an operation of the group may take."""
         assert self.group is not None
-        if isinstance(self.group, PhalanxProcessGroup):
-            return self.group._timeout_s
+        if (ours := phalanx_group(self.group)) is not None:
+            return ours._timeout_s
         return float(self.group._get_backend(self._device()).options._timeout.total_seconds())
 
     # -- words ---------------------------------------------------------------------------------------------------
@@ -179,7 +178,7 @@ class Team:
     def _run(self, begin: Callable[[], Any]) -> None:
         try:
             work = begin()
-            if not isinstance(self.group, PhalanxProcessGroup):
+            if phalanx_group(self.group) is None:
                 # A rank of Gloo whose neighbours live would wait for them for minutes, and they have given up.
                 self.wait_until(work.is_completed)
             work.wait()

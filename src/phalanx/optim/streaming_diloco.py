@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.backend.process_group import PhalanxProcessGroup
-from phalanx.backend.torch_integration.groups import is_listed
+from phalanx.backend.torch_integration.groups import is_listed, phalanx_group
 from phalanx.optim.flat import Flat
 from phalanx.optim.outer import OuterParameters, check_optimizers
 from phalanx.optim.round_plan import RoundPlan, plan_fragments
@@ -122,8 +121,8 @@ class StreamingDiLoCo(Rounds):
         group = self.process_group
         ranks = dist.get_process_group_ranks(group)
         self._exchange: Any = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
-        if isinstance(self._exchange, PhalanxProcessGroup):
-            self._exchange.forms_again = False  # `regroup` makes the next one, which has the same name
+        if (ours := phalanx_group(self._exchange)) is not None:
+            ours.forms_again = False  # `regroup` makes the next one, which has the same name
         self._rooms = []
         for number, fragment in enumerate(self._fragments):
             is_last = number == len(self._fragments) - 1
@@ -204,7 +203,7 @@ class StreamingDiLoCo(Rounds):
     def _leave_exchange(self) -> None:
         """PyTorch's own groups stay: the next of the same ranks has the same name, and meets at what this one wrote."""
         exchange, self._exchange, self._rooms = self._exchange, None, []
-        if isinstance(exchange, PhalanxProcessGroup) and is_listed(exchange):
+        if phalanx_group(exchange) is not None and is_listed(exchange):
             dist.destroy_process_group(exchange)
 
     def _catch_up(self, *, counts: bool) -> None:

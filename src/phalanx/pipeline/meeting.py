@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.deadline import Deadline
 from phalanx.pipeline.failure import with_note
 
@@ -33,7 +33,7 @@ def outlive(group: dist.ProcessGroup, posted: Sequence[tuple[dist.Work, Tensor]]
 
 def meets_by_messages(group: dist.ProcessGroup) -> bool:
     """Whether it is worth it: the backend `phalanx` has collectives that are as fast, and tell more of failures."""
-    return not isinstance(group, PhalanxProcessGroup) and dist.get_backend(group) == "gloo"
+    return phalanx_group(group) is None and dist.get_backend(group) == "gloo"
 
 
 class Meeting:

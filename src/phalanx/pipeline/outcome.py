@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.meeting import FAREWELL_S, Meeting, meets_by_messages
@@ -152,5 +152,5 @@ def _revoke(group: dist.ProcessGroup) -> None:
 
     Other backends' ranks hear of it when this process ends.
     """
-    if isinstance(group, PhalanxProcessGroup):
-        group.abort()
+    if (ours := phalanx_group(group)) is not None:
+        ours.abort()

@@ -62,3 +62,50 @@ def test_torchs_own_methods_of_a_group_reach_ours():
         return [o.tolist() for o in outputs[0]] if outputs else None
 
     assert run_ranks(body, 2) == [None, [[1.0, 1.0], [2.0, 2.0]]]
+
+
+NO_BACKEND = """
+import torch, torch.distributed as dist
+from phalanx.backend.torch_integration import inner_backend
+{change}
+dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(2)
+dist.all_reduce(x)
+dist.all_reduce(x, group=dist.new_group([0]))
+try:
+    dist.group.WORLD.register_pre_hook(1, print)
+except RuntimeError as error:
+    print(error)
+print(x.tolist())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not hasattr(dist.distributed_c10d, "FlightRecorderHook"), reason="this torch hangs no recorder")
+@pytest.mark.parametrize(
+    ("change", "problem", "num_lines"),
+    [
+        ("inner_backend._torch.Backend.__init__ = lambda self: None", "lets Python make no Backend", 2),
+        ("del inner_backend._torch.Backend", "lets Python make no Backend", 2),
+        (
+            "def attach(*args): raise RuntimeError('more')\ndist.distributed_c10d.FlightRecorderHook.attach = attach",
+            "can't hang its FlightRecorderHook on our groups (more)",
+            1,
+        ),
+    ],
+)
+def test_a_group_begins_where_torch_can_hang_no_hook_on_it(change, problem, num_lines):
+    """torch 2.15 made no group of ours when it could not hang its recorder on one; two lines with its NaN check."""
+    run = subprocess.run(
+        [sys.executable, "-c", NO_BACKEND.format(change=change)],
+        env={"PATH": "/usr/bin:/bin", "TORCH_DIST_NAN_CHECK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    told = run.stderr.splitlines()
+    assert run.stdout.splitlines()[-1:] == ["[1.0, 1.0]"], run.stderr
+    assert (num_lines, True) == (len(told), all(problem in line for line in told)), run.stderr
+    assert any("hooks of our groups are not called" in line for line in told)
+    assert ("register_pre_hook: this torch lets Python make no Backend" in run.stdout) == (num_lines == 2)

@@ -20,6 +20,7 @@ from phalanx.backend.create import leave_at_exit
 from phalanx.backend.mpi.process_group import MpiProcessGroup
 from phalanx.backend.mpi.start import start_together
 from phalanx.backend.rendezvous import launcher, mpi_rendezvous, store_through_mpi
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.coordination.bootstrap import exchange
 from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
@@ -51,7 +52,7 @@ def new_process_group(
     if not ranks:  # the group of all ranks: torch has neither asked who we are nor met anybody
         runtime, asked["store"], ranks = _join(name, deadline)
     elif dist.get_rank() in ranks:
-        if not isinstance(dist.group.WORLD, MpiProcessGroup):
+        if not isinstance(phalanx_group(dist.group.WORLD), MpiProcessGroup):
             raise PhalanxError(
                 f"new_group {name!r}: backend 'mpi' needs a job whose first group is MPI's, too.\n"
                 "Call init_process_group('mpi') first."

@@ -19,7 +19,7 @@ from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group.recorded import keep_records
 from phalanx.backend.splitting import TORCH_SPLITS_ON_CPU, Splits
-from phalanx.backend.torch_integration import groups
+from phalanx.backend.torch_integration.groups import TorchGroup
 from phalanx.backend.torch_integration.hooks import hookable
 from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
 from phalanx.core_numbers import BACKGROUND, WAITS
@@ -44,7 +44,7 @@ _JOIN_S = 5.0
 
 @untraced
 @hookable
-class ProcessGroupBase(groups.GroupBase):
+class ProcessGroupBase(TorchGroup):
     """What every process group answers, and the order in which this one carries things out.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
@@ -79,7 +79,7 @@ class ProcessGroupBase(groups.GroupBase):
         self.create_group: Callable[[Any, Any], Any] | None = None
         """`create_process_group`, which made this group and makes those that are split from it."""
         self._connect(transport, rank, size, global_ranks)
-        self._inner_backend = groups.begin(self, self._device_types)
+        self.introduce(self._device_types)
         _groups.add(self)
 
     def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:

@@ -39,11 +39,11 @@ def offer_backend() -> None:
 
 def _create(options: Any, backend_options: Any) -> Any:
     from phalanx.backend import create_process_group
-    from phalanx.backend.torch_integration.hooks import serve_nan_check
+    from phalanx.backend.torch_integration.hooks import serve_torchs_hooks
     from phalanx.backend.torch_integration.stores import serve_prefixes
 
     serve_prefixes()
-    serve_nan_check()
+    serve_torchs_hooks()
     return create_process_group(options, backend_options)
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 
 BACKEND = "phalanx"
@@ -77,9 +78,7 @@ def _names_backends(dump: Any) -> bool:
 
 
 def _is_default_group_ours() -> bool:
-    from phalanx.backend.process_group.base import ProcessGroupBase
-
-    return isinstance(distributed_c10d().GroupMember.WORLD, ProcessGroupBase)
+    return phalanx_group(distributed_c10d().GroupMember.WORLD) is not None
 
 
 def take_dump(

@@ -1,23 +1,41 @@
-"""The one door to torch's machinery of process groups: what ours derive from, and where torch lists those that it has.
+"""The one door to torch's machinery of process groups: how torch comes to know ours, and which groups it has.
 
-A second way by which torch knows a group of ours (`torch.distributed.BackendBase`) is chosen here, and nowhere else.
+A way by which torch knows a group of ours has two directions, and both are here:
+
+    TorchGroup                  what our groups derive from; its `introduce` makes a group known to torch's C++
+    phalanx_group(group)        our group behind what torch hands out as a group
+
+Today both ends are one object, as our group is a subclass of `ProcessGroup`. A second way (a subclass of
+`torch.distributed.BackendBase`, behind a plain `ProcessGroup` of torch's) is added and chosen here, and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group
 
 from phalanx.backend.torch_integration.inner_backend import attach_backend
 
-GroupBase = dist.ProcessGroup
-"""The class of torch from which our groups derive."""
+if TYPE_CHECKING:
+    from phalanx.backend.process_group import PhalanxProcessGroup
 
-begin = attach_backend
+
+class TorchGroup(dist.ProcessGroup):
+    """What our groups derive from: torch takes them for groups of its own."""
+
+    def introduce(self, device_types: Sequence[torch.device]) -> None:
+        """Make the group known to torch's C++ for these devices; called once, at the end of its making."""
+        self._inner_backend = attach_backend(self, device_types)  # C++ does not keep it
+
+
+def phalanx_group(group: Any) -> PhalanxProcessGroup | None:
+    """Return our group behind `group`, which torch has handed out; None if it is of another backend, or no group."""
+    return cast("PhalanxProcessGroup", group) if isinstance(group, TorchGroup) else None
 
 
 def list_groups() -> list[Any]:

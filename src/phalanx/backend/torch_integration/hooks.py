@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from phalanx.backend.torch_integration.patch import patch
+from phalanx.torch_names import report_loss
 
 _Group = TypeVar("_Group", bound=type)
 _torch_group: Any = dist.ProcessGroup
@@ -62,6 +63,8 @@ def _registering(kind: str) -> Callable[..., None]:
 
     def register(self: Any, hook_id: int, hook: Callable[[Any], None]) -> None:
         """Call `hook` at each operation from now on; collectives then take the way through torch's dispatcher."""
+        if not _has_backend(self):
+            raise RuntimeError(f"register_{kind}: this torch lets Python make no Backend, so nothing calls the hook")
         theirs(self, hook_id, hook)
         call_hooks(self, (kind, hook_id))
 
@@ -136,25 +139,64 @@ def carry_out(group: Any, name: str, args: tuple[Any, ...]) -> Any:
     return work
 
 
-def serve_nan_check() -> None:
-    """Let NanCheckHook, which TORCH_DIST_NAN_CHECK=1 hangs on each group, be called at our groups' operations."""
+def serve_torchs_hooks() -> None:
+    """Let the hooks that torch itself hangs on each group be called at our groups' operations, or be left out."""
     if hasattr(dist.distributed_c10d, "NanCheckHook"):  # from torch 2.14 on
         _serve_nan_check()
+    if hasattr(dist.distributed_c10d, "FlightRecorderHook"):  # from torch 2.15 on
+        _serve_recorder()
 
 
-@patch(
-    "torch.distributed.distributed_c10d.NanCheckHook.attach",
-    loses="TORCH_DIST_NAN_CHECK=1 does not look at our groups' operations",
-)
+_NO_NAN_CHECK = "TORCH_DIST_NAN_CHECK=1 does not look at our groups' operations"
+
+
+@patch("torch.distributed.distributed_c10d.NanCheckHook.attach", loses=_NO_NAN_CHECK)
 def _serve_nan_check() -> None:
     hook: Any = dist.distributed_c10d.NanCheckHook  # type: ignore[attr-defined]
     theirs = hook.attach
 
     @functools.wraps(theirs)
     def attach(pg: Any) -> Any:
-        attached = theirs(pg)
-        if isinstance(pg, tuple(_hookable)):
+        attached = _attach("NanCheckHook", theirs, pg, loses=_NO_NAN_CHECK)
+        if attached is not None and isinstance(pg, tuple(_hookable)):
             call_hooks(pg, "nan check")
         return attached
 
     hook.attach = staticmethod(attach)
+
+
+def _serve_recorder() -> None:
+    """Let a group begin also where torch can't hang its recorder on it, which ours answers for (`flight_recorder`)."""
+    hook: Any = dist.distributed_c10d.FlightRecorderHook  # type: ignore[attr-defined]
+    if hook in _served:
+        return
+    _served.append(hook)
+    theirs = hook.attach
+
+    @functools.wraps(theirs)
+    def attach(pg: Any, *args: Any) -> Any:
+        return _attach("FlightRecorderHook", theirs, pg, *args, loses="hooks of our groups are not called")
+
+    hook.attach = staticmethod(attach)
+
+
+_served: list[Any] = []
+
+
+def _attach(name: str, theirs: Callable[..., Any], group: Any, *args: Any, loses: str) -> Any:
+    """Hang a hook of torch's on a group; where it can't be hung on one of ours, say so once and return None."""
+    if not isinstance(group, tuple(_hookable)):
+        return theirs(group, *args)
+    problem = "" if _has_backend(group) else "lets Python make no Backend"
+    if not problem:
+        try:
+            return theirs(group, *args)
+        except RuntimeError as error:
+            problem = f"can't hang its {name} on our groups ({error})"
+    report_loss(problem, loses)
+    return None
+
+
+def _has_backend(group: Any) -> bool:
+    """Whether torch's C++ finds our group behind its own: the way that an operation takes through the dispatcher."""
+    return getattr(group, "_inner_backend", None) is not None

@@ -17,6 +17,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from phalanx.backend.torch_integration.hooks import carry_out
+from phalanx.torch_names import describe_missing
 
 _torch: Any = c10d  # whose stubs lack what is used here
 
@@ -28,10 +29,19 @@ _OPERATIONS = (
     "send", "recv", "recv_anysource", "barrier",
 )  # fmt: skip
 
+_NEEDS = (
+    "torch._C._distributed_c10d.Backend",
+    "torch._C._distributed_c10d.ProcessGroup.BackendType.CUSTOM",
+    "torch._C._distributed_c10d.ProcessGroup._register_backend",
+    "torch._C._distributed_c10d.ProcessGroup._set_default_backend",
+)
+
 
 @functools.cache
 def can_attach() -> bool:
-    """Whether this torch lets Python make a `Backend`; up to 2.13 none has a constructor."""
+    """Whether this torch lets Python make a `Backend` and put it behind a group; up to 2.13 none has a constructor."""
+    if any(map(describe_missing, _NEEDS)):
+        return False
     try:
         _torch.Backend(0, 1)
     except TypeError:

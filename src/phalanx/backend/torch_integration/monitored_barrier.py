@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import types
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 
 
@@ -47,8 +47,8 @@ def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ra
     Raises:
         DeadlineError: some rank did not come within `timeout` (by default the group's); `missing` says which.
     """
-    ours = distributed_c10d().group.WORLD if group is None else group
-    if not isinstance(ours, importlib.import_module("phalanx.backend.process_group").PhalanxProcessGroup):
+    ours = phalanx_group(distributed_c10d().group.WORLD if group is None else group)
+    if ours is None:
         _originals["monitored_barrier"](group, timeout, wait_all_ranks)
         return
     if isinstance(timeout, (int, float)):  # as torch's own takes it
