@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import phalanx
 from phalanx import elastic
 from phalanx.elastic import points
+from phalanx.optim import undo
 
 
 class Numbers(Dataset[Any]):
@@ -171,6 +172,7 @@ def train_job(job: Job) -> dict[str, Any]:
         inner.register_step_pre_hook(lambda *_: job.strike("update", state.step))
         inner.register_step_post_hook(lambda *_: job.strike("updated", state.step))
         points.listen(lambda point: job.strike(point, state.step))
+        strike_when_done(job, lambda: state.step)
 
         if job.resume:
             state.load_state_dict(phalanx.load_checkpoint(job.resume))
@@ -212,6 +214,7 @@ def train_job(job: Job) -> dict[str, Any]:
                         state.scheduler.step()
                     if job.late_collective:
                         loss_sum += loss.detach()
+                        job.strike("late", state.step)
                         dist.all_reduce(loss_sum)
                     if job.batch_of is None or state.step not in state.history:
                         state.history.append(state.step)
@@ -228,6 +231,18 @@ def train_job(job: Job) -> dict[str, Any]:
             "scale": state.scaler.get_scale() if job.amp else 1.0,
             "fds": len(os.listdir("/proc/self/fd")),
         }
+
+
+def strike_when_done(job: Job, find_step: Callable[[], int]) -> None:
+    """At "done" this rank has said that its part of a sharded update is made, and is about to wait for the others."""
+    publish = undo.Undo._publish
+
+    def publish_and_strike(self: undo.Undo, phase: int) -> None:
+        publish(self, phase)
+        if phase == undo._DONE:
+            job.strike("done", find_step())
+
+    undo.Undo._publish = publish_and_strike  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

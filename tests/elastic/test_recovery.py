@@ -127,8 +127,8 @@ def test_every_kind_of_step_goes_on_where_it_was(kind: str, tmp_path: Path, undi
 @pytest.mark.parametrize(
     ("place", "optimizer"),
     [
-        *((place, "zero") for place in ("backward", "update", "updated", "commit", "rebind", "restore")),
-        *((place, "offload") for place in ("update", "updated", "rebind")),
+        *((place, "zero") for place in ("backward", "update", "updated", "done", "commit", "rebind", "restore")),
+        *((place, "offload") for place in ("update", "updated", "done", "rebind")),
     ],
 )
 def test_an_optimizer_in_shards_loses_the_owner_of_a_slice_and_no_bit(
@@ -136,6 +136,26 @@ def test_an_optimizer_in_shards_loses_the_owner_of_a_slice_and_no_bit(
 ) -> None:
     strikes = (Strike(0, "backward", 6), Strike(0, place, -1) if place in points.POINTS[1:] else Strike(1, place, 3))
     check(Job("", strikes, optimizer=optimizer), 2, tmp_path, undisturbed, losses=2)
+
+
+@pytest.mark.parametrize("point", ["", "lost", "leave", "meet", "agree", "rebind", "hand over", "restore"])
+def test_an_update_in_shards_that_all_have_made_is_taken_back_where_none_has_committed_it(
+    point: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """A rank was lost when all had made their parts of the update: the step counted, though on the survivors the loop
+    had not come to what it does behind the update, so that a plain value that it counts there missed that step.
+    """
+    again = (Strike(2, point, -1),) if point else ()
+    check(Job("", (Strike(1, "done", 5), *again), optimizer="zero", samples=96), 3, tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("optimizer", ["zero", "offload"])
+def test_an_update_in_shards_is_taken_back_after_a_loss_in_a_later_collective_of_its_step(
+    optimizer: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    strikes = (Strike(1, "late", 0), Strike(0, "late", 5), Strike(1, "late", 15))
+    job = Job("", strikes, optimizer=optimizer, late_collective=True, scheduler=True)
+    check(job, 2, tmp_path, undisturbed, losses=3)
 
 
 def test_with_fewer_ranks_the_rest_of_the_epoch_is_shared_among_those_who_are_there(tmp_path: Path) -> None:

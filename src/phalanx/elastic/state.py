@@ -171,9 +171,9 @@ class State:
                 sorted({type(thing).__name__ for thing in (*self._objects.rounds, *self._objects.sharded)})
             )
             raise ValueError(
-                f"State.commit(samples={samples}): there is {names} in State, whose update is not taken back after a "
-                "loss, so that a step may be done of which no commit has told the samples. Leave it out, and take from "
-                "the loader only the batches that the step trains on (no prefetcher)."
+                f"State.commit(samples={samples}): there is {names} in State, whose updates are not always taken back "
+                "after a loss, so that a step may be done of which no commit has told the samples. Leave it out, and "
+                "take from the loader only the batches that the step trains on (no prefetcher)."
             )
         began = self._mark is not None and self._mark.stands_in(self._position.mark())
         if began and not self._position.is_counted:

@@ -64,8 +64,9 @@ class Step:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         self._followers = Followers(objects.schedulers, objects.scalers, objects.optimizers)
-        holds_apart = objects.sharded or objects.rounds or objects.pipelines
+        holds_apart = objects.rounds or objects.pipelines
         self._undo = None if holds_apart else Undo(objects.parts_of_update())
+        self._num_updates: list[int] = []  # of each optimizer in shards, before the step's first update
         self._has_late = True  # a step may be interrupted behind its update; whether it may, the first one tells
         self._was_late = False
         self._open_backward: int | None = None  # autograd's number of a backward that has begun and has not ended
@@ -93,8 +94,9 @@ class Step:
         if self.stepped == 0:
             self._forward_changes.learn()
         if self._at_update is None and self.runner is not None and self._undo is not None:
-            if self._has_late:
+            if self._has_late or self._objects.sharded:  # whose ranks wait for each other at the end of an update
                 self._undo.keep()
+                self._num_updates = [one.num_updates for one in self._objects.sharded]
             self._at_update = self.runner.count_collectives()
         self.stepped = 1
 
@@ -180,18 +182,23 @@ class Step:
     def take_back(self, step: int) -> None:
         """After an error in step number `step`: as at the latest commit, where the update can be undone.
 
-        A sharded update that was interrupted has been undone already, or was completed by the others.
+        A sharded update that was interrupted has been undone already, or was completed by the others: it is taken back
+        as well, as the loop has not done what it does behind it.
         """
         if self.stepped == 1 and self._objects.rounds:  # its round, held behind the update, is what failed
             self.stepped = 2
-        if self.stepped == 1 and len(self._objects.sharded) == len(self._objects.optimizers):
-            updated = {one.has_updated for one in self._objects.sharded}
-            if len(updated) == 1:
-                self.stepped = 2 if updated.pop() else 0
-        if self.stepped and self._undo is not None and self._undo.is_kept:
+        if self.stepped and self._undo is not None and self._undo.is_kept and self._can_take_back_shards():
             self._undo.give_back()
+            for optimizer, number in zip(self._objects.sharded, self._num_updates, strict=True):
+                optimizer.take_back(number)
             self.stepped = 0
             self._forward_changes.give_back()
+        if self.stepped == 1 and len(self._objects.sharded) == len(self._objects.optimizers):
+            updated = {one.has_updated for one in self._objects.sharded}
+            if updated == {True}:
+                self.stepped = 2
+            elif updated == {False} and self._undo is None:  # else there were others in this step before
+                self.stepped = 0
         if not self.stepped:
             self._followers.give_back()
             for number in self._forward_changes.give_back()[:1]:
@@ -202,6 +209,10 @@ class Step:
                     step,
                 )
 
+    def _can_take_back_shards(self) -> bool:
+        pairs = zip(self._objects.sharded, self._num_updates, strict=True)
+        return all(optimizer.can_take_back(number) for optimizer, number in pairs)
+
     def count(self, step: int) -> None:
         """The update of step number `step` is made, and only the commit is missing: it counts."""
         if not self._objects.rounds and self.stepped == 2 and not self.is_committing:
@@ -210,8 +221,8 @@ class Step:
                 "phalanx.elastic: the loss came between update and commit of step %d. The step counts, but what the "
                 "loop does there after the collective that failed (a scheduler's step, say) was not done for it. %s",
                 step,
-                "Let nothing come between the two that waits for other ranks: optimizers in shards cannot take it back."
-                if self._undo is None
+                "Commit after each update: of optimizers in shards only the latest can be taken back."
+                if self._objects.sharded
                 else "From now on such a step is taken back.",
             )
         self.end()

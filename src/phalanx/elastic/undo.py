@@ -40,7 +40,8 @@ class Undo:
         structure = split([part.show() for part in self._parts], tensors)
         forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         if forms == [(t.shape, t.stride(), t.dtype, t.device) for t in self._copies]:
-            torch._foreach_copy_(self._copies, [t.detach() for t in tensors])
+            if tensors:
+                torch._foreach_copy_(self._copies, [t.detach() for t in tensors])
         else:
             self._copies = [t.detach().clone() for t in tensors]
         self._structure = structure

@@ -80,9 +80,13 @@ class KeptState:
 
     def read(self, number: int) -> list[Any] | None:
         """A copy of what every rank left of step `number`; None if one left nothing of it."""
-        if not all(self.holds(rank, number) for rank in range(len(self._by_rank))):
+        if not self.holds_all(number):
             return None
         return [self.read_of(rank, number) for rank in range(len(self._by_rank))]
+
+    def holds_all(self, number: int) -> bool:
+        """Whether every rank `holds` it."""
+        return all(self.holds(rank, number) for rank in range(len(self._by_rank)))
 
     def holds(self, rank: int, number: int) -> bool:
         """Whether `rank` has left, where this one can read it, what it was after step `number`."""

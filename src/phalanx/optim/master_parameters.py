@@ -62,6 +62,15 @@ class MasterParameters(SharedBlock):
         self.push_exact()
         dist.barrier(group=group)  # nobody updates what another still reads
 
+    def leave(self, memory: Tensor) -> None:
+        """Have the values of `memory`, laid out as the block, which is this rank's own; so do the devices."""
+        self.settle()
+        super().leave(memory)
+        self._masters = [self.shaped(number) for number in range(len(self.parameters))]
+        for number, parameter in enumerate(self.parameters):
+            if self._live[number]:
+                parameter.detach().copy_(self._masters[number])
+
     def watch(self, parts: Iterable[Slice]) -> None:
         """From now on notice whoever writes into these slices, this rank's, of the parameters on their devices."""
         self._parts = {part.index: part for part in parts}

@@ -61,6 +61,11 @@ class SharedBlock:
         flat, like = self.flats[number], self.parameters[number]
         return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
 
+    def leave(self, memory: Tensor) -> None:
+        """Be in `memory` from now on, which is laid out as the block, and is this rank's own."""
+        self.memory = memory
+        self.flats = [self._flat(number) for number in range(len(self.parameters))]
+
     def byte_range(self, part: Slice) -> tuple[int, int]:
         """Where in the block a slice lies."""
         at, itemsize = self.offsets[part.index], self.extents[part.index].itemsize
@@ -79,6 +84,12 @@ class SharedParameters(SharedBlock):
         dist.barrier(group=group)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
+
+    def leave(self, memory: Tensor) -> None:
+        """Have the values of `memory`, which is laid out as the block, and is this rank's own."""
+        super().leave(memory)
+        for number, parameter in enumerate(self.parameters):
+            parameter.data = self.shaped(number)
 
     def find_moved(self) -> int | None:
         """The first parameter that does not live here any more, if there is one."""

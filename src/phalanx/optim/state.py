@@ -9,7 +9,7 @@ A whole state is a plain optimizer's `state_dict`. A shard is a part of it, in p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,18 @@ def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
             state[number] = _merge(number, parts, tuple(shape), tuple(stride))
     groups = [{key: value for key, value in group.items()} for group in shards[0]["param_groups"]]
     return {"state": state, "param_groups": groups}
+
+
+def layout_of(parameters: Iterable[Tensor]) -> dict[int, Any]:
+    """The form of each parameter, by number, as shards have it."""
+    return {number: (tuple(p.shape), tuple(p.stride())) for number, p in enumerate(parameters)}
+
+
+def merge_states(states: Sequence[Mapping[int, Any]], parameters: Iterable[Tensor]) -> dict[int, Any]:
+    """The whole state from that of the shards of all ranks."""
+    layout = layout_of(parameters)
+    merged = merge_state_dicts([{"layout": layout, "state": state, "param_groups": []} for state in states])
+    return dict(merged["state"])
 
 
 def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ...], stride: tuple[int, ...]) -> State:

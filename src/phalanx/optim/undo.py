@@ -15,7 +15,8 @@ when the others have put everything back. So there is one decision for each step
 writes old or new, with a compare-and-exchange; who comes later, through the sync or not, does as it says. Parameters
 are of one step when the last rank has done so: one that wakes in its update still writes, and then puts back.
 
-Nobody overwrites what lies aside before sync A of the next step, which a survivor in trouble never reaches.
+Nobody overwrites what lies aside before sync A of the next step, which a survivor in trouble never reaches. So it can
+still have what was before a step that counts (`before`), in memory of its own: others may go on from the new step.
 
 A survivor reads words without having passed a sync since, so a word itself must say that what was written before it can
 be seen: `saved` the bytes aside, `done` the new parameters; and that nothing written after `saved` was seen before it.
@@ -25,6 +26,7 @@ Stores of a tensor's elements keep that order on x86 and need not on ARM: words 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -61,6 +63,12 @@ class _Region:
     def restore(self, rank: int) -> None:
         for start, stop in self.ranges[rank]:
             self.memory[start:stop].copy_(self.backup[start:stop])
+
+    def before(self) -> Tensor:
+        memory = self.memory.clone()
+        for start, stop in itertools.chain.from_iterable(self.ranges):
+            memory[start:stop].copy_(self.backup[start:stop])
+        return memory
 
 
 def _shared(count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
@@ -161,6 +169,10 @@ class Undo:
     def under_way(self) -> int:
         """The number of the latest step that has begun here."""
         return self._number
+
+    def before(self) -> list[Tensor]:
+        """A copy of each block's memory as it was before the latest update, which this rank has not gone on from."""
+        return [region.before() for region in self._regions]
 
     def start_from(self, number: int) -> None:
         """Count on from that step. Collective, before the first step."""

@@ -35,7 +35,7 @@ from phalanx.optim.partial_gradients import ask_for_gradients, refuse_touched
 from phalanx.optim.plan import plan_cut, plan_whole
 from phalanx.optim.shared_parameters import SharedParameters
 from phalanx.optim.staging import Staging
-from phalanx.optim.state import StateDict, cut_state, merge_state_dicts
+from phalanx.optim.state import StateDict, cut_state, layout_of, merge_state_dicts, merge_states
 from phalanx.optim.total_norm import total_norm
 from phalanx.optim.undo import Undo
 
@@ -392,25 +392,38 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Whether the latest step that was begun counts, well ended or not; else the parameters are as before it."""
         return self._moving is not None or self._undo is None or self._undo.number == self._undo.under_way
 
+    def can_take_back(self, num_updates: int) -> bool:
+        """Whether `take_back` to there is possible: no update came since, or one, and the state before it is kept."""
+        undo, kept = None if self._moving is not None else self._undo, self._kept
+        if self.num_updates == num_updates or undo is None or kept is None:
+            return self.num_updates == num_updates
+        return undo.number == undo.under_way == num_updates + 1 and kept.holds_all(num_updates)
+
+    @torch.no_grad()
+    def take_back(self, num_updates: int) -> None:
+        """Have the parameters and the state that were there after so many updates, though the next one counts.
+
+        Not collective: they lie in memory of this rank alone from now on, as others may go on from the next one.
+        """
+        if self._undo is not None and self.num_updates > num_updates:
+            self._moving = num_updates, self._state_after(num_updates)
+            for shared, memory in zip(self._shared, self._undo.before(), strict=True):
+                shared.leave(memory)
+
     def kept_state(self) -> dict[int, Any] | None:
         """The whole state of the parameters' step, by number, of all ranks of the group, also of those that are lost.
 
         None if it was not kept.
         """
-        if self._moving is not None:
-            return self._moving[1]
+        return self._moving[1] if self._moving is not None else self._state_after(self.num_updates)
+
+    def _state_after(self, num_updates: int) -> dict[int, Any] | None:
         if self._undo is None:  # alone
             shards: list[Any] | None = [self.shard_state_dict()["state"]]
         else:
-            shards = None if self._kept is None else self._kept.read(self._undo.number)
-        if shards is None:
-            return None
+            shards = None if self._kept is None else self._kept.read(num_updates)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        layout = {number: (tuple(p.shape), tuple(p.stride())) for number, p in enumerate(parameters)}
-        merged: dict[int, Any] = merge_state_dicts(
-            [{"layout": layout, "state": state, "param_groups": []} for state in shards]
-        )["state"]
-        return merged
+        return None if shards is None else merge_states(shards, parameters)
 
     def regroup(self, process_group: dist.ProcessGroup, source: int, num_updates: int) -> None:
         """Go on in another group, with the parameters of its rank `source`, and no state yet. Collective over it.
@@ -484,7 +497,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 for g in self.param_groups
             ],
             "state": state,
-            "layout": {number: (tuple(p.shape), tuple(p.stride())) for p, number in numbers.items()},
+            "layout": layout_of(numbers),
         }
 
     def consolidate_state_dict(self, to: int = 0) -> None:
