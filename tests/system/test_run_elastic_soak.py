@@ -55,7 +55,14 @@ class Process:
 
     @property
     def is_zygote(self) -> bool:
-        return "the zygote" in self.title or "phalanx.launch.zygote" in self.title or "phalanx.cli" in self.title
+        return self.is_spare or any(
+            name in self.title for name in ("the zygote", "phalanx.launch.zygote", "phalanx.cli")
+        )
+
+    @property
+    def is_spare(self) -> bool:
+        """Of the zygote, whose place it takes when that is killed: it is a child of the agent from then on."""
+        return "the spare zygote" in self.title
 
 
 def find_processes(agent: int) -> list[Process]:
@@ -80,7 +87,7 @@ def find_processes(agent: int) -> list[Process]:
 def find_ranks(found: list[Process], agent: int) -> set[int]:
     """The children of zygotes, and of the agent, which has adopted some."""
     parents = {agent} | {p.pid for p in found if p.parent == agent and p.is_zygote}
-    return {p.pid for p in found if p.parent in parents and not (p.is_zygote and p.parent == agent)}
+    return {p.pid for p in found if p.parent in parents and not (p.is_spare or (p.is_zygote and p.parent == agent))}
 
 
 @dataclass(frozen=True)
