@@ -5,34 +5,63 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
+from phalanx.errors import PhalanxError
 from phalanx.log import get_logger, warn_once
 from phalanx.torch_versions import TESTED
 
 _logger = get_logger(__name__)
 
 
-def find(path: str, *, loses: str, instead: Any = None) -> Any:
-    """Return what torch has under `path`; where it has nothing, say once that this `loses` something, and go on.
+class Missing:
+    """Stands for a name that torch lacks: whoever uses it, as a function, a class or a module, gets an error."""
+
+    def __init__(self, sentence: str) -> None:
+        self.__dict__["_sentence"] = sentence
+
+    def _fail(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PhalanxError(self.__dict__["_sentence"])
+
+    __call__ = __instancecheck__ = __mro_entries__ = _fail
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python's own questions, as those of `inspect`
+            raise AttributeError(self.__dict__["_sentence"])
+        self._fail()
+
+
+_ERROR = object()
+
+
+def find(path: str, *, loses: str, instead: Any = _ERROR) -> Any:
+    """Return what torch has under `path`; where it has nothing, `instead`, and say once that this `loses` something.
+
+    Without `instead` what is returned then is a `Missing`, which says it in an error when it is used.
 
     Arguments:
         path: the dotted name from "torch" on; "torch.a.function(x, y)" also asks for parameters of these names, in
             this order, with others between them or not.
         loses: what does not work without it, as a sentence for the user.
-        instead: what is returned then.
+        instead: what to go on with.
     """
     problem = describe_missing(path)
-    if problem:
-        report_loss(problem, loses)
-        return instead
-    return resolve(path.partition("(")[0])
+    if not problem:
+        return resolve(path.partition("(")[0])
+    if instead is _ERROR:
+        return Missing(_sentence(problem, loses))
+    report_loss(problem, loses)
+    return instead
 
 
 def report_loss(problem: str, loses: str) -> None:
     """Log, once in this process, what this torch lacks and what does not work for want of it."""
+    warn_once(_logger, _sentence(problem, loses))
+
+
+def _sentence(problem: str, loses: str) -> str:
     version = sys.modules["torch"].__version__
-    warn_once(_logger, f"torch {version} {problem}: {loses}. Phalanx is tested with torch {', '.join(TESTED)}.")
+    return f"torch {version} {problem}: {loses}. Phalanx is tested with torch {', '.join(TESTED)}."
 
 
 def describe_missing(path: str) -> str:

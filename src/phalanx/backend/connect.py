@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from phalanx.coordination.rank_info import RankInfo
 from phalanx.deadline import Deadline

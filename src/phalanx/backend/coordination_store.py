@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from phalanx.torch_names import find
 
 _LOSES = "torch.compile looks into a group's operations; keep them out of what it compiles"
-_set_strategy: Any = find("torch._C._dynamo.eval_frame.set_code_exec_strategy", loses=_LOSES)
-_FrameAction: Any = find("torch._C._dynamo.eval_frame._FrameAction", loses=_LOSES)
-_FrameExecStrategy: Any = find("torch._C._dynamo.eval_frame._FrameExecStrategy", loses=_LOSES)
+_set_strategy: Any = find("torch._C._dynamo.eval_frame.set_code_exec_strategy", loses=_LOSES, instead=None)
+_FrameAction: Any = find("torch._C._dynamo.eval_frame._FrameAction", loses=_LOSES, instead=None)
+_FrameExecStrategy: Any = find("torch._C._dynamo.eval_frame._FrameExecStrategy", loses=_LOSES, instead=None)
 _DYNAMOS_DECORATORS = ("torch._compile", "torch.optim.optimizer")  # where they are defined
 
 _Marked = TypeVar("_Marked", bound=type | Callable[..., Any])

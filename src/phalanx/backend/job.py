@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from phalanx.backend.rendezvous import join, join_siblings, ranks_per_gpu
 from phalanx.coordination.launchers import Launch, find_incomplete_environment, find_launch

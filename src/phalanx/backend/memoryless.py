@@ -6,10 +6,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from phalanx.backend.work import DoneWork
+from phalanx.torch_names import find
+from phalanx.transport.tensors import is_zero_tensor
+
+_WHY = "a tensor without memory is refused in other words"
+_PLAIN_DISPATCH: Any = find("torch._C._disabled_torch_dispatch_impl", loses=_WHY, instead=None)
+_is_wrapped: Any = find("torch._C._functorch.is_functorch_wrapped_tensor", loses=_WHY, instead=lambda tensor: False)
 
 
 class FakeCall(Exception):
@@ -48,7 +53,7 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
             f"{operation}: the tensor is a DTensor, of which each rank holds a part.\n"
             "Give its part, tensor.to_local(), or let DTensor communicate: tensor.redistribute(...)."
         )
-    if tensor._is_zerotensor():
+    if is_zero_tensor(tensor):
         if not written:
             return
         raise ValueError(
@@ -58,12 +63,12 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
     if not tensor.numel():
         return
     dispatch = getattr(type(tensor), "__torch_dispatch__", None)
-    if type(tensor) is not Tensor and dispatch is not torch._C._disabled_torch_dispatch_impl:
+    if type(tensor) is not Tensor and dispatch is not _PLAIN_DISPATCH:
         raise TypeError(
             f"{operation}: the tensor is a {kind}, a subclass without memory of its own.\n"
             "Give the tensors that it wraps."
         )
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _is_wrapped(tensor):
         raise TypeError(
             f"{operation}: the tensor is one of torch.func's (vmap, grad), which has no values yet.\n"
             "Call collectives outside of the transformed function."

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
+
+c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
 
 # The overloads in torch's order and with its names. T is a tensor, T* a list of tensors, T** a list of such lists;
 # what ends in ? may be left out. `Backend`, which people get from `group._get_backend(device)`, has some other names.

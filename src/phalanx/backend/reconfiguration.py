@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from phalanx.errors import PhalanxError
 from phalanx.transport.base import Transport

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-from torch._C._distributed_c10d import FileStore, TCPStore
+from torch.distributed import FileStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.backend import store_errors

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from phalanx.torch_versions import release_of
 

@@ -14,8 +14,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from phalanx.backend.store_errors import StoreAddress, explain, explain_taken, probe
 from phalanx.coordination.bootstrap import contest

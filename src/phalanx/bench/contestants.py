@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo  # every optimizer imports it at its first step: once here, not once in each process
 from torch import Tensor, nn
 
 import phalanx.backend.create  # noqa: F401 - likewise: the group of each rank does
@@ -17,6 +16,10 @@ from phalanx.bench.workloads import Workload, loss_of
 from phalanx.ddp import DistributedDataParallel
 from phalanx.nn import DataParallel
 from phalanx.testing import run_ranks
+from phalanx.torch_names import find
+
+# Every optimizer imports it at its first step: once here, not once in each process.
+find("torch._dynamo", loses="the first step of each process takes longer", instead=None)
 
 WARM_UP = 5  # steps: buckets are planned anew, and DistributedDataParallel watches the first three for mistakes
 

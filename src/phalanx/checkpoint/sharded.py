@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -45,6 +45,12 @@ from phalanx.checkpoint.snapshot import SnapshotMemory, copy_contiguous
 from phalanx.checkpoint.structure import STRUCTURE
 from phalanx.checkpoint.tree import Tree, is_tensor
 from phalanx.errors import CheckpointError, InternalError
+from phalanx.torch_names import find
+
+_StorageInfo: Any = find(
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    loses="phalanx.checkpoint does not write sharded checkpoints",
+)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,19 @@ from enum import EnumMeta
 from typing import Any, ClassVar, Final
 
 import torch
-import torch.serialization
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata
+
+from phalanx.torch_names import find
+
+_LOSES = "phalanx.checkpoint does not read sharded checkpoints that hold it"
+_STORED = (
+    find("torch.distributed.checkpoint.filesystem._StorageInfo", loses=_LOSES, instead=None),
+    find("torch.distributed.checkpoint.filesystem._StoragePrefix", loses=_LOSES, instead=None),
+)
+_get_layout: Any = find(
+    "torch.serialization._get_layout", loses="sharded checkpoints with tensors of a layout are not read"
+)
 
 
 def _member(kind: object, name: object) -> Any:
@@ -30,9 +40,7 @@ def _member(kind: object, name: object) -> Any:
 
 _OF_TORCH = [kind for kind in vars(metadata).values() if getattr(kind, "__module__", None) == metadata.__name__]
 _RECORDS = frozenset(
-    kind
-    for kind in (*_OF_TORCH, filesystem._StorageInfo, filesystem._StoragePrefix)
-    if isinstance(kind, type) and not isinstance(kind, EnumMeta)
+    kind for kind in (*_OF_TORCH, *_STORED) if isinstance(kind, type) and not isinstance(kind, EnumMeta)
 )
 _PATHS = (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
 
@@ -43,7 +51,7 @@ _NAMED: Final[dict[tuple[str, str], Any]] = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **{(module, kind.__name__): kind for module in ("pathlib", "pathlib._local") for kind in _PATHS},
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.serialization", "_get_layout"): _get_layout,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("builtins", "getattr"): _member,
 }

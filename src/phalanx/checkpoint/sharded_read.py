@@ -11,14 +11,20 @@ import math
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.checkpoint.peers import Peers
+from phalanx.torch_names import find
+
+compute_local_shape_and_global_offset: Any = find(
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    loses="phalanx.checkpoint does not read a sharded checkpoint into DTensors",
+)
 
 
 class Pieces:

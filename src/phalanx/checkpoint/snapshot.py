@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.torch_names import find
+
+_neg_view: Any = find("torch._neg_view", loses="phalanx.checkpoint does not copy a negative view")
+
 _ALIGN = 64
 
 
@@ -114,7 +118,7 @@ def _copy(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
     if tensor.is_conj():
         copy = copy.conj()
     if tensor.is_neg():
-        copy = torch._neg_view(copy)
+        copy = _neg_view(copy)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
     return copy.requires_grad_() if tensor.requires_grad else copy

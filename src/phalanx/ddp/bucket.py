@@ -30,7 +30,7 @@ from phalanx.backend.gradient_shards import NeededSlice, find_needed
 from phalanx.backend.shared import shares_memory
 from phalanx.ddp.holders import is_alone, is_shared, storage_holders, view_holders
 from phalanx.ddp.plan import Bucket, BucketPlan
-from phalanx.transport.tensors import is_dense, same_order
+from phalanx.transport.tensors import copy_all, is_dense, same_order
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
     from phalanx.symmetric_memory.pool import SharedPool
@@ -217,7 +217,7 @@ class DenseBucket:
             if self._as_view and written[position] and self._lends:
                 self._current.lend(position)  # now, not at the end: the memory of autograd's tensor goes back
         if slots:
-            torch._foreach_copy_(slots, grads)
+            copy_all(slots, grads)
         if scale != 1.0:
             self.buffer.mul_(scale)
 

@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 from phalanx.ddp.bucket import DenseBucket
+from phalanx.torch_names import find
+
+# What `then` of a work returns is of this class alone.
+_Future: Any = find(
+    "torch._C.Future", loses="a communication hook must return a torch.futures.Future", instead=torch.futures.Future
+)
 
 
 class GradBucket:
@@ -68,7 +74,7 @@ Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 class HookPending:
     """A bucket whose hook has been called."""
 
-    def __init__(self, bucket: DenseBucket, future: torch._C.Future[Any]) -> None:
+    def __init__(self, bucket: DenseBucket, future: torch.futures.Future[Any]) -> None:
         self._bucket = bucket
         self._future = future
 
@@ -115,7 +121,7 @@ class HookExchange:
         future: object = self._hook(
             self._state, GradBucket(bucket, is_last=bucket.plan.index == self._num_buckets() - 1)
         )
-        if not isinstance(future, torch._C.Future):  # what a work's `then` returns is only the base class
+        if not isinstance(future, _Future):  # what a work's `then` returns is only the base class
             name = getattr(self._hook, "__qualname__", repr(self._hook))
             raise TypeError(
                 f"The communication hook {name} returned {type(future).__name__} for bucket {bucket.plan.index}; "

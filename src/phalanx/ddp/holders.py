@@ -20,16 +20,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from sys import getrefcount
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_use_count = Tensor._use_count  # type: ignore[attr-defined]  # what torch.utils.swap_tensors asks as well
+from phalanx.torch_names import find
+
+_LOSES = "phalanx.DistributedDataParallel does not know who holds a gradient"
+_use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # what torch.utils.swap_tensors asks as well
+_storage_use_count: Any = find("torch._C._storage_Use_Count", loses=_LOSES)
 
 
 def storage_holders(tensor: Tensor) -> int:
     """How many tensors, and other holders, the storage of `tensor` has."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    count: int = _storage_use_count(tensor.untyped_storage()._cdata)
     return count
 
 

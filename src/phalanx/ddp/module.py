@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map  # torch's own nested structures; used by its DDP for the same purpose
 
 from phalanx.backend.dynamo import skipped, untraced
 from phalanx.backend.malloc import keep_freed_memory
@@ -32,7 +31,17 @@ from phalanx.ddp.structure import describe, refuse_in_backward, refuse_uninitial
 from phalanx.ddp.torch_interface import TorchInterface
 from phalanx.ddp.uneven import UnevenInputs, decide_source
 from phalanx.nn.sync_batchnorm import find_batchnorms
+from phalanx.torch_names import find
 from phalanx.transport.uneven import RejoinChannel
+
+# torch's own nested structures, which its DDP uses for the same purpose.
+tree_map: Any = find(
+    "torch.utils._pytree.tree_map", loses="phalanx.DistributedDataParallel does not move inputs to a device"
+)
+_backward_number: Any = find(
+    "torch._C._current_graph_task_id",
+    loses="a forward inside of a backward (checkpointing), or after one that failed, is not known to be one",
+)
 
 _PREFIX = "module."
 
@@ -238,7 +247,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     def _before_forward(self, inputs: object) -> bool | None:
         """Whether this forward's backward averages gradients; None for a forward that has no say in it."""
         reducer = self._reducer
-        if reducer.in_backward and torch._C._current_graph_task_id() != -1:
+        if reducer.in_backward and _backward_number() != -1:
             return None  # checkpointing runs the forward again in the middle of a backward that has been announced
         grad_enabled = torch.is_grad_enabled()
         sync = grad_enabled and self.require_backward_grad_sync

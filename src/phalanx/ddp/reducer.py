@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,11 @@ from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.round import Round
 from phalanx.ddp.uneven import UnevenInputs
+from phalanx.torch_names import find
+
+_engine: Any = find(
+    "torch.autograd.Variable._execution_engine", loses="phalanx.DistributedDataParallel does not average gradients"
+)
 
 _Argument = TypeVar("_Argument")
 _Hook = Callable[[object], None]
@@ -195,7 +200,7 @@ class Reducer:
         """A backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
         self._backward_syncs = sync or bool(self._backward_syncs)
         # torch.autograd.grad and backward(inputs=...) come past the same nodes, and write no parameter's gradient.
-        self._backward_writes = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+        self._backward_writes = _engine.is_checkpoint_valid()
         self._enter()
         if not self._backward_syncs and self._fresh is None:
             self._fresh = [parameter.grad is None for parameter in self._parameters]
@@ -240,7 +245,7 @@ class Reducer:
             self.in_backward = True
             if self._set.pool is not None:
                 self._set.pool.enter()
-            torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+            _engine.queue_callback(self._leave)
 
     def _skip_unused(self) -> None:
         """At the first gradient: parameters that this backward can't reach shall not hold up their buckets."""

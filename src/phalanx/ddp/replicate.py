@@ -9,9 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # torch's own DDP packs with them
 
 from phalanx.backend.shared import shares_memory
+from phalanx.torch_names import find
+from phalanx.transport.tensors import copy_all
+
+# torch's own DDP packs with them.
+_LOSES = "parameters and buffers are not made equal on all ranks"
+_flatten: Any = find("torch._utils._flatten_dense_tensors", loses=_LOSES)
+_unflatten: Any = find("torch._utils._unflatten_dense_tensors", loses=_LOSES)
 
 _MESSAGE_BYTES = 32 * 1024 * 1024  # bounds the memory beside the model
 _ALIGN = 64
@@ -90,11 +96,11 @@ class BufferBroadcast:
             self._packed, self._places = _pack(forms)
         is_source = self._group.rank() == 0
         if is_source:
-            torch._foreach_copy_(self._places, members)
+            copy_all(self._places, members)
         self._group.broadcast_buffers(self._packed, 0, number=num_rounds << 32 | self._number)
         self._number = (self._number + 1) & 0xFFFFFFFF
         if not is_source:
-            torch._foreach_copy_(members, self._places)
+            copy_all(members, self._places)
 
 
 _Form = tuple[torch.dtype, torch.Size]
@@ -117,9 +123,9 @@ def _width(tensor: Tensor) -> tuple[int, str]:
 
 def _broadcast(tensors: list[Tensor], broadcast: Broadcast) -> None:
     runs = [list(run) for _, run in itertools.groupby(tensors, key=_width)]  # torch packs tensors of one dtype at once
-    parts = [_flatten_dense_tensors(run).view(torch.uint8) for run in runs]  # type: ignore[no-untyped-call]
+    parts = [_flatten(run).view(torch.uint8) for run in runs]
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     if not broadcast(packed):
         return
     for run, part in zip(runs, packed.split([part.numel() for part in parts]), strict=True):
-        torch._foreach_copy_(run, _unflatten_dense_tensors(part.view(run[0].dtype), run))  # type: ignore[no-untyped-call]
+        copy_all(run, _unflatten(part.view(run[0].dtype), run))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed import BuiltinCommHookType
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from phalanx.ddp.plan import BucketPlan

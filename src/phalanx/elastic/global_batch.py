@@ -24,6 +24,11 @@ from phalanx.backend.dynamo import untraced
 from phalanx.ddp import DistributedDataParallel
 from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.position import DataPosition
+from phalanx.torch_names import find
+
+_LOSES = "phalanx.elastic does not notice when a backward ends"
+_backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
+_engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 
 class GlobalBatch:
@@ -125,8 +130,8 @@ class GlobalBatch:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(self.scale)
-        if torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        if _backward_number() != -1:
+            _engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
         if self.ends_step:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from phalanx.backend.shared import shared_empty, shares_memory
 from phalanx.elastic import random_state
 from phalanx.elastic.random_state import RandomStates
+from phalanx.transport.tensors import copy_all
 
 _HEAD = struct.Struct("q5Q")  # the number; the sizes of four random states and of the buffers
 _RANDOM_BYTES = 16384  # 5056 torch's, 3.7 KiB Python's, 2.7 KiB NumPy's; and CUDA's
@@ -61,7 +62,7 @@ class Buffers:
         """Copy the buffers there."""
         tensors = self._tensors()
         if [(t.shape, t.dtype) for t in tensors] == self._forms and tensors:
-            torch._foreach_copy_(list(views), [t.detach() for t in tensors])
+            copy_all(list(views), [t.detach() for t in tensors])
 
     def versions(self) -> list[int]:
         """They differ where a buffer was changed in between."""

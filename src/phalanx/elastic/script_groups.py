@@ -12,7 +12,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from phalanx.backend.create import open_transport
 from phalanx.backend.torch_integration import groups

@@ -18,6 +18,11 @@ from phalanx.elastic.forward_changes import ForwardChanges
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.undo import Followers, Undo
 from phalanx.log import get_logger
+from phalanx.torch_names import find
+
+_LOSES = "phalanx.elastic does not notice when a backward ends"
+_backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
+_engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 _logger = get_logger(__name__)
 
@@ -113,7 +118,7 @@ class Step:
     def _before_backward(self, *_: Any) -> None:
         if self.runner is None:
             return
-        task = torch._C._current_graph_task_id()
+        task = _backward_number()
         if task not in (-1, self._open_backward):
             self._has_failed |= self._open_backward is not None
             self._open_backward = task
@@ -128,7 +133,7 @@ class Step:
 
         A backward that ended by an error of the loop's own, on all ranks, is the loop's business.
         """
-        if self._open_backward in (None, torch._C._current_graph_task_id()) and not self._has_failed:
+        if self._open_backward in (None, _backward_number()) and not self._has_failed:
             return
         if self.runner is not None and not self._objects.rounds:
             self.runner.require_group()
@@ -230,4 +235,4 @@ class Step:
 
 def _after_backward(function: Callable[[], None]) -> None:
     """Call `function` when the backward at hand has ended, if it ends well."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    _engine.queue_callback(function)

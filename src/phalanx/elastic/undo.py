@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.backend.skeleton import join, split
 from phalanx.elastic.hand_over import Part
+from phalanx.transport.tensors import copy_all
 
 
 class Undo:
@@ -41,7 +42,7 @@ class Undo:
         forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         if forms == [(t.shape, t.stride(), t.dtype, t.device) for t in self._copies]:
             if tensors:
-                torch._foreach_copy_(self._copies, [t.detach() for t in tensors])
+                copy_all(self._copies, [t.detach() for t in tensors])
         else:
             self._copies = [t.detach().clone() for t in tensors]
         self._structure = structure

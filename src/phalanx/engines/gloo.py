@@ -9,13 +9,19 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo
 
 from phalanx.deadline import Deadline
 from phalanx.engines.delivery import await_delivery, open_sockets
 from phalanx.engines.engine import DATA, Pending
+from phalanx.torch_names import find
+
+c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+_Options: Any = find(
+    "torch.distributed.ProcessGroupGloo._Options", loses="ranks of several hosts do not reach each other through Gloo"
+)
 
 # Nobody sends with this tag: who receives with it learns only that time is up. See `GlooEngine.close`.
 NOBODYS_TAG = 0x7FFFFFFF
@@ -54,7 +60,7 @@ class GlooEngine:
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout: timedelta, *, address: str, interface: str = ""
     ) -> None:
-        options = _ProcessGroupGloo._Options()
+        options = _Options()
         options._timeout = timeout
         options._devices = [_device(address, interface)]
         before = open_sockets()

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from phalanx.diagnostics.rank_list import name_ranks
+
+c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch's stub knows only some of what the class has
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase  # there is no public name for "any BatchNorm"
 
 from phalanx.backend.dynamo import untraced
 from phalanx.log import get_logger
 from phalanx.nn.batch_statistics import BatchStatistics
 from phalanx.nn.normalize import Normalize, gather_statistics
+from phalanx.torch_names import find
 
 _logger = get_logger(__name__)
+_TORCHS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LOSES = "conversion to SyncBatchNorm knows PyTorch's own BatchNorm layers alone"
+_LazyNorm: Any = find("torch.nn.modules.batchnorm._LazyNormBase", loses=_LOSES, instead=())
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm  # there is no public name for "any BatchNorm"
+else:
+    _BatchNorm = find("torch.nn.modules.batchnorm._BatchNorm", loses=_LOSES, instead=nn.BatchNorm1d)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -122,7 +129,7 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: a lazy layer has not seen its first input.
         """
         layers = find_batchnorms(module)
-        lazy = [name for name, layer in layers.items() if isinstance(layer, _LazyNormBase)]
+        lazy = [name for name, layer in layers.items() if isinstance(layer, _LazyNorm)]
         if lazy:
             raise ValueError(f"BatchNorm layer {lazy[0]!r} has no shape yet: run one forward of the module first")
         for name, layer in layers.items():
@@ -144,7 +151,7 @@ def find_batchnorms(module: nn.Module) -> dict[str, Any]:
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+        if isinstance(layer, (_BatchNorm, *_TORCHS)) and not isinstance(layer, SyncBatchNorm)
     }
 
 

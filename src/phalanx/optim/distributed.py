@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
-from torch.optim import optimizer as _torchs
 
 from phalanx import rpc
 from phalanx.rpc import current
@@ -20,6 +18,16 @@ from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.agent.short_work import ShortWork
 from phalanx.rpc.autograd.serve import worker
 from phalanx.rpc.wire import Frame, Order
+from phalanx.torch_names import find
+
+_SLOWER = "small steps of a DistributedOptimizer take longer"
+# Where one is missing there is something to call, as far as we know, so that the whole step is called.
+_GLOBAL_HOOKS = (
+    find("torch.optim.optimizer._global_optimizer_pre_hooks", loses=_SLOWER, instead=True),
+    find("torch.optim.optimizer._global_optimizer_post_hooks", loses=_SLOWER, instead=True),
+)
+_profiler_enabled: Any = find("torch.autograd._profiler_enabled", loses=_SLOWER, instead=lambda: True)
+_set_grad: Any = find("torch._C._set_grad_enabled", loses=_SLOWER, instead=torch.set_grad_enabled)
 
 _ORDER = struct.Struct("<B3Q")  # of a step: the optimizer's number, the context's
 
@@ -114,7 +122,7 @@ class LocalOptimizer:
 
 def _use_grad() -> Any:
     """The code of what torch wraps the step of its own optimizers into, beside the profiler's and the hooks'."""
-    wrap = getattr(_torchs, "_use_grad_for_differentiable", None)
+    wrap: Any = find("torch.optim.optimizer._use_grad_for_differentiable", loses=_SLOWER, instead=None)
     return None if wrap is None else wrap(_use_grad).__code__
 
 
@@ -129,8 +137,8 @@ def _step_of(optim: Any) -> Callable[[], Any]:
         and not optim.__dict__.get("step")  # a schedule counts its steps
         and not optim._optimizer_step_pre_hooks
         and not optim._optimizer_step_post_hooks
-        and not _torchs._global_optimizer_pre_hooks
-        and not _torchs._global_optimizer_post_hooks
+        and not _GLOBAL_HOOKS[0]
+        and not _GLOBAL_HOOKS[1]
         and not _profiler_enabled()
     ):
         without_hooks: Any = getattr(type(optim).step, "__wrapped__", None)
@@ -142,11 +150,11 @@ def _step_of(optim: Any) -> Callable[[], Any]:
 
 def _step_without_grad(step: Callable[[Any], Any], optim: Any) -> None:
     before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
+    _set_grad(False)
     try:
         step(optim)
     finally:
-        torch._C._set_grad_enabled(before)
+        _set_grad(before)
 
 
 def _make(

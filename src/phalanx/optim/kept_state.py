@@ -20,6 +20,7 @@ from torch import Tensor
 from phalanx.backend.shared import shared_empty, shares_memory
 from phalanx.backend.skeleton import join, split
 from phalanx.log import get_logger, warn_once
+from phalanx.transport.tensors import copy_all
 
 _logger = get_logger(__name__)
 _HEAD = struct.Struct("qQ")  # the number of the step, and how long the pickled structure is
@@ -70,7 +71,7 @@ class KeptState:
         self._bytes[start + 16 : start + 16 + len(pickled)] = pickled
         places = self._places(self._memory[start:], tensors, offsets)
         if tensors:
-            torch._foreach_copy_(places, tensors)
+            copy_all(places, tensors)
         _HEAD.pack_into(self._bytes, start, -1, len(pickled))
         self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
 

@@ -26,6 +26,11 @@ from phalanx.optim.offloaded_shard import OffloadedShard
 from phalanx.optim.plan import Extent, Plan, plan_waves
 from phalanx.optim.shared_state import SharedState
 from phalanx.optim.staging import Staging
+from phalanx.torch_names import find
+
+_foreach_mul_: Any = find(
+    "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer takes longer", instead=None
+)
 
 # While a wave is updated the gradients of the next come in, and the parameters of the one before go out. In float32 its
 # gradients are a temporary copy, and a wave costs one call of the optimizer.
@@ -177,11 +182,11 @@ class Offload:
         for tensor in tensors:
             kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         for (device, _), alike in kinds.items():
-            if foreach is False:
+            if foreach is False or _foreach_mul_ is None:
                 for tensor in alike:
                     tensor.mul_(factor.to(device))
             else:
-                torch._foreach_mul_(alike, factor.to(device))
+                _foreach_mul_(alike, factor.to(device))
         for shard, _ in copied:
             shard.note_scaled()
 

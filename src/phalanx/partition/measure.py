@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from phalanx.partition.layers import Layer, LayerList
 from phalanx.partition.program import Program
+from phalanx.torch_names import find
+
+tree_flatten: Any = find("torch.utils._pytree.tree_flatten", loses="layers are not measured")
+tree_map: Any = find("torch.utils._pytree.tree_map", loses="layers are not measured")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten
+
+from phalanx.pipeline.nested import tree_flatten
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from phalanx.torch_names import find
+
+# There is no public name for any BatchNorm.
+_BatchNorm: Any = find(
+    "torch.nn.modules.batchnorm._BatchNorm",
+    loses="a Pipeline knows PyTorch's own BatchNorm layers alone",
+    instead=nn.BatchNorm1d,
+)
 
 
 class MiniBatchStatistics:
@@ -26,7 +34,7 @@ class MiniBatchStatistics:
         self._layers = [
             layer
             for layer in module.modules()
-            if isinstance(layer, _BatchNorm)
+            if isinstance(layer, (_BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
             and type(layer).forward is _BatchNorm.forward
             and layer.track_running_stats
             and layer.running_mean is not None

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
 from phalanx.diagnostics.step_notes import note_wait
 from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.pipeline.awaited import Awaited, plan_receives
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
+from phalanx.pipeline.nested import tree_map
 from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage, flat_tensors

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from phalanx.pipeline.nested import tree_flatten, tree_unflatten
 
 
 def count_rows(values: Any, what: str) -> int:

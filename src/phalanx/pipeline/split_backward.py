@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from phalanx.backend.imported_environment import environment_kept
+from phalanx.torch_names import find
+
+_LOSES = "phalanx.Pipeline has no schedule with split backwards"
 
 
 @dataclass
@@ -31,7 +34,9 @@ class WeightsBackward:
         if self.whole is not None:
             torch.autograd.backward(*self.whole)
         elif self.groups:
-            from torch.distributed.pipelining._backward import stage_backward_weight
+            stage_backward_weight: Any = find(
+                "torch.distributed.pipelining._backward.stage_backward_weight", loses=_LOSES
+            )
 
             kept = [g for group in self.groups for some in group["grads"] for g in some]
             before = [parameter.grad for parameter in self.parameters]
@@ -50,11 +55,14 @@ def backward_input(
     A stage without such leaves, the first, leaves all for later: there is nobody who waits.
     """
     with environment_kept():
-        from torch.distributed.pipelining._backward import (  # a second, and much of torch's compiler: who needs it
-            _get_grad_fn_or_grad_acc,
-            construct_reverse_graph,
-            get_param_groups,
+        # Their import takes a second, as it brings much of torch's compiler: only where somebody needs it.
+        _get_grad_fn_or_grad_acc: Any = find(
+            "torch.distributed.pipelining._backward._get_grad_fn_or_grad_acc", loses=_LOSES
         )
+        construct_reverse_graph: Any = find(
+            "torch.distributed.pipelining._backward.construct_reverse_graph", loses=_LOSES
+        )
+        get_param_groups: Any = find("torch.distributed.pipelining._backward.get_param_groups", loses=_LOSES)
 
     def nodes_of(tensors: Sequence[Tensor]) -> list[Node]:
         return [node for t in tensors if (node := _get_grad_fn_or_grad_acc(t)) is not None]

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_map
 
 from phalanx.partition.parts import Part
 from phalanx.partition.program import Program
 from phalanx.pipeline.aliases import Seen, find_pairs
+from phalanx.pipeline.nested import tree_flatten, tree_map
 from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.recomputed_buffers import RecomputedBuffers
 from phalanx.pipeline.split_backward import WeightsBackward, backward_input
 from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_bytes
+from phalanx.torch_names import find
 
 
 @dataclass
@@ -276,7 +277,12 @@ def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Nod
     return makers
 
 
-_PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+_Dropout: Any = find(
+    "torch.nn.modules.dropout._DropoutNd",
+    loses="stages of a Pipeline know PyTorch's own dropout alone",
+    instead=nn.Dropout,
+)
+_PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, _Dropout)
 
 
 def _copy(value: Any) -> Any:

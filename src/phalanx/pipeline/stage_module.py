@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from phalanx.partition.owners import Layout, register, whole_name
 from phalanx.pipeline.own_modules import OwnModules
 from phalanx.pipeline.whole_optimizer import Group, describe_groups, fit, merge_groups, number_names, options_of
 from phalanx.pipeline.whole_optimizer import whole_names as names_of
 from phalanx.pipeline.whole_state import gather_entries, gather_state, require_same_names
+from phalanx.torch_names import find
+
+_IncompatibleKeys: Any = find(
+    "torch.nn.modules.module._IncompatibleKeys",
+    loses="load_state_dict of a Pipeline returns a plain tuple",
+    instead=lambda missing, unexpected: (missing, unexpected),
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from phalanx.partition.parts import Part
+from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 

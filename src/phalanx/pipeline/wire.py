@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from phalanx.backend.shared import shares_memory
 from phalanx.deadline import Deadline
@@ -31,6 +30,7 @@ from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
+from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 if TYPE_CHECKING:
     from phalanx.backend.lending import Lending

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 from torch.futures import Future
 
@@ -23,6 +22,16 @@ from phalanx.rpc.references import RRefId
 from phalanx.rpc.remote_error import error_of, set_error
 from phalanx.rpc.rref import RRef
 from phalanx.rpc.worker_info import Member, UnknownWorkerError, WorkerInfo
+from phalanx.torch_names import find
+
+_profiler_enabled: Any = find(
+    "torch.autograd._profiler_enabled", loses="a profile does not show calls of phalanx.rpc", instead=bool
+)
+_find_builtin: Any = find(
+    "torch.jit._builtins._find_builtin",
+    loses="a profile shows calls of phalanx.rpc to functions of torch under other names",
+    instead=lambda function: None,
+)
 
 To = str | int | WorkerInfo
 _thread = threading.local()
@@ -119,8 +128,7 @@ def _drop(agent: Agent, rref_id: RRefId) -> None:
 
 def _event_name(what: str, func: Callable[..., Any], name: str, me: Member, to: Member) -> str:
     """As PyTorch calls the call in its profiles."""
-    find: Any = torch.jit._builtins._find_builtin
-    name = find(func) or name
+    name = _find_builtin(func) or name
     return f"{what}#{name}({me.info.name} -> {to.info.name})"
 
 

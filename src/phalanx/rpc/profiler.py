@@ -14,13 +14,20 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from phalanx.rpc import current
 from phalanx.rpc.profiled import Event, Profiled
+from phalanx.torch_names import find
+
+_profiler_enabled: Any = find(
+    "torch.autograd._profiler_enabled", loses="a profile does not show calls of phalanx.rpc", instead=bool
+)
+_LOSES = "phalanx.rpc.profile does not work"
+_parse: Any = find("torch.autograd.profiler_legacy._parse_legacy_records", loses=_LOSES)
+_end: Any = find("torch.autograd._disable_profiler_legacy", loses=_LOSES)
+_Future: Any = find("torch._C.Future", loses=_LOSES)
 
 _REMOTE = "#remote_op: "  # as PyTorch calls them
 _THREADS = 1 << 20  # more than a process has: those of each worker are numbered apart
@@ -59,7 +66,7 @@ class profile(legacy.profile):
         _thread.gathers = None
         self._has_ended = True
         node_id = _node_id()
-        self._own = legacy._parse_legacy_records(torch.autograd._disable_profiler_legacy())  # type: ignore[no-untyped-call,attr-defined]
+        self._own = _parse(_end())
         for event in self._own:
             event.node_id = node_id
         events = sorted([*self._own, *map(_make, self._gathered)], key=_order)
@@ -117,7 +124,7 @@ def run_profiled(options: Mapping[str, Any], function: Any, args: Any, kwargs: A
         return function(*args, **kwargs)
     with profile(**options) as taken:
         result = function(*args, **kwargs)
-    if isinstance(result, torch._C.Future):  # of a function with @async_execution
+    if isinstance(result, _Future):  # of a function with @async_execution
         return result.then(lambda done: taken.told(done.value()))
     return taken.told(result)
 

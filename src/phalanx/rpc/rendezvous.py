@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import _create_store_from_options, rendezvous
+from torch.distributed.rendezvous import rendezvous
 
 from phalanx.backend.rendezvous import agents_key, launched_rendezvous, own_address
 from phalanx.coordination.bootstrap import base_of
@@ -17,6 +17,12 @@ from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import find_key
 from phalanx.coordination.launchers import find_agents_store, find_launch
 from phalanx.engines.gloo import local_address
+from phalanx.torch_names import find
+
+_make_store: Any = find(
+    "torch.distributed.rendezvous._create_store_from_options",
+    loses="phalanx.rpc.init_rpc does not work without world_size",
+)
 
 _kept: list[Any] = []  # torch's handlers must not be ended: some keep the store
 _starts: dict[str, int] = {}
@@ -53,8 +59,7 @@ def _addresses(init_method: str, rank: int, world_size: int | None, timeout: tim
     if init_method.startswith("env://") and find_agents_store(os.environ):
         return launched_rendezvous(rendezvous, init_method, timeout)  # whether or not torch was patched for it
     if world_size is None:
-        make: Any = _create_store_from_options
-        return iter([(make(SimpleNamespace(init_method=init_method), rank), rank, -1)])
+        return iter([(_make_store(SimpleNamespace(init_method=init_method), rank), rank, -1)])
     addresses: Iterator[Any] = rendezvous(init_method, rank, world_size, timeout=timeout)
     return addresses
 

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from phalanx.torch_names import find
+
+tree_flatten: Any = find("torch.utils._pytree.tree_flatten", loses="strategies do not reduce nested values")
+tree_unflatten: Any = find("torch.utils._pytree.tree_unflatten", loses="strategies do not reduce nested values")
 
 Reduce = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -38,7 +42,7 @@ def reduce_over(
     """
     mean = is_mean(reduce_op)
     axes = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    leaves, shape = pytree.tree_flatten(value)
+    leaves, shape = tree_flatten(value)
     tensors = [_numbers(leaf) for leaf in leaves]
     for tensor in tensors:
         for one in axes:
@@ -48,7 +52,7 @@ def reduce_over(
         one if isinstance(leaf, Tensor) else one.item() if one.dim() == 0 else one
         for one, leaf in zip(reduced, leaves, strict=True)
     ]
-    return pytree.tree_unflatten(results, shape)
+    return tree_unflatten(results, shape)
 
 
 def _numbers(value: Any) -> Tensor:

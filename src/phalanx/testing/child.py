@@ -80,7 +80,7 @@ def _group(task: Task) -> Iterator[None]:
 
     import torch.distributed as dist
 
-    store = dist.FileStore(str(task.folder / "store"), task.world_size)  # type: ignore[attr-defined] # torch hides it
+    store = dist.FileStore(str(task.folder / "store"), task.world_size)
     dist.init_process_group(
         task.backend,
         store=store,

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from phalanx.torch_names import find
+
+tree_leaves: Any = find(
+    "torch.utils._pytree.tree_leaves", loses="phalanx.Trainer does not count the samples of a batch"
+)
 
 
 def num_samples(batch: Any) -> int:
@@ -18,7 +23,7 @@ def num_samples(batch: Any) -> int:
     Raises:
         ValueError: there is no tensor in it.
     """
-    for leaf in pytree.tree_leaves(batch):
+    for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             return leaf.shape[0] if leaf.dim() else 1
     raise ValueError("a batch without a tensor: nobody can tell how many samples it has")

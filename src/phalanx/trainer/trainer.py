@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from phalanx import elastic
@@ -35,10 +34,13 @@ from phalanx.strategies.loader import why_empty
 from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
 from phalanx.strategies.strategy import require_pair
+from phalanx.torch_names import find
 from phalanx.trainer.callbacks import Callback, CallbackStates
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
 from phalanx.trainer.scalars import Scalars
+
+tree_map: Any = find("torch.utils._pytree.tree_map", loses="phalanx.Trainer does not move batches")
 
 _DRY_STEPS = 2
 
@@ -384,7 +386,7 @@ class Trainer:
         result = self.strategy.evaluate(*inputs)
         if result is None:
             return
-        result = pytree.tree_map(_in_full_precision, result)
+        result = tree_map(_in_full_precision, result)
         with torch.no_grad():
             sums.add_mean("loss", self._loss(result, target), count)
             for name, metric in self._metrics.items():
@@ -494,7 +496,7 @@ class Trainer:
     def _on_device(self, batch: Any) -> Any:
         device = self.strategy.device
         move = lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf  # noqa: E731
-        return batch if device.type == "cpu" else pytree.tree_map(move, batch)
+        return batch if device.type == "cpu" else tree_map(move, batch)
 
 
 class _Position:

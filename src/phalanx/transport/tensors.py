@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.torch_names import find
+
+is_zero_tensor: Any = find(
+    "torch.Tensor._is_zerotensor", loses="tensors of zeros without memory are not known", instead=lambda tensor: False
+)
+"""Whether a tensor stands for zeros and has no memory: autograd makes such."""
+
+
+def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+copy_all: Any = find("torch._foreach_copy_", loses="copies of many tensors take longer", instead=_copy_each)
+"""Copy each of the second list of tensors into the one at its place in the first."""
+
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the elements lie in order in memory and mean what they say."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not tensor._is_zerotensor()
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not is_zero_tensor(tensor)
 
 
 def dense(tensor: Tensor) -> Tensor:
     """`tensor` itself if it is plain; else a copy that is."""
     if is_plain(tensor):
         return tensor
-    if tensor._is_zerotensor():
+    if is_zero_tensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from phalanx.backend.create import leave_at_exit
 from phalanx.backend.mpi.process_group import MpiProcessGroup

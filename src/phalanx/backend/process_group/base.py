@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced

@@ -7,10 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.autograd.profiler as profiler
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from phalanx.backend.arguments import (
     ArgumentError,
@@ -31,7 +29,7 @@ from phalanx.backend.memoryless import FakeCall, nothing_done
 from phalanx.backend.overloads import resolve
 from phalanx.backend.process_group.base import ProcessGroupBase
 from phalanx.backend.process_group.entry import entry_point
-from phalanx.backend.process_group.observed import early_modes, is_recorded, num_modes, record, transform
+from phalanx.backend.process_group.observed import early_modes, is_recorded, num_modes, profiler, record, transform
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
@@ -39,6 +37,8 @@ from phalanx.transport import sparse
 from phalanx.transport.base import CallContext
 from phalanx.transport.several import can_combine, combined, copy_to_others, unshared, unshared_one, unshared_steps
 from phalanx.transport.tensors import is_plain, nbytes, write_back
+
+c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from phalanx.backend.device_backends import DeviceBackend, available, find_device, no_backend_for
 from phalanx.backend.dynamo import untraced
@@ -29,6 +28,8 @@ from phalanx.backend.process_group.staged import StagedProcessGroup
 from phalanx.backend.rendezvous import ranks_share_gpus
 from phalanx.diagnostics.failure_report import closed
 from phalanx.log import get_logger, warn_once
+
+c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
 
 _IDENTITY_BYTES = 128  # of a device, in UTF-8
 

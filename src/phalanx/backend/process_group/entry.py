@@ -6,12 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch.autograd.profiler as profiler
-
 from phalanx.backend.arguments import ArgumentError
 from phalanx.backend.memoryless import FakeCall, nothing_done
 from phalanx.backend.overloads import plain_form, resolve
-from phalanx.backend.process_group.observed import early_modes, is_recorded, num_modes, record, transform
+from phalanx.backend.process_group.observed import early_modes, is_recorded, num_modes, profiler, record, transform
 
 
 def entry_point(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ ours, and what is on no device (fake tensors). A graph that make_fx has drawn ca
 from __future__ import annotations
 
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,16 +24,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
-_torch: Any = c10d  # whose stubs lack what is used here
+from phalanx.torch_names import find
+
+c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+
 _library_of: Any = torch.library.Library
-num_modes = torch._C._len_torch_dispatch_stack
-transform = torch._C._functorch.maybe_current_level  # of torch.func: functionalize, grad, vmap
+_UNSEEN = "PyTorch's tools (modes of the dispatcher, make_fx, torch.func) do not see our operations"
+_UNPROFILED = "a profile does not show our operations"
+num_modes: Any = find("torch._C._len_torch_dispatch_stack", loses=_UNSEEN, instead=int)
+# The level of torch.func: functionalize, grad, vmap.
+transform: Any = find("torch._C._functorch.maybe_current_level", loses=_UNSEEN, instead=lambda: None)
+_is_profiling: Any = find("torch._C._autograd._profiler_enabled", loses=_UNPROFILED, instead=bool)
+_keyset_after: Any = find("torch._C._dispatch_keyset_full_after", loses=_UNSEEN)
+_place: Any = find("torch._C.DispatchKey.BackendSelect", loses=_UNSEEN)  # of our kernels
+_begin_event: Any = find("torch._C._autograd._record_function_with_args_enter", loses=_UNPROFILED)
+_end_event: Any = find("torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction", loses=_UNPROFILED)
+_has_flag = find("torch.autograd.profiler._is_profiler_enabled", loses=_UNPROFILED, instead=None) is not None
+profiler: Any = torch.autograd.profiler if _has_flag else types.SimpleNamespace(_is_profiler_enabled=False)
+"""Where `_is_profiler_enabled` says whether somebody profiles: read in each call, so not asked for anew."""
 # make_fx(pre_dispatch=True) keeps its modes, [tracing, functionalisation], in a list of its own: read where it lies,
 # since to ask torch for it takes a tenth of a microsecond.
 early_modes: list[Any] = getattr(
-    torch._ops._mode_stack_state_for_pre_dispatch, "_ModeStackStateForPreDispatch__infra_modes", [None, None]
+    find("torch._ops._mode_stack_state_for_pre_dispatch", loses=_UNSEEN, instead=None),
+    "_ModeStackStateForPreDispatch__infra_modes",
+    [None, None],
 )
 _Kernel = Callable[[Any, dict[str, Any]], Any]  # of the group and the operator's arguments, by name
 
@@ -65,7 +81,7 @@ def is_recorded() -> bool:
     if getattr(_this_thread, "is_recorded", False):
         _this_thread.is_recorded = False  # of this call alone
         return True
-    return not _is_dispatched() and not torch._C._autograd._profiler_enabled()
+    return not _is_dispatched() and not _is_profiling()
 
 
 def record(group: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -90,7 +106,7 @@ def _profiled(group: Any, name: str, args: tuple[Any, ...]) -> Any:
     """An event as those of torch's backends: asynchronous, entered where called and left where done."""
     title, position = _EVENTS[name]
     read = list(_tensors(args[position])) if 0 <= position < len(args) else []
-    event = torch._C._autograd._record_function_with_args_enter(f"{group.getBackendName()}:{title}", *read)
+    event = _begin_event(f"{group.getBackendName()}:{title}", *read)
     over: torch.futures.Future[None] = torch.futures.Future()
     caller = threading.get_ident()
 
@@ -103,7 +119,7 @@ def _profiled(group: Any, name: str, args: tuple[Any, ...]) -> Any:
         thread.start()
         thread.join()
 
-    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(event, over)
+    _end_event(event, over)
     try:
         _this_thread.is_recorded = True
         work = getattr(group, name)(*args)
@@ -135,7 +151,7 @@ def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
         _library.append(_offer_kernels())
     face = _faces.get(group)
     if face is None:
-        _faces[group] = face = _torch.ProcessGroup(group.rank(), group.size())
+        _faces[group] = face = c10d.ProcessGroup(group.rank(), group.size())
         _groups[face] = weakref.ref(group)
     method = getattr(face, name, None) or getattr(face, _OLDER_NAMES[name])
     _this_thread.reduce_op = next((r for r in map(_reduction, args) if r is not None), None)
@@ -172,7 +188,7 @@ def _kernel(operator: str, carry_out: Callable[..., Any]) -> Callable[..., Any]:
     overload = getattr(torch.ops.c10d, operator).default
     names = [argument.name for argument in overload._schema.arguments]
     defaults = {a.name: a.default_value for a in overload._schema.arguments if a.has_default_value()}
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    below = _keyset_after(_place)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
@@ -190,7 +206,7 @@ def _kernel(operator: str, carry_out: Callable[..., Any]) -> Callable[..., Any]:
 
 def _group_behind(process_group: Any) -> Any:
     """The group of ours whose face this is, or None."""
-    reference = _groups.get(_torch.ProcessGroup.unbox(process_group))
+    reference = _groups.get(c10d.ProcessGroup.unbox(process_group))
     return reference() if reference is not None else None
 
 
@@ -215,7 +231,7 @@ def _boxed(group: Any, work: Any) -> Any:
 
 def _unboxed(boxed: Any) -> Any:
     """The reduction in an operator's argument, which tells Python its kind and not the factor of PREMUL_SUM."""
-    kinds = _torch.ReduceOp.RedOpType
+    kinds = c10d.ReduceOp.RedOpType
     kind = kinds(boxed.op())
     if kind != kinds.PREMUL_SUM:
         return dist.ReduceOp(kind)

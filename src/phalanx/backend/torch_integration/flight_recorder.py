@@ -21,6 +21,7 @@ from typing import Any
 
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.backend.torch_integration.patch import distributed_c10d, patch
+from phalanx.torch_names import report_loss
 
 BACKEND = "phalanx"
 _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -40,6 +41,7 @@ _originals: dict[str, _Original] = {}
 def serve_dumps() -> None:
     """Let torch's functions that dump its flight recorder answer for our groups too; each that this torch has."""
     c10d = _bindings()
+    is_new = _names_backends(c10d._dump_fr_trace)
     for name, ours in (
         ("_dump_fr_trace", _dump),
         ("_dump_fr_trace_json", _dump_json),
@@ -50,6 +52,8 @@ def serve_dumps() -> None:
         if original is not None:
             _originals[name] = original
             setattr(c10d, name, _answering(original, ours))
+        elif is_new:  # older ones have two of the four
+            report_loss(f"has no torch._C._distributed_c10d.{name}", "what it did is not done for our groups")
 
 
 def _bindings() -> Any:

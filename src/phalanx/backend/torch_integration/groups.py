@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group
 
 from phalanx.backend.torch_integration.inner_backend import attach_backend
+from phalanx.torch_names import find
 
 if TYPE_CHECKING:
     from phalanx.backend.process_group import PhalanxProcessGroup
@@ -68,7 +68,7 @@ class Registration:
 
 def list_registrations() -> list[Registration]:
     """Return what torch has noted of every group in this process, the default one among them."""
-    noted = dist.distributed_c10d._world
+    noted = _noted()
     registrations = []
     for group, (backend, _) in noted.pg_map.items():
         numbers = noted.pg_group_ranks[group]
@@ -81,7 +81,7 @@ def list_registrations() -> list[Registration]:
 
 def register_again(registration: Registration, store: Any, ranks: Sequence[int]) -> None:
     """Have torch know a group again, of these ranks and over this store, after the default group took it along."""
-    noted, group = dist.distributed_c10d._world, registration.group
+    noted, group = _noted(), registration.group
     noted.pg_map[group] = (registration.backend, store)
     noted.pg_names[group] = registration.name
     noted.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
@@ -89,25 +89,34 @@ def register_again(registration: Registration, store: Any, ranks: Sequence[int])
     noted.pg_to_tag[group] = registration.tag
     for tag in registration.tags:
         noted.tags_to_pg.setdefault(tag, []).append(group)
-    _register_process_group(registration.name, group)
+    _register_again(registration.name, group)
 
 
 def count_groups() -> int:
     """Return how many groups torch has numbered in this process."""
-    return int(dist.distributed_c10d._world.group_count)
+    return int(_noted().group_count)
 
 
 def count_groups_from(number: int) -> None:
     """Let the next group that torch makes here have this number at least."""
-    noted = dist.distributed_c10d._world
+    noted = _noted()
     noted.group_count = max(number, noted.group_count)
 
 
 def count_groups_anew() -> None:
     """Let the next group that torch makes here be its first, by number."""
-    vars(dist.distributed_c10d)["_world"].group_count = 0
+    _noted().group_count = 0
 
 
 def _listed() -> dict[Any, Any]:
-    known: dict[Any, Any] = dist.distributed_c10d._world.pg_map
+    known: dict[Any, Any] = _noted().pg_map
     return known
+
+
+_NO_LIST = "groups are not found again by name or rank: phalanx.elastic and StreamingDiLoCo do not work"
+_register_again: Any = find("torch._C._distributed_c10d._register_process_group", loses=_NO_LIST)
+
+
+def _noted() -> Any:
+    """What torch has noted of its groups; looked up each time, as torch's own tests put another object there."""
+    return find("torch.distributed.distributed_c10d._world", loses=_NO_LIST)

@@ -14,12 +14,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
 from phalanx.backend.torch_integration.hooks import carry_out
-from phalanx.torch_names import describe_missing
+from phalanx.torch_names import describe_missing, find
 
-_torch: Any = c10d  # whose stubs lack what is used here
+_torch: Any = find("torch._C._distributed_c10d", loses="hooks of our groups are not called")
 
 # What torch's C++ calls on a `Backend`, by the name that a Python override has, and a group of ours answers.
 _OPERATIONS = (

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 from phalanx.ddp.hooks.residual import Named, Residual, accumulator
 from phalanx.ddp.hooks.stages import Pipeline, Stages

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 from phalanx.ddp.hooks.blocks import decode, encode, message_bytes
 from phalanx.ddp.hooks.residual import Named, Residual, accumulator

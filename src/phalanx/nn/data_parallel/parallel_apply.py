@@ -24,6 +24,17 @@ from torch import Tensor, nn
 from phalanx.nn.data_parallel.containers import map_tensors, tensors_in
 from phalanx.nn.data_parallel.replicate import trained_tensors
 from phalanx.nn.data_parallel.threads import run_in_threads
+from phalanx.torch_names import find
+
+_keeps_graph: Any = find(
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    loses="a backward through phalanx.nn.DataParallel keeps its graph",
+    instead=lambda: True,
+)
+# Where the count is not known, a storage is taken for shared, and copied.
+_storage_use_count: Any = find(
+    "torch._C._storage_Use_Count", loses="phalanx.nn.DataParallel copies gradients", instead=lambda storage: 3
+)
 
 
 def parallel_apply(
@@ -111,7 +122,7 @@ class _Join(torch.autograd.Function):
                 "DataParallel: backward(create_graph=True) is refused, because the replicas' graphs have been cut off "
                 "from the one that would be differentiated again. For this step call `model.module` in place of `model`"
             )
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = _keeps_graph()
         waiting = iter(slopes)
         calls = [
             functools.partial(graph.backward, [next(waiting) for _ in graph.outputs], keep) for graph in ctx.graphs
@@ -140,4 +151,4 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 def _is_shared(tensor: Tensor) -> bool:
     """Whether the storage has another holder than `tensor` and the object that asks for it."""
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)
+    return bool(_storage_use_count(tensor.untyped_storage()._cdata) > 2)

@@ -6,10 +6,16 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch._utils import ExceptionWrapper  # what PyTorch's DataParallel raises with; there is no public name
+
+from phalanx.torch_names import find
+
+# What PyTorch's DataParallel raises with; there is no public name.
+ExceptionWrapper: Any = find(
+    "torch._utils.ExceptionWrapper", loses="phalanx.nn.DataParallel does not run on several devices"
+)
 
 T = TypeVar("T")
 
@@ -26,7 +32,7 @@ def run_in_threads(calls: Sequence[Callable[[], T]], where: str) -> list[T]:
     """
     if len(calls) == 1:
         return [calls[0]()]
-    results: list[T | ExceptionWrapper] = [ExceptionWrapper(where="")] * len(calls)  # type: ignore[no-untyped-call]
+    results: list[Any] = [ExceptionWrapper(where="")] * len(calls)
     modes = _Modes()
 
     def work(number: int) -> None:
@@ -35,7 +41,7 @@ def run_in_threads(calls: Sequence[Callable[[], T]], where: str) -> list[T]:
                 results[number] = calls[number]()
         except BaseException:
             told = f"in {where} {number} of {len(calls)}"
-            results[number] = ExceptionWrapper(where=told)  # type: ignore[no-untyped-call]
+            results[number] = ExceptionWrapper(where=told)
 
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(work, number), name=f"{where} {number}")
@@ -48,8 +54,8 @@ def run_in_threads(calls: Sequence[Callable[[], T]], where: str) -> list[T]:
             thread.join()
     for result in results:
         if isinstance(result, ExceptionWrapper):
-            result.reraise()  # type: ignore[no-untyped-call]
-    return results  # type: ignore[return-value]  # every wrapper has been raised
+            result.reraise()
+    return results  # every wrapper has been raised
 
 
 class _Modes:

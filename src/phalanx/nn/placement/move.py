@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from phalanx.torch_names import find
+
+_may_take_place: Any = find(
+    "torch._has_compatible_shallow_copy_type",
+    loses="a layer that is moved to a device gets new parameters",
+    instead=lambda parameter, data: False,
+)
 
 
 def move(module: nn.Module, devices: Mapping[int, torch.device]) -> None:
@@ -32,7 +41,7 @@ def _move_parameter(parameter: nn.Parameter, device: torch.device) -> Tensor:
     if parameter.device == device:
         return parameter
     data = parameter.data.to(device)
-    if not torch._has_compatible_shallow_copy_type(parameter.data, data):
+    if not _may_take_place(parameter.data, data):
         return nn.Parameter(data, parameter.requires_grad)
     gradient = parameter.grad
     parameter.data = data

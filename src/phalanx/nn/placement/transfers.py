@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
 from phalanx.partition import LayerList
+from phalanx.torch_names import find
+
+tree_map: Any = find(
+    "torch.utils._pytree.tree_map", loses="layers that are placed on several devices do not move their inputs"
+)
 
 # What makes a tensor from nothing makes it where the default device is, whoever calls it.
 _FACTORIES = frozenset(

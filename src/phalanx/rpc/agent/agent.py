@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch.futures import Future
 
 from phalanx.coordination.key import Key
@@ -42,6 +41,9 @@ from phalanx.rpc.remote_error import message_of, set_error
 from phalanx.rpc.serialization import deserialize, serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
+from phalanx.torch_names import find
+
+_Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 
 _logger = get_logger(__name__)
 _NO_EXTRAS = (None, None, None)
@@ -375,7 +377,7 @@ class Agent:
             return
         if not frame.call:
             return
-        if isinstance(result, torch._C.Future):
+        if isinstance(result, _Future):
             result.add_done_callback(lambda done: self._answer_future(connection, frame.call, done))
         else:
             self.answer(connection, frame.call, result)

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch.futures import Future
 
 from phalanx.log import get_logger
@@ -34,6 +33,9 @@ from phalanx.rpc.agent.ready import wait_ready
 from phalanx.rpc.agent.serving import LATE_S, Serving, Spin
 from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.wire import Frame
+from phalanx.torch_names import find
+
+_Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 
 T = TypeVar("T")
 _logger = get_logger(__name__)
@@ -52,7 +54,7 @@ class Answer(Future[T]):
 
     def done(self) -> bool:
         """Whether it is there. Who asks again and again waits for it."""
-        if torch._C.Future.done(self):
+        if _Future.done(self):
             return True
         if self.reading is not None:
             self.reading.unmute()
@@ -61,7 +63,7 @@ class Answer(Future[T]):
     def wait(self) -> T:
         """The answer."""
         reading = self.reading
-        if reading is not None and not torch._C.Future.done(self):
+        if reading is not None and not _Future.done(self):
             reading.read_until(self, self._wait)
         return wait_interruptibly(self)  # type: ignore[no-any-return]
 
@@ -70,11 +72,11 @@ class Answer(Future[T]):
 
     def has_come(self) -> bool:
         """Whether it is there; changes nothing."""
-        return torch._C.Future.done(self)
+        return bool(_Future.done(self))
 
     def hear(self, callback: Callable[[Any], Any]) -> None:
         """As `add_done_callback`, of one who will wait for it as well, and whose callback is short."""
-        torch._C.Future.add_done_callback(self, callback)
+        _Future.add_done_callback(self, callback)
 
     def then(self, callback: Any) -> Any:
         """As torch's."""
@@ -96,7 +98,7 @@ class Answer(Future[T]):
     def needs_leader(self) -> None:
         """Somebody is about to hear of the answer by a callback: it is not to run in a thread that reads for itself."""
         self.has_callbacks = True
-        while self.is_claimed and not torch._C.Future.done(self):  # too late: it will be done, or unclaimed, at once
+        while self.is_claimed and not _Future.done(self):  # too late: it will be done, or unclaimed, at once
             time.sleep(_CLAIM_S)
         self.rang()  # who reads for it has to look by itself from now on
         if self.reading is not None:
@@ -111,18 +113,18 @@ class Answer(Future[T]):
 
 def wait_interruptibly(future: Any) -> Any:
     """As torch's `Future.wait`, which hears no signal until the answer has come; in the main thread here it does."""
-    if not torch._C.Future.done(future) and threading.current_thread() is threading.main_thread():
+    if not _Future.done(future) and threading.current_thread() is threading.main_thread():
         gate = threading.Lock()
         gate.acquire()
-        torch._C.Future.add_done_callback(future, lambda _: gate.release())
+        _Future.add_done_callback(future, lambda _: gate.release())
         interrupts.wait(partial(_pass, gate, future))
-    return torch._C.Future.wait(future)
+    return _Future.wait(future)
 
 
 def _pass(gate: threading.Lock, future: Any) -> None:
     """Until the gate is open; callbacks that came before may want what this thread holds, and keep it closed."""
     while not gate.acquire(timeout=_LOOK_S if getattr(future, "has_callbacks", True) else 3600.0):
-        if torch._C.Future.done(future):
+        if _Future.done(future):
             return
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-import torch
 from torch.futures import Future
 
 from phalanx.rpc import remote_error, serialization, wire
@@ -20,6 +19,9 @@ from phalanx.rpc.remote_error import MissingFunctionError, message_of, set_error
 from phalanx.rpc.serialization import deserialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member
+from phalanx.torch_names import find
+
+_Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 
 _MOST_REMEMBERED = 10_000
 _WEIGHT = 0.2  # of the last time, in the time that a function is expected to take
@@ -142,7 +144,7 @@ class Request:
         else:
             result = function(*args, **kwargs)
         if _is_async(function, args):
-            if not isinstance(result, torch._C.Future):  # what `then` returns is none of torch.futures
+            if not isinstance(result, _Future):  # what `then` returns is none of torch.futures
                 raise RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{getattr(function, '__qualname__', function)} returned {type(result).__name__}."

@@ -18,14 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 
 from phalanx.rpc.autograd.graph import reach
 from phalanx.rpc.autograd.passes import BackwardError as BackwardError
 from phalanx.rpc.autograd.serve import worker
+from phalanx.torch_names import find
+
+_profiler_enabled: Any = find(
+    "torch.autograd._profiler_enabled", loses="a profile does not show calls of phalanx.rpc", instead=bool
+)
 
 __all__ = ["BackwardError", "backward", "context", "get_gradients"]
 

@@ -25,6 +25,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc.autograd.leaf_hooks import LeafHooks
+from phalanx.torch_names import find
+
+_engine: Any = find(
+    "torch.autograd.Variable._execution_engine", loses="distributed backwards of phalanx.rpc do not work"
+)
 
 # How many messages lie before it, at most, in a row; the uid of its sender; its number there.
 # Backwards, who lies deeper comes first: all workers wait for gradients in this order, so none for another in turn.
@@ -375,8 +380,7 @@ def _run(
 def _run_backward(
     outputs: list[Any], gradients: list[Tensor], retain_graph: bool, inputs: list[Any]
 ) -> Sequence[Tensor | None]:
-    engine: Any = torch.autograd.Variable._execution_engine
-    found: Sequence[Tensor | None] = engine.run_backward(
+    found: Sequence[Tensor | None] = _engine.run_backward(
         tuple(outputs), tuple(gradients), retain_graph, False, tuple(inputs),
         allow_unreachable=True, accumulate_grad=False,
     )  # fmt: skip

@@ -21,6 +21,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from phalanx.torch_names import find
+
+_backward_number: Any = find(
+    "torch._C._current_graph_task_id", loses="distributed backwards of phalanx.rpc do not call hooks of leaves"
+)
+
 Hooks = Mapping[int, Callable[..., Any]]
 _KEY = "phalanx.rpc: hooks"
 _asking = threading.Lock()
@@ -38,7 +44,7 @@ class Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Tell it."""
-        ctx.heard(torch._C._current_graph_task_id())
+        ctx.heard(_backward_number())
         return None
 
 
@@ -120,7 +126,7 @@ class LeafHooks:
         def hear(gradient: Tensor) -> None:
             # Another run may come to the same leaf: in another thread, or inside of this one (a checkpoint's). A
             # device's thread may come to it before the number is known; `rest` calls those hooks after the run.
-            if not leaf.is_done and torch._C._current_graph_task_id() == self._number:
+            if not leaf.is_done and _backward_number() == self._number:
                 self._run(leaf, gradient)
 
         return hear
