@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from phalanx.transport.tensors import flat
+
 _LANES = 1021
 _LANE_BYTES = 8
 
@@ -44,10 +46,10 @@ def digest(tensor: Tensor) -> Tensor:
     Cost: reads the tensor once, at the speed of memory; copies it if it is not contiguous.
     """
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-    flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.storage_offset() * flat.element_size() % _LANE_BYTES:
-        flat = flat.clone()
-    content = flat.view(torch.uint8)
+    elements = flat(dense.resolve_conj().resolve_neg().contiguous())
+    if elements.storage_offset() * elements.element_size() % _LANE_BYTES:
+        elements = elements.clone()
+    content = elements.view(torch.uint8)
     num_lanes = content.numel() // _LANE_BYTES
     lanes, tail = content[: num_lanes * _LANE_BYTES].view(torch.int64), content[num_lanes * _LANE_BYTES :]
     num_full = num_lanes - num_lanes % _LANES

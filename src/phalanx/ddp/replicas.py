@@ -13,6 +13,7 @@ from phalanx.ddp.digest import digests, find_differences
 from phalanx.ddp.module import DistributedDataParallel
 from phalanx.ddp.structure import describe, verify_same
 from phalanx.errors import MismatchError
+from phalanx.transport.tensors import flat
 
 _SHOWN = 8  # ranks in a message
 
@@ -51,7 +52,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
         named += [("buffer", name, tensor) for name, tensor in model.named_buffers()]
     named = [entry for entry in named if entry[1] not in ignored]
     device = named[0][2].device if named else torch.device("cpu")
-    verify_same(describe(model, ignored), {"buffers": buffers}, group, device, caller="check_replicas")
+    verify_same(describe(model, ignored, memory=False), {"buffers": buffers}, group, device, caller="check_replicas")
     mine = digests((tensor for _, _, tensor in named), device)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
@@ -68,10 +69,10 @@ def _mismatch(
     mine = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     mine = mine.resolve_conj().resolve_neg().contiguous()
     reference = mine.clone()
-    dist.broadcast(reference.reshape(-1).view(torch.uint8), group=group, group_src=0)
+    dist.broadcast(flat(reference).view(torch.uint8), group=group, group_src=0)
     wide = torch.complex128 if mine.is_complex() else torch.float64
     distance = (mine.to(wide) - reference.to(wide)).abs().max()
-    same_bytes = torch.equal(mine.reshape(-1).view(torch.uint8), reference.reshape(-1).view(torch.uint8))
+    same_bytes = torch.equal(flat(mine).view(torch.uint8), flat(reference).view(torch.uint8))
     verdict = torch.stack([torch.full_like(distance, float(same_bytes)), distance])
     verdicts = [torch.empty_like(verdict) for _ in range(group.size())]
     dist.all_gather(verdicts, verdict, group=group)

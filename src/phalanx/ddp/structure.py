@@ -10,37 +10,95 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.backend.memoryless import address_of
 from phalanx.ddp.plan import ParameterSpec
 from phalanx.errors import MismatchError
+from phalanx.transport.tensors import memory_order
 
 _SHOWN = 8  # differences in a message; more would hide the first
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What ranks must agree on for one parameter or buffer."""
+    """What ranks must agree on for one parameter or buffer.
+
+    strides   in which its gradient is laid out, if they are not those of a contiguous tensor
+    beside    names of other parameters in the same memory
+    """
 
     kind: str
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+    strides: tuple[int, ...] | None = None
+    beside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"shape {self.shape}, {self.dtype}" + (", requires_grad" if self.requires_grad else "")
+        strides = "" if self.strides is None else f" and strides {self.strides}"
+        requires_grad = ", requires_grad" if self.requires_grad else ""
+        beside = f", in the memory of {', '.join(map(repr, self.beside))}" if self.beside else ""
+        return f"shape {self.shape}{strides}, {self.dtype}{requires_grad}{beside}"
 
 
 Structure = dict[str, Entry]
 
 
-def describe(module: nn.Module, ignored: frozenset[str]) -> Structure:
-    """The parameters and buffers of a module, by dotted name, in order of registration."""
-    found: list[tuple[str, str, Tensor]] = []
-    found += [("parameter", name, tensor) for name, tensor in module.named_parameters()]
-    found += [("buffer", name, tensor) for name, tensor in module.named_buffers()]
+def describe(module: nn.Module, ignored: frozenset[str], *, memory: bool = True) -> Structure:
+    """The parameters and buffers of a module, by dotted name, in order of registration.
+
+    `memory`: parameters also by how they lie in memory, on which the layout of their gradients depends. Buffers travel
+    in logical order, whatever their strides are.
+    """
+    beside = _find_beside(module) if memory else {}
+    structure = {}
+    for name, parameter in module.named_parameters():
+        if name not in ignored:
+            strides = _strides_to_tell(parameter) if memory else None
+            structure[name] = Entry(
+                "parameter",
+                tuple(parameter.shape),
+                _dtype_of(parameter),
+                parameter.requires_grad,
+                strides,
+                beside.get(name, ()),
+            )
+    for name, buffer in module.named_buffers():
+        if name not in ignored:
+            structure[name] = Entry("buffer", tuple(buffer.shape), _dtype_of(buffer), buffer.requires_grad)
+    return structure
+
+
+def _dtype_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _strides_to_tell(tensor: Tensor) -> tuple[int, ...] | None:
+    order = memory_order(tensor)
+    return None if order == memory_order(torch.empty(tensor.shape, device="meta")) else order
+
+
+def _find_beside(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of each parameter whose memory overlaps that of others (one tensor of two names among them), their names."""
+    blocks = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        start = address_of(parameter) if parameter.layout is torch.strided else 0
+        if start and parameter.numel():
+            last = sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            blocks.append((str(parameter.device), start, start + (last + 1) * parameter.element_size(), name))
+    overlapping: list[list[str]] = []
+    device, end = "", 0
+    for block in sorted(blocks):
+        if block[0] == device and block[1] < end:
+            overlapping[-1].append(block[3])
+            end = max(end, block[2])
+        else:
+            overlapping.append([block[3]])
+            device, end = block[0], block[2]
     return {
-        name: Entry(kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
-        for kind, name, tensor in found
-        if name not in ignored
+        name: tuple(sorted(other for other in names if other != name))
+        for names in overlapping
+        if len(names) > 1
+        for name in names
     }
 
 

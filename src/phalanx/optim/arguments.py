@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, optim
 
 from phalanx.errors import MismatchError
-from phalanx.transport.tensors import is_dense
+from phalanx.transport.tensors import is_dense, memory_order
 
-_Form = tuple[tuple[int, ...], str]  # shape, dtype
+_Form = tuple[tuple[int, ...], str, tuple[int, ...]]  # shape, dtype, strides
 
 
 def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRedundancyOptimizer") -> dist.ProcessGroup:
@@ -110,7 +110,7 @@ def check_parameters(
                 "backend 'phalanx' parameters live in memory that the ranks of the host share: dense, on the CPU. "
                 "With offload=True they stay on their device"
             )
-    mine: list[_Form] = [(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in parameters]
+    mine: list[_Form] = [(tuple(p.shape), str(p.dtype).removeprefix("torch."), memory_order(p)) for p in parameters]
     overlap = find_overlap([*parameters, *others])
     told: list[tuple[list[_Form], Any]] = [([], None)] * group.size()
     dist.all_gather_object(told, (mine, overlap), group=group)
@@ -168,5 +168,10 @@ def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
 def _difference(theirs: list[_Form], first: list[_Form], rank: int) -> str:
     for number, (one, other) in enumerate(zip(theirs, first, strict=False)):
         if one != other:
-            return f"Parameter {number} of the group is {one} on rank {rank} and {other} on rank 0."
+            return f"Parameter {number} of the group is {_say(one)} on rank {rank} and {_say(other)} on rank 0."
     return f"Rank {rank} has {len(theirs)} parameters in the group, rank 0 has {len(first)}."
+
+
+def _say(form: _Form) -> str:
+    shape, dtype, strides = form
+    return f"of shape {shape}, {dtype}, strides {strides}"

@@ -30,7 +30,7 @@ def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
     if not shards:
         raise ValueError("merge_state_dicts needs the shard of every rank, got none")
     layout = shards[0]["layout"]
-    if any(shard["layout"] != layout for shard in shards):
+    if any(_orders(shard["layout"]) != _orders(layout) for shard in shards):
         raise ValueError("merge_state_dicts: the shards are of different models: their parameters' shapes differ")
     state = {}
     for number, (shape, stride) in layout.items():
@@ -51,6 +51,14 @@ def merge_states(states: Sequence[Mapping[int, Any]], parameters: Iterable[Tenso
     layout = layout_of(parameters)
     merged = merge_state_dicts([{"layout": layout, "state": state, "param_groups": []} for state in states])
     return dict(merged["state"])
+
+
+def _orders(layout: Mapping[int, Any]) -> dict[int, Any]:
+    """The shapes, and the strides of those dimensions that have more than one element: others are any."""
+    return {
+        number: (shape, [step for n, step in zip(shape, stride, strict=True) if n != 1])
+        for number, (shape, stride) in layout.items()
+    }
 
 
 def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ...], stride: tuple[int, ...]) -> State:

@@ -71,6 +71,22 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a contiguous tensor in one dimension of stride 1; that of a single element could be anything."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a block that holds the elements in the order of the tensor's memory: what ranks must have alike.
+
+    They are the tensor's own if it is dense, else those of a contiguous one; a dimension of 1 has no say, and gets 1.
+    """
+    if tensor.layout is not torch.strided:
+        return ()
+    like = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
+    return tuple(stride if size != 1 else 1 for size, stride in zip(like.shape, like.stride(), strict=True))
+
+
 def same_order(one: Tensor, other: Tensor) -> bool:
     """Whether two dense tensors of one shape have the same element at the same place; a dimension of 1 has no say."""
     return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size != 1)

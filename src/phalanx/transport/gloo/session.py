@@ -38,6 +38,7 @@ from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.engine_session import EngineSession
 from phalanx.transport.health_monitor import HealthMonitor
+from phalanx.transport.tensors import flat
 
 _PATIENCE_S = 0.5  # in which a process that was killed is gone, or a rank that saw more has posted its report
 _PAUSE_S = 0.02
@@ -304,4 +305,4 @@ def timedelta_of(deadline: Deadline) -> timedelta:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a plain tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
+    return flat(tensor).view(torch.uint8)
