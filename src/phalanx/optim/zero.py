@@ -203,7 +203,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
         else:
             self._local.add_param_group(local_group)
-        self._show_options()
+        self._show_options(len(self._fuses) - 1)  # of others the user may have set some since the last step
 
     def _refuse_moved(self) -> None:
         for number, shared in enumerate(self._shared):
@@ -356,9 +356,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             if fuses and may_fuse(self._optimizer_class, mine, mine["params"]):
                 local["fused"] = True
 
-    def _show_options(self) -> None:
-        """What this rank's optimizer has set, its defaults above all, to the users."""
-        for mine, local, fuses in zip(self.param_groups, self.optim.param_groups, self._fuses, strict=False):
+    def _show_options(self, first: int = 0) -> None:
+        """What this rank's optimizer has set, its defaults above all, to the users: of groups from `first` on."""
+        for mine, local, fuses in [*zip(self.param_groups, self.optim.param_groups, self._fuses, strict=False)][first:]:
             chosen = {"fused": mine.get("fused")} if fuses else {}  # what we have chosen is not what the user has
             mine.update({**_options(local), **chosen})
 
