@@ -1,9 +1,11 @@
 """However the command ends, its ranks hear of it, and no process is left."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -255,10 +257,12 @@ def test_a_rank_that_is_still_there_is_named_with_its_state_and_stopped_after_th
 
 
 @pytest.mark.parametrize("whom", ["rank", "agent", "agent and zygote"])
-def test_no_temporary_folder_of_multiprocessing_is_left(tmp_path: Path, whom: str) -> None:
+def test_no_temporary_folder_of_multiprocessing_is_left(
+    tmp_path: Path, whom: str, request: pytest.FixtureRequest
+) -> None:
     # Ranks that were killed left their workers' sockets behind, in folders called pymp-…
-    temporary = tmp_path / "t"
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path has 108 characters at most
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
     script = write_script(
         tmp_path,
         "import multiprocessing, os, signal, tempfile\n"

@@ -282,7 +282,9 @@ def _open_symmetric_memory(
         address = FdAddress.parse(infos[local_ranks[0]].token)
         if not _sees_processes(infos[local_ranks[0]], infos[rank]):
             address = FdAddress(address.token)
-        return open_as_member(address, local_ranks.index(rank), members, deadline, idle)
+        return open_as_member(
+            address, local_ranks.index(rank), members, deadline, idle, look_around=lambda: look_after([0])
+        )
     except DeadlineError as error:
         missing = tuple(local_ranks[r] for r in error.missing)
         what = f"{name_ranks(missing)} did not fetch the shared memory of this host" if missing else str(error)

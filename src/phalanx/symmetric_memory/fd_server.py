@@ -220,19 +220,26 @@ def _wait(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.soc
 
 
 def receive_fds(
-    address: FdAddress, rank: int, count: int, deadline: Deadline, *, wait_for_leader: bool = False
+    address: FdAddress,
+    rank: int,
+    count: int,
+    deadline: Deadline,
+    *,
+    wait_for_leader: bool = False,
+    look_around: Callable[[], None] = lambda: None,
 ) -> list[int]:
     """The `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
 
     `wait_for_leader`: it may not listen yet; try until it does. An address in the abstract namespace is always
-    tried until it answers: local rank 0 opens it when it knows that some rank needs it.
+    tried until it answers: local rank 0 opens it when it knows that some rank needs it. `look_around` is called between
+    two attempts, and may raise: who has ended opens nothing any more.
 
     Raises:
         PhalanxError: local rank 0 is gone, or refused this process.
         DeadlineError: it did not answer in time.
     """
     try:
-        with contextlib.closing(_connect(address, deadline, wait_for_leader or not address.path)) as s:
+        with contextlib.closing(_connect(address, deadline, wait_for_leader or not address.path, look_around)) as s:
             s.settimeout(min(deadline.left_s, 3600.0) or 0.001)
             if peer_of(s).uid != os.getuid():
                 raise PhalanxError(
@@ -264,7 +271,7 @@ _NOT_YET = (errno.ECONNREFUSED, errno.ENOENT)
 _QUEUE_FULL = (errno.EAGAIN, errno.EINTR, errno.ENOTCONN)  # or a signal came
 
 
-def _connect(address: FdAddress, deadline: Deadline, wait: bool) -> socket.socket:
+def _connect(address: FdAddress, deadline: Deadline, wait: bool, look_around: Callable[[], None]) -> socket.socket:
     """A connection. Waits inside `connect` where the listener's queue is full: retries would overtake other ranks."""
     while True:
         s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -275,12 +282,14 @@ def _connect(address: FdAddress, deadline: Deadline, wait: bool) -> socket.socke
             return s
         except OSError as error:
             s.close()
-            if address.path and error.errno in (errno.EACCES, errno.EPERM):  # a process whose /proc may not be read
+            # Of a process in another container, and for ordinary users of one that has ended, /proc may not be read.
+            if address.path and error.errno in (errno.EACCES, errno.EPERM):
                 address, wait = FdAddress(address.token), True
             elif error.errno not in _QUEUE_FULL and not (wait and error.errno in _NOT_YET):
                 raise
             if deadline.passed:
                 raise TimeoutError from None
+            look_around()
             time.sleep(min(_PAUSE_S, deadline.left_s) if error.errno not in _QUEUE_FULL else 0.0)
         except BaseException:
             s.close()

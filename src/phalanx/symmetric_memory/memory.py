@@ -422,17 +422,21 @@ def open_as_leader(
 
 
 def open_as_member(
-    address: FdAddress, rank: int, members: Sequence[Member], deadline: Deadline, idle: Callable[[float], None]
+    address: FdAddress,
+    rank: int,
+    members: Sequence[Member],
+    deadline: Deadline,
+    idle: Callable[[float], None],
+    look_around: Callable[[], None] = lambda: None,
 ) -> SymmetricMemory:
-    """Fetch the memory from rank 0 of the host.
+    """Fetch the memory from rank 0 of the host; `look_around` is called between two attempts to reach it.
 
     Raises:
         DeadlineError: it did not answer in time.
         PhalanxError: it is gone.
     """
-    fds = receive_fds(
-        address, rank, 2 + (len(members) + 1 if needs_liveness_pipes(_processes(members)) else 0), deadline
-    )
+    count = 2 + (len(members) + 1 if needs_liveness_pipes(_processes(members)) else 0)
+    fds = receive_fds(address, rank, count, deadline, look_around=look_around)
     try:
         return SymmetricMemory(fds, rank, members, idle)
     finally:
