@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ def random_value(dice: random.Random, pool: list[Tensor], depth: int) -> Any:
     if kind == "tensor":
         return random_tensor(dice, pool)
     if kind == "scalar":
+        if dice.random() < 0.2:  # made anew, as they can change
+            return dice.choice([set, bytearray, Counter])(dice.choices(range(5), k=dice.randint(0, 3)))
         return dice.choice([
             None, True, False, 0, -1, 2**70, 0.1, float("inf"), 1e-300, "", "text", "ä\n", b"bytes", (1, 2), [], {}, (),
             [1, [2, "x"]], torch.float16, torch.Size([2, 3]), torch.device("cpu"), 3 + 4j,
@@ -62,6 +64,25 @@ def random_tensor(dice: random.Random, pool: list[Tensor]) -> Tensor:
         tensor = torch.nn.Parameter(tensor, requires_grad=dice.random() < 0.8)
     pool.append(tensor)
     return tensor
+
+
+def change(value: Any) -> None:
+    """Change everything in a state that can be changed, in place, as training that goes on would."""
+    if isinstance(value, Tensor):
+        value.detach().copy_(torch.zeros(value.shape))
+    elif isinstance(value, (set, Counter)):
+        value.update([99])
+    elif isinstance(value, bytearray):
+        value.append(99)
+    elif isinstance(value, dict):
+        for item in value.values():
+            change(item)
+        value["changed"] = True
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            change(item)
+        if isinstance(value, list):
+            value.append("changed")
 
 
 def difference(left: Any, right: Any, where: str = "state") -> str:

@@ -2,12 +2,15 @@
 
 import io
 import random
+import threading
+from collections import defaultdict, deque
 
 import pytest
 import torch
-from tests.checkpoint.random_trees import difference, random_state
+from tests.checkpoint.random_trees import change, difference, random_state
 
-from phalanx.checkpoint import CheckpointManager
+from phalanx.checkpoint import CheckpointManager, series, whole
+from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
 from phalanx.testing import run_ranks
 
 
@@ -49,3 +52,35 @@ def test_memory_that_is_shared_in_the_state_is_shared_in_what_is_loaded(tmp_path
         assert torch.equal(state["other"], torch.arange(6.0))
         if not sharded:
             assert state["row"].eq(7).all(), "a view of a part, too, in one file"
+
+
+def test_nothing_that_changes_later_gets_into_a_copy(trees):
+    """Sets and bytearrays were kept by reference: the checkpoint of step 1 had an element that was added in step 2."""
+    for seed in range(trees):
+        torch.manual_seed(seed)
+        state = random_state(random.Random(seed))
+        torch.manual_seed(seed)
+        expected = random_state(random.Random(seed))
+        state["more"] = {"queue": deque([{1}]), "lists": defaultdict(list, {0: [bytearray(b"a")]}), "set": {1}}
+        expected["more"] = {"queue": deque([{1}]), "lists": defaultdict(list, {0: [bytearray(b"a")]}), "set": {1}}
+        copy = copy_tree(state, SnapshotMemory())
+        state["more"]["queue"][0].add(2)
+        change(state)
+        assert not difference(expected, copy), f"seed {seed}"
+
+
+def test_a_set_that_changes_while_a_checkpoint_is_written_is_saved_as_it_was(tmp_path, monkeypatch):
+    written = threading.Event()
+
+    def write_late(folder, state):
+        written.wait()
+        return whole.write_whole(folder, state)
+
+    monkeypatch.setattr(series, "write_whole", write_late)
+    seen = {1, 2}
+    manager = CheckpointManager(tmp_path)
+    manager.async_save(1, {"seen": seen})
+    seen.add(3)
+    written.set()
+    manager.wait()
+    assert manager.load().state == {"seen": {1, 2}}

@@ -111,7 +111,7 @@ def wrapper_prefixes(module: nn.Module) -> list[str]:
     """What wrappers have put into the names of parameters: "module.", "encoder.module."; the outermost first."""
     return [
         f"{name}.{attribute}." if name else f"{attribute}."
-        for name, inner in module.named_modules()
+        for name, inner in module.named_modules(remove_duplicate=False)  # a module may have several names
         if (attribute := _wraps_as(inner))
     ]
 

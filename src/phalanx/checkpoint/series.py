@@ -280,8 +280,9 @@ class CheckpointManager:
         except Exception as error:
             problem, cause = explain_unwritten(peers, self.folder, step, error, state), error
         peers.agree(problem, cause)
+        aliases: Mapping[str, str] = tree.aliases
         if not plan.is_uniform:
-            structure = merge_structures(peers.gather(structure))
+            structure, aliases = merge_structures(peers.gather(structure))
         parts: dict[int, sharded_files.Part] = {}
 
         def write() -> None:
@@ -297,7 +298,7 @@ class CheckpointManager:
             for rank, path in others.items():
                 parts[rank] = sharded_files.Part.decode(path.read_text())
             ordered = [parts[rank] for rank in sorted(parts)]
-            files = sharded_files.write_metadata(folder, plan, ordered, tree.aliases, structure)
+            files = sharded_files.write_metadata(folder, plan, ordered, aliases, structure)
             for path in others.values():
                 path.unlink()
             return self._commit(draft, self._manifest("sharded", step, peers, files))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -68,9 +70,11 @@ def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[T
 
 def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
     """A state with copies of its tensors, on the CPU, which share memory where the originals do: torch.save sees no
-    difference."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    _collect(state, storages)
+    difference. Whatever else can change is copied, too.
+    """
+    tensors: dict[int, Tensor] = {}
+    _collect(state, tensors)
+    storages = {storage._cdata: storage for t in tensors.values() if _is_plain(t) for storage in (t.untyped_storage(),)}
     memory.begin(sum(storage.nbytes() for storage in storages.values()), len(storages))
     copies = {}
     for key, storage in storages.items():
@@ -78,36 +82,38 @@ def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
         if storage.nbytes():
             copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         copies[key] = copy.untyped_storage()
-    return _rebuild(state, copies)
+    # As copy.deepcopy has it: what was copied, by the identity of the original.
+    return _rebuild(state, {key: _copy(tensor, copies) for key, tensor in tensors.items()})
 
 
-def _collect(value: Any, storages: dict[int, torch.UntypedStorage]) -> None:
+def _collect(value: Any, tensors: dict[int, Tensor]) -> None:
     if isinstance(value, Tensor):
-        if _is_plain(value):
-            storage = value.untyped_storage()
-            storages.setdefault(storage._cdata, storage)
+        tensors[id(value)] = value
     elif isinstance(value, dict):
         for item in value.values():
-            _collect(item, storages)
-    elif isinstance(value, (list, tuple)):
+            _collect(item, tensors)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for item in value:
-            _collect(item, storages)
+            _collect(item, tensors)
 
 
-def _rebuild(value: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
+def _rebuild(value: Any, known: dict[int, Any]) -> Any:
+    if type(value) in (int, float, str, bool, bytes, type(None)):
+        return value
     if isinstance(value, Tensor):
-        return _copy(value, copies)
+        return known[id(value)]
     if type(value) is dict:
-        return {key: _rebuild(item, copies) for key, item in value.items()}
-    if isinstance(value, dict):
-        made = value.copy()  # with a default or an order of its own, and what else it carries
-        vars(made).update(getattr(value, "__dict__", {})) if hasattr(made, "__dict__") else None
-        for key, item in value.items():
-            made[key] = _rebuild(item, copies)
-        return made
+        return {key: _rebuild(item, known) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_rebuild(item, copies) for item in value)
-    return value
+        return type(value)(_rebuild(item, known) for item in value)
+    if type(value) is OrderedDict:
+        made = OrderedDict((key, _rebuild(item, known)) for key, item in value.items())
+        vars(made).update(_rebuild(vars(value), known))  # the versions that a module's state_dict carries
+        return made
+    try:
+        return deepcopy(value, known)
+    except Exception:  # who writes it will say so: what cannot be copied cannot be saved
+        return value
 
 
 def _copy(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:

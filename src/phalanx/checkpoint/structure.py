@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from phalanx.checkpoint.tree import Node, Tree, merge
+from phalanx.checkpoint.tree import Node, Tree, merge, tensor_names
 from phalanx.checkpoint.whole import refuse_unreadable
 
 METADATA = ".metadata"  # torch's own
@@ -31,14 +31,18 @@ def decode_structure(content: bytes) -> tuple[Node, Mapping[str, str]]:
     return structure, aliases
 
 
-def merge_structures(encoded: Sequence[bytes]) -> bytes:
-    """Of ranks whose states have different names, the content of one file: what any of them has."""
+def merge_structures(encoded: Sequence[bytes]) -> tuple[bytes, Mapping[str, str]]:
+    """Of ranks whose states have different names, the content of one file and its aliases: what any of them has."""
     if not encoded:
-        return b""
-    (structure, aliases), *others = map(decode_structure, encoded)
-    for other, _ in others:
+        return b"", {}
+    decoded = [decode_structure(one) for one in encoded]
+    structure, _ = decoded[0]
+    for other, _ in decoded[1:]:
         structure = merge(structure, other)
-    return _encode(structure, aliases)
+    # A name that is an alias on one rank and a tensor on another is written by the latter.
+    written = {name for one, aliases in decoded for name in tensor_names(one) if name not in aliases}
+    merged = {name: same for _, aliases in decoded for name, same in aliases.items() if name not in written}
+    return _encode(structure, merged), merged
 
 
 def _encode(structure: Node, aliases: Mapping[str, str]) -> bytes:

@@ -52,9 +52,9 @@ class OwnModules(nn.Module):
 def unused_tensors(root: nn.Module, parts: Iterable[Part]) -> list[str]:
     """Parameters and buffers of the model that none of its parts uses."""
     used = OwnModules(root, parts)
-    known = {name for name, _ in (*used.named_parameters(remove_duplicate=False), *used.named_buffers())}
-    every = (*root.named_parameters(remove_duplicate=False), *root.named_buffers())
-    return [name for name, _ in every if name not in known]
+    known = {id(tensor) for tensor in (*used.parameters(), *used.buffers())}  # one may have several names
+    every = (*root.named_parameters(), *root.named_buffers())
+    return [name for name, tensor in every if id(tensor) not in known]
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

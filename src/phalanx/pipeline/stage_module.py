@@ -13,7 +13,14 @@ from phalanx.partition.owners import Layout, register, whole_name
 from phalanx.pipeline.own_modules import OwnModules
 from phalanx.pipeline.whole_optimizer import Group, describe_groups, fit, merge_groups, number_names, options_of
 from phalanx.pipeline.whole_optimizer import whole_names as names_of
-from phalanx.pipeline.whole_state import gather_entries, gather_state, require_same_names
+from phalanx.pipeline.whole_state import (
+    first_names,
+    gather_entries,
+    gather_state,
+    require_same_names,
+    select_own,
+    with_every_name,
+)
 from phalanx.torch_names import find
 
 _IncompatibleKeys: Any = find(
@@ -39,6 +46,7 @@ class StageModule(nn.Module):
         self._group = group
         whole: Any = module.state_dict()
         self._state_names, self._metadata = list(whole), whole._metadata
+        self._first_state_names = first_names(module)
         self._model_name = type(module).__name__
         first = {id(p): name for name, p in module.named_parameters()}
         self._first_names = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
@@ -103,7 +111,7 @@ class StageModule(nn.Module):
         With `rank0_only` the whole is on the first rank alone, and each other one has what is its own: for a model
         that is too large for one process.
         """
-        own = self._own.state_dict(keep_vars=keep_vars)
+        own = self._own_state(keep_vars=keep_vars)
         whole = gather_state(own, self._state_names, self._group, rank0_only=rank0_only)
         if destination is None:
             destination = whole
@@ -119,8 +127,10 @@ class StageModule(nn.Module):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The entries of this rank, under the keys of the whole model. Not collective."""
-        own: dict[str, Any] = self._own.state_dict()
-        return own
+        return self._own_state(keep_vars=False)
+
+    def _own_state(self, *, keep_vars: bool) -> dict[str, Any]:
+        return with_every_name(self._own.state_dict(keep_vars=keep_vars), self._first_state_names)
 
     def gather_state_dict(self) -> dict[str, Any]:
         """The whole on the first rank, and on others what is their own. Collective."""
@@ -143,9 +153,10 @@ class StageModule(nn.Module):
                 + (f"\n\tMissing key(s): {', '.join(map(repr, missing))}." if missing else "")
                 + (f"\n\tUnexpected key(s): {', '.join(map(repr, unexpected))}." if unexpected else "")
             )
-        mine = set(self._own.state_dict())
-        self._own.load_state_dict({name: v for name, v in state_dict.items() if name in mine}, strict=False)
-        self._without_values = [name for name in self._without_values if name not in state_dict]
+        first = self._first_state_names
+        self._own.load_state_dict(select_own(state_dict, self._own.state_dict(), first), strict=False)
+        loaded = {first.get(name, name) for name in state_dict}
+        self._without_values = [name for name in self._without_values if first.get(name, name) not in loaded]
         return _IncompatibleKeys(missing, unexpected)
 
     # -- the optimizer of the whole model ------------------------------------------------------------------------

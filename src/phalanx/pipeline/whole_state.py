@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 _Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 _SMALL_BYTES = 1024  # tensors up to here, as the numbers of steps that optimizers keep, go with the description
 
 
@@ -63,6 +64,39 @@ def _fetch(mine: Any, entry: tuple[str, Any, Any], source: int, rank: int, group
         value = torch.empty(shape, dtype=dtype)
     dist.broadcast(value, group=group, group_src=source)
     return mine if rank == source else value
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """For every key of the module's state the first key of the same parameter, buffer or extra state.
+
+    They differ where a module is registered under several names, or a parameter in several modules.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    first: dict[tuple[int, str], str] = {}
+    found: dict[str, str] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        path, _, last = name.rpartition(".")
+        if isinstance(value, Tensor):
+            found[name] = first.setdefault((id(value), ""), name)
+        else:
+            found[name] = first.setdefault((id(modules.get(path, name)), last), name)
+    return found
+
+
+def with_every_name(own: Mapping[str, _Value], first: Mapping[str, str]) -> dict[str, _Value]:
+    """`own` with each entry under all the names that it has in the whole model; `first`: that of `first_names`."""
+    known = {first.get(name, name): value for name, value in own.items()}
+    others = {name: known[same] for name, same in first.items() if same in known and name not in own}
+    return {**own, **others}
+
+
+def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str, str]) -> dict[str, Any]:
+    """What of a whole state goes into the entries `own`: of an entry with several names the last that `state` has.
+
+    That is the one which stays where plain PyTorch loads the whole model.
+    """
+    last = {first.get(name, name): state[name] for name in dict.fromkeys([*first, *own]) if name in state}
+    return {name: last[first.get(name, name)] for name in own if first.get(name, name) in last}
 
 
 def require_same_names(state: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], list[str]]:

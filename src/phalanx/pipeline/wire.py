@@ -2,8 +2,8 @@
 
 A message is a header of fixed size, then what it announces: behind it in the same frame (`frames`), or, where that has
 no room, each part in a message of its own. Where the header says that a tensor lies in memory that both map, nothing
-follows. The form of the values (how they nest, their dtypes and all dimensions but the first) is sent only when it is
-another than the last time on the same edge, in training or in evaluation.
+follows. The form of the values (how they nest, their dtypes, all dimensions but the first, and the strides of what is
+not contiguous) is sent only when it is another than the last time on the same edge, in training or in evaluation.
 
     header   status | bytes of the form | of the step: micro-batches, rows of this one, rows of all, seed, has_state
              | length of the frame, and what it needs | (rows, place) of each tensor
@@ -12,6 +12,7 @@ another than the last time on the same edge, in training or in evaluation.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from array import array
 from collections import Counter, defaultdict, deque
@@ -30,6 +31,7 @@ from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
+from phalanx.pipeline.memory_order import Strides, find_strides, flatten, restore
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class StageLostError(PeerLostError):
 
 @dataclass(frozen=True)
 class _Form:
-    """Values without their data: `leaves` has (dtype, dimensions after the first, needs a gradient) or a constant.
+    """Values without their data: `leaves` has an `_Array` for each tensor, or a constant.
 
     `tree` is empty if the values are the leaves.
     """
@@ -101,6 +103,7 @@ class _Array(NamedTuple):
     trailing: tuple[int, ...]
     is_scalar: bool
     needs_grad: bool
+    strides: Strides | None
 
 
 _Sent = dict[Edge, tuple[Any, list[Any]]]
@@ -172,30 +175,32 @@ class Wire:
         leaves, tree = (values, None) if plain else tree_flatten(list(values))
         wanted = iter(needs_grad)
         described: list[Any] = []
+        rows: list[int] = []
         tensors: list[Tensor] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                described.append(_Array(leaf.dtype, tuple(leaf.shape[1:]), leaf.dim() == 0, next(wanted)))
-                tensors.append(leaf)
+                strides = find_strides(leaf)
+                described.append(_Array(leaf.dtype, tuple(leaf.shape[1:]), leaf.dim() == 0, next(wanted), strides))
+                rows.append(0 if leaf.dim() == 0 else leaf.shape[0])
+                tensors.append(flatten(leaf, strides))
             else:
                 described.append(leaf)
         news = b""
         if self._sent.get(edge) != (tree, described):
             self._sent[edge] = (tree, described)
             news = _Form("" if tree is None else treespec_dumps(tree), tuple(described)).encode()
-        rows = [0 if t.dim() == 0 else t.shape[0] for t in tensors]
         self._post(edge, step, news, rows, tensors)
 
     def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: Step) -> None:
         """Send gradients of the values that needed one, in their order; None for one that has none."""
-        self._post(edge, step, b"", [0] * len(grads), grads)
+        self._post(edge, step, b"", [0] * len(grads), [None if grad is None else flatten(grad, None) for grad in grads])
 
     def _post(self, edge: Edge, step: Step, news: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
         if len(tensors) > _MOST:
             raise ValueError(f"at most {_MOST} tensors may go from a stage to another, got {len(tensors)}")
         places = [self._place(tensor) for tensor in tensors]
         messages = [
-            tensor.detach()
+            tensor
             for tensor, place in zip(tensors, places, strict=True)
             if tensor is not None and place == _BY_MESSAGE and tensor.numel()
         ]
@@ -224,8 +229,7 @@ class Wire:
             return
         self._send(edge, step.micro_batch, [_words(header, length)], dst, tag)
         beside = [_bytes(news)] if news else []
-        beside += [tensor.contiguous() for tensor in messages]
-        self._send(edge, step.micro_batch, beside, dst, self._tag(edge, beside=True))
+        self._send(edge, step.micro_batch, beside + messages, dst, self._tag(edge, beside=True))
 
     def _place(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -233,7 +237,7 @@ class Wire:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes < _LENT_BYTES:
             return _BY_MESSAGE
-        place = None if self._lending is None else self._lending.lend(tensor.detach())
+        place = None if self._lending is None else self._lending.lend(tensor)
         if place is None:
             self.sizes[nbytes] += 1
             return _BY_MESSAGE
@@ -304,7 +308,8 @@ class Wire:
             if isinstance(leaf, _Array):
                 rows, place = next(words), next(words)
                 shape = leaf.trailing if leaf.is_scalar else (rows, *leaf.trailing)
-                tensor = self._take(place, shape, leaf.dtype, parts)
+                flat = self._take(place, shape if leaf.strides is None else (math.prod(shape),), leaf.dtype, parts)
+                tensor = restore(flat, shape, leaf.strides)
                 leaves.append(tensor.requires_grad_() if leaf.needs_grad else tensor)
             else:
                 leaves.append(leaf)
@@ -371,11 +376,13 @@ class Wire:
 
     def send_tensor(self, tensor: Tensor, rank: int) -> None:
         """A tensor whose form the other rank knows."""
-        self._send(None, 0, [tensor.detach().contiguous()], rank, self._tags + _EDGE_TAGS - 1)
+        self._send(None, 0, [flatten(tensor, None)], rank, self._tags + _EDGE_TAGS - 1)
 
     def receive_tensor(self, tensor: Tensor, rank: int) -> Tensor:
-        """Fill `tensor` with what that rank sends."""
-        return self.receive(tensor, rank, self._tags + _EDGE_TAGS - 1)
+        """Fill `tensor`, which may have any strides, with what that rank sends."""
+        received = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self.receive(received, rank, self._tags + _EDGE_TAGS - 1)
+        return tensor if received is tensor else tensor.copy_(received)
 
     # -- failing -------------------------------------------------------------------------------------------------
 
