@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,3 +50,44 @@ def test_sparse_gradients_are_the_mean_however_many_there_are(uneven_inputs):
             ddp.zero_grad(set_to_none=True)
 
     run_ranks(fn, 3)
+
+
+def _draw_form(draw):
+    dtype = draw.choice([torch.float32, torch.float64, torch.int64, torch.int32])
+    return dtype, (draw.choice([5, 10, 1000]), draw.choice([1, 2, 4])), draw.choice([1, 2])
+
+
+def _of_form(form, rank, seed):
+    dtype, shape, sparse_dim = form
+    generator = torch.Generator().manual_seed(97 * seed + rank)
+    count = random.Random(f"{seed} {rank}").choice([0, 1, 3, 300])
+    indices = torch.stack([torch.randint(size, (count,), generator=generator) for size in shape[:sparse_dim]])
+    values = torch.randint(-8, 8, (count, *shape[sparse_dim:]), generator=generator).to(dtype)
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sparse_tensors_of_differing_forms_are_refused_on_all_ranks_and_change_none(world_size):
+    """They were garbage, an index of 900 in a tensor of 10, and a crash in `to_dense`."""
+
+    def fn(rank, world_size):
+        for seed in range(40):
+            draw = random.Random(seed)
+            forms = [_draw_form(draw)] * world_size
+            if draw.random() < 0.7:
+                forms[draw.randrange(world_size)] = _draw_form(draw)
+            mine = _of_form(forms[rank], rank, seed)
+            before = mine.to_dense().clone()
+            if len(set(forms)) == 1:
+                dist.all_reduce(mine)
+                total = sum(_of_form(form, r, seed).to_dense() for r, form in enumerate(forms))
+                assert torch.equal(mine.to_dense(), total), seed
+                continue
+            with pytest.raises(phalanx.MismatchError, match="the ranks' sparse tensors differ") as caught:
+                dist.all_reduce(mine)
+            for r, (dtype, shape, _) in enumerate(forms):
+                assert str(dtype).removeprefix("torch.") in caught.value.calls[r]
+                assert str(shape) in caught.value.calls[r]
+            assert torch.equal(mine.to_dense(), before), seed
+
+    run_ranks(fn, world_size)

@@ -244,3 +244,21 @@ def test_a_broadcast_that_is_refused_leaves_its_places_in_turn():
             raise raised[0]
 
     assert run_ranks(check, 2) == [True, True]
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_a_buffer_of_another_dtype_on_one_rank_is_told(backend):
+    """As many bytes travel: the rank read rank 0's as its own dtype, 0.0078 in place of 0.0, and nobody was told."""
+
+    def train(rank, world_size):
+        model = nn.Linear(2, 2)
+        model.register_buffer("scale", torch.arange(4.0))
+        ddp = DistributedDataParallel(model, check=False)
+        ddp(torch.ones(1, 2)).sum().backward()
+        if rank == 1:
+            model.scale = torch.arange(2.0, dtype=torch.float64)
+        # Over Gloo only who receives can see it; rank 0 sees that it has left.
+        with pytest.raises(MismatchError if rank == 1 or backend == "phalanx" else RuntimeError):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(train, 2, backend=backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.shared import shares_memory
+from phalanx.errors import MismatchError
 from phalanx.torch_names import find
 from phalanx.transport.tensors import copy_all
 
@@ -21,6 +23,7 @@ _unflatten: Any = find("torch._utils._unflatten_dense_tensors", loses=_LOSES)
 
 _MESSAGE_BYTES = 32 * 1024 * 1024  # bounds the memory beside the model
 _ALIGN = 64
+_SHOWN = 8  # tensors in a message
 
 Broadcast = Callable[[Tensor], bool]
 """Makes one rank's tensor everybody's; whether it may have been another rank's."""
@@ -39,9 +42,12 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: 
 def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
     """Overwrite `tensors` with those of whichever rank `broadcast` takes for the source, bit by bit.
 
-    They travel as bytes, so one message carries any mixture of dtypes. Widest elements go first, which keeps each
-    tensor's place in the message aligned for its dtype. Version counters stay as they are: autograd may have saved a
-    buffer (batch norm in evaluation does) for a backward that is still to come.
+    They travel as bytes, so one message carries any mixture of dtypes; on the CPU with a digest of their forms. Widest
+    elements go first, which keeps each tensor's place in the message aligned for its dtype. Version counters stay as
+    they are: autograd may have saved a buffer (batch norm in evaluation does) for a backward that is still to come.
+
+    Raises:
+        MismatchError: on a rank whose tensors have other dtypes or shapes than the source's; they were not changed.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -75,6 +81,7 @@ class BufferBroadcast:
         self._shares = shares_memory(group)
         self._number = 0
         self._forms: list[_Form] = []
+        self._digest = 0
         self._packed = torch.empty(0, dtype=torch.uint8)
         self._places: list[Tensor] = []  # in `_packed`, one for each tensor
 
@@ -92,18 +99,23 @@ class BufferBroadcast:
             return
         forms = [(member.dtype, member.shape) for member in members]
         if forms != self._forms:
-            self._forms = forms
+            self._forms, self._digest = forms, _digest(forms)
             self._packed, self._places = _pack(forms)
         is_source = self._group.rank() == 0
         if is_source:
             copy_all(self._places, members)
-        self._group.broadcast_buffers(self._packed, 0, number=num_rounds << 32 | self._number)
+        self._group.broadcast_buffers(self._packed, 0, number=(num_rounds << 32 | self._number) ^ self._digest)
         self._number = (self._number + 1) & 0xFFFFFFFF
         if not is_source:
             copy_all(members, self._places)
 
 
 _Form = tuple[torch.dtype, torch.Size]
+
+
+def _digest(forms: Sequence[_Form]) -> int:
+    """64 bits that differ where the forms do: those who receive bytes can't see of which tensors they are."""
+    return int.from_bytes(hashlib.blake2b(repr(forms).encode(), digest_size=8).digest(), "little")
 
 
 def _pack(forms: Sequence[_Form]) -> tuple[Tensor, list[Tensor]]:
@@ -124,8 +136,20 @@ def _width(tensor: Tensor) -> tuple[int, str]:
 def _broadcast(tensors: list[Tensor], broadcast: Broadcast) -> None:
     runs = [list(run) for _, run in itertools.groupby(tensors, key=_width)]  # torch packs tensors of one dtype at once
     parts = [_flatten(run).view(torch.uint8) for run in runs]
+    if tensors[0].is_cpu:  # elsewhere to read the digest would make the host wait for the device
+        forms = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        parts.insert(0, torch.tensor([_digest(forms) >> 1, 0]).view(torch.uint8))  # 16 bytes: the rest stays aligned
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     if not broadcast(packed):
         return
-    for run, part in zip(runs, packed.split([part.numel() for part in parts]), strict=True):
+    pieces = packed.split([part.numel() for part in parts])
+    if tensors[0].is_cpu:
+        if not torch.equal(pieces[0], parts[0]):
+            raise MismatchError(
+                f"DistributedDataParallel: the source's parameters or buffers have other dtypes or shapes than this "
+                f"rank's, which are {', '.join(f'{dtype} {tuple(shape)}' for dtype, shape in forms[:_SHOWN])}"
+                f"{', ...' if len(forms) > _SHOWN else ''}.\nConvert and replace them in the same way on every rank."
+            )
+        pieces = pieces[1:]
+    for run, part in zip(runs, pieces, strict=True):
         copy_all(run, _unflatten(part.view(run[0].dtype), run))
