@@ -117,14 +117,17 @@ class Shard:
             self.step += 1
 
     def _update(self, pushed: list[Gradients]) -> None:
-        """One step of the optimizers with the sum or the mean. A trainer without a gradient counts as one of zeros."""
+        """One step of the optimizers with the sum or the mean. A trainer without a gradient counts as one of zeros.
+
+        What was pushed is left as it is, whatever the optimizers do to their gradients: it goes to the replica after.
+        """
         divisor = len(pushed) if self.spec.reduction == "mean" else 1
         for name, parameter in self._dense.items():
             parts = [one.dense[name] for one in pushed if name in one.dense]
             if parts:
-                total = parts[0]
+                total = parts[0].clone()
                 for part in parts[1:]:
-                    total = total + part
+                    total += part
                 parameter.grad = total / divisor if divisor > 1 else total
         for name, table in self._tables.items():
             rows = [one.rows[name] for one in pushed if name in one.rows]

@@ -1,0 +1,78 @@
+"""What a primary has applied goes to its replica: both make the same of it, whatever the optimizer does to gradients.
+
+An optimizer that unscaled or clipped in place changed what was pushed, before the replica heard of it: after the
+primary's loss training went on from other numbers.
+"""
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+import torch._dynamo  # every optimizer loads it
+from tests.optim.random_training import OPTIMIZERS, Training
+
+from phalanx.parameter_server.shard import Gradients, Shard, Spec
+
+_STEPPING = [one for one in OPTIMIZERS if one is not torch.optim.LBFGS]  # which wants a closure, and is refused
+
+
+def _in_place(optimizer_class, options):
+    """An optimizer of this class that unscales and clips its gradients in place, as users' own do."""
+
+    class InPlace(optimizer_class):
+        def step(self, closure=None):
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                if parameter.grad is not None:
+                    values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+                    values.div_(4).clamp_(-0.5, 0.5)
+            return super().step(closure)
+
+    return lambda parameters: InPlace(parameters, **options)
+
+
+def _same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one.to_dense(), other.to_dense())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    return one == other
+
+
+def _push(draw, state):
+    """Of one trainer for one step, some gradients missing."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    dense = {
+        name: 4 * torch.randn(value.shape, generator=generator)
+        for name, value in state["dense"].items()
+        if draw.random() < 0.8
+    }
+    rows = {}
+    for name, table in state["tables"].items():
+        ids = torch.tensor(sorted(draw.sample(range(len(table)), draw.choice([0, 1, 2]))), dtype=torch.int64)
+        rows[name] = ids, 4 * torch.randn((len(ids), table.shape[1]), generator=generator)
+    return Gradients(dense, rows)
+
+
+@pytest.mark.parametrize("optimizer_class", _STEPPING, ids=lambda one: one.__name__)
+def test_a_replica_makes_of_what_was_applied_what_the_primary_made(optimizer_class):
+    is_sparse = optimizer_class is torch.optim.SparseAdam
+    for seed in range(4):
+        draw = random.Random(f"{optimizer_class.__name__} {seed}")
+        make = _in_place(optimizer_class, Training(optimizer_class, seed).options("defaults"))
+        by_rows = make if is_sparse else _in_place(torch.optim.SGD, {"lr": 0.1})
+        trainers = ("t0", "t1")[: 1 + seed % 2]
+        spec = Spec("p", ("s", "r"), trainers, seed < 2, None, make, by_rows, draw.choice(["sum", "mean"]), True, "")
+        dense = {} if is_sparse else {f"d{n}": torch.randn(n + 2, 3) for n in range(3)}
+        state = {"step": 0, "dense": dense, "tables": {"t": torch.randn(5, 2)}, "optimizer": {}}
+        primary, replica = Shard(spec, state), Shard(spec, state)
+        for clock in range(5):
+            for trainer in trainers:
+                pushed = _push(draw, state)
+                before = copy.deepcopy(pushed)
+                primary.apply(("push", trainer, clock, pushed))
+                assert _same(pushed.dense, before.dense), f"case {seed}: changed what was pushed"
+                assert all(_same(pushed.rows[name][1], before.rows[name][1]) for name in before.rows)
+                replica.apply(pickle.loads(pickle.dumps(("push", trainer, clock, pushed))))
+        assert _same(primary.state(), replica.state()), f"case {seed}"
