@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_told_by_name_and_nothing_is_loaded(tmp_path, shard
         manager.load({"model": other, "scheduler": scheduler, "epoch": 0})
     text = str(caught.value)
     assert "4 missing in the checkpoint: model.1.bias, model.2.weight, model.2.bias, scheduler" in text
-    assert "2 of another shape: model.0.weight: (3, 2) in the checkpoint, (4, 2) here, model.0.bias: (3,)" in text
+    assert "2 that do not fit: model.0.weight: (3, 2) in the checkpoint, (4, 2) here, model.0.bias: (3,)" in text
     assert "Nothing was loaded." in text
     assert all(parameter.eq(0).all() for parameter in other.parameters())
 

@@ -44,6 +44,17 @@ class Entry:
     path: Path
 
 
+def explain_renamed(path: Path, manifest: Manifest) -> str | None:
+    """Why the name of a checkpoint is not its own, in words; None if it is, or says nothing of a step."""
+    named = _NAME.fullmatch(path.resolve().name)
+    if named is None or int(named[2]) == manifest.step:
+        return None
+    return (
+        f"{path} has the name of step {int(named[2])}, and it is the checkpoint of step {manifest.step}: somebody has "
+        "renamed it. Give it its name again, or one without a step"
+    )
+
+
 class Draft:
     """A checkpoint that is being written: a hidden folder, locked as long as this is open."""
 

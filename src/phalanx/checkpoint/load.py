@@ -15,10 +15,12 @@ import torch
 from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.devices import require_device
 from phalanx.checkpoint.optimizer_gap import describe_gap
-from phalanx.checkpoint.parts import own_state
+from phalanx.checkpoint.parts import describe_misfits, load_part
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.restore import find_latest, read_moved
+from phalanx.checkpoint.undo import Undo
 from phalanx.errors import CheckpointError
+from phalanx.partition.owners import owner_of
 
 _ZIP_BEGINS = b"PK\x03\x04"
 
@@ -46,17 +48,19 @@ def load_checkpoint(
 
     Arguments:
         map_location: the device for all tensors.
-        into: what shall go on from it, by name: each one's `load_state_dict` is called with the state of that name. A
-            name that the checkpoint lacks is an error, before anything is loaded. An optimizer that gets no state for
-            parameters that it trains is a warning, which names them.
+        into: what shall go on from it, by name: each one's `load_state_dict` is called with the state of that name. All
+            or nothing: a name that the checkpoint lacks, another shape, a dtype that cannot hold the values, another
+            class of optimizer or order of its parameters is an error before anything is loaded, and where a part
+            itself fails the others are put back. An optimizer that gets no state for parameters that it trains is a
+            warning, which names them.
         verify: compare every record with its checksum first, so that a bit that flipped on a disk or on the way is an
             error. False saves reading the file twice.
 
     Cost: reading the file, and as much again for `verify`: about a second for 5 GB that the system has in memory.
 
     Raises:
-        CheckpointError: there is no such file, it is cut off or damaged, it is not a checkpoint, or it lacks what is to
-            be loaded.
+        CheckpointError: there is no such file, it is cut off or damaged, it is not a checkpoint, or it does not fit
+            what is to be loaded, of which nothing has changed.
         ValueError: there is no such device here.
         TypeError: `into` is no mapping of names to what has a `load_state_dict`.
     """
@@ -64,14 +68,18 @@ def load_checkpoint(
     require_device(map_location, "load_checkpoint")
     if into is not None:
         _require_stateful(into)
-    state = _read_folder(path, map_location) if os.path.isdir(path) else _read_file(path, map_location, verify)
+    orders: Mapping[str, list[str]] = {}
+    if os.path.isdir(path):
+        state, orders = _read_folder(path, map_location)
+    else:
+        state = _read_file(path, map_location, verify)
     if into is not None:
-        _load_into(path, state, into)
+        _load_into(path, state, orders, into)
     return state
 
 
-def _read_folder(path: Path, map_location: str | torch.device) -> dict[str, Any]:
-    """The checkpoint of a `CheckpointManager`, which is always verified."""
+def _read_folder(path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], Mapping[str, list[str]]]:
+    """The checkpoint of a `CheckpointManager`, which is always verified, and the order of optimizers' parameters."""
     found = find_latest(path)
     if found is None:
         raise CheckpointError(
@@ -123,7 +131,7 @@ def _require_stateful(into: object) -> None:
         )
 
 
-def _load_into(path: Path, state: object, into: Mapping[str, Stateful]) -> None:
+def _load_into(path: Path, state: object, orders: Mapping[str, list[str]], into: Mapping[str, Stateful]) -> None:
     if not isinstance(state, dict):
         raise CheckpointError(
             f"load_checkpoint: {path} holds a {type(state).__name__}, not states by name, so nothing was loaded."
@@ -134,9 +142,22 @@ def _load_into(path: Path, state: object, into: Mapping[str, Stateful]) -> None:
             f"{', '.join(map(repr, state)) or 'nothing'}. Nothing was loaded. Leave out of `into` what shall start "
             "afresh, or take the checkpoint that has it."
         )
+    stages = {
+        name: owner.fit_optimizer_state(part, state[name], None)
+        for name, part in into.items()
+        if isinstance(part, torch.optim.Optimizer) and (owner := owner_of(part)) is not None
+    }
+    if report := describe_misfits(into, state, stages, orders):
+        raise CheckpointError(f"load_checkpoint: {path} does not fit:\n{report}\nNothing was loaded.")
+    undo = Undo(into.values())
     for name, part in into.items():
-        own = own_state(part, state[name])
-        part.load_state_dict(own)
+        try:
+            own = stages[name][0] if name in stages else state[name]
+            load_part(part, own, strict=True)
+        except Exception as error:
+            undo.put_back()
+            text = f"load_checkpoint: {path}: {name!r} refused its state: {type(error).__name__}: {error}"
+            raise CheckpointError(f"{text}\nNothing was loaded: all parts are as they were.") from error
         if isinstance(part, torch.optim.Optimizer) and (gap := describe_gap(part, own)):
             warnings.warn(f"load_checkpoint: {path}: {name!r} {gap}", stacklevel=3)
 

@@ -38,6 +38,8 @@ class Manifest:
     created: str  # ISO 8601, UTC
     torch: str
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    orders: Mapping[str, list[str]] = field(default_factory=dict)
+    """For each optimizer the names of its parameters by number, where they are known."""
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +49,8 @@ class Manifest:
     def encode(self) -> bytes:
         """As text that carries its own checksum: one byte more or less, and it is refused."""
         content = {"title": _TITLE, "version": VERSION, **asdict(self)}
+        if not self.orders:  # as it was written before there were any
+            del content["orders"]
         body = json.dumps(content, indent=1, sort_keys=True)
         return json.dumps({**content, "crc32": zlib.crc32(body.encode())}, indent=1, sort_keys=True).encode()
 
@@ -65,7 +69,7 @@ class Manifest:
                 raise ValueError(f"it is of version {content.get('version')}, and this Phalanx reads {VERSION}")
             names = ("kind", "step", "world_size", "created", "torch")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
-            manifest = cls(**{name: content[name] for name in names}, files=files)
+            manifest = cls(**{name: content[name] for name in names}, files=files, orders=content.get("orders", {}))
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"it cannot be read: {type(error).__name__}: {error}") from None
         if manifest.encode() != text:

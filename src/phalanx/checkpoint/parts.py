@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from phalanx.checkpoint.optimizer_fit import find_misfits, find_other_order, parameter_orders
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.slices import slice_state
 from phalanx.checkpoint.tree import is_dtensor
@@ -26,7 +27,10 @@ class Report:
 
     missing: list[str] = field(default_factory=list)  # the part has them, the checkpoint does not
     unexpected: list[str] = field(default_factory=list)  # the other way round
-    misshapen: list[str] = field(default_factory=list)  # "model.w: (3, 4) in the checkpoint, (3, 5) here"
+    misshapen: list[str] = field(
+        default_factory=list
+    )  # "model.w: (3, 4) in the checkpoint, (3, 5) here"; or the dtype,
+    # or what keeps an optimizer from its state
 
     def __bool__(self) -> bool:
         """Whether something does not fit."""
@@ -36,7 +40,7 @@ class Report:
         kinds = (
             ("missing in the checkpoint", self.missing),
             ("in the checkpoint and unexpected", self.unexpected),
-            ("of another shape", self.misshapen),
+            ("that does not fit" if len(self.misshapen) == 1 else "that do not fit", self.misshapen),
         )
         return "\n".join(
             f"  {len(names)} {kind}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
@@ -164,10 +168,17 @@ def fit_stages(parts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, 
 
 
 def describe_misfits(
-    parts: Mapping[str, Any], state: Mapping[str, Any], stages: Mapping[str, tuple[dict[str, Any], list[str]]]
+    parts: Mapping[str, Any],
+    state: Mapping[str, Any],
+    stages: Mapping[str, tuple[dict[str, Any], list[str]]],
+    orders: Mapping[str, Sequence[str]],
 ) -> Report:
-    """What of `state` does not fit `parts`, before anything is loaded; `stages` as `fit_stages` has found it."""
+    """What of `state` does not fit `parts`, before anything is loaded; `stages` as `fit_stages` has found it.
+
+    `orders`: as `parameter_orders` was of the parts that were saved.
+    """
     report = Report()
+    here = parameter_orders(parts)
     for name, part in parts.items():
         if name not in state:
             report.missing.append(name)
@@ -177,7 +188,8 @@ def describe_misfits(
             if name in stages:
                 report.misshapen += [f"{name}: {problem}" for problem in stages[name][1]]
             else:
-                _compare_optimizer(name, part, state[name], report)
+                report.misshapen += find_misfits(name, part, state[name])
+                report.misshapen += find_other_order(name, orders.get(name, ()), here.get(name, ()))
     return report
 
 
@@ -194,9 +206,30 @@ def _compare_module(name: str, module: nn.Module, saved: Any, report: Report) ->
         return  # it changes what is loaded, so only it knows what fits
     for key in mine:
         here, there = mine[key], theirs.get(key)
-        if isinstance(here, Tensor) and isinstance(there, Tensor) and not _is_lazy(here) and here.shape != there.shape:
-            text = f"{name}.{key}: {tuple(there.shape)} in the checkpoint, {tuple(here.shape)} here"
-            report.misshapen.append(text)
+        if isinstance(here, Tensor) and isinstance(there, Tensor) and (words := _misfit(here, there)):
+            report.misshapen.append(f"{name}.{key}: {words}")
+
+
+def _misfit(here: Tensor, there: Tensor) -> str:
+    """Why `here` cannot take the values of `there`, in words; empty if it can."""
+    if not _is_lazy(here) and here.shape != there.shape:
+        return f"{tuple(there.shape)} in the checkpoint, {tuple(here.shape)} here"
+    if here.dtype == there.dtype or _can_hold(here.dtype, there):
+        return ""
+    theirs, mine = (str(dtype).removeprefix("torch.") for dtype in (there.dtype, here.dtype))
+    return f"{theirs} in the checkpoint, {mine} here, which cannot hold its values"
+
+
+def _can_hold(dtype: torch.dtype, values: Tensor) -> bool:
+    """Whether a copy loses at most precision, as between floating-point types, and never wraps or cuts off."""
+    if not torch.can_cast(values.dtype, dtype):
+        return False
+    if dtype.is_floating_point or dtype.is_complex or values.dtype is torch.bool or values.numel() == 0:
+        return True
+    if is_dtensor(values) or values.is_meta:
+        return torch.iinfo(values.dtype).max <= torch.iinfo(dtype).max
+    limits, (least, most) = torch.iinfo(dtype), values.aminmax()
+    return limits.min <= int(least) and int(most) <= limits.max
 
 
 def _as_named_by(mine: Mapping[str, Any], saved: Mapping[str, Any], prefixes: Sequence[str]) -> Mapping[str, Any]:
@@ -212,24 +245,6 @@ def _state_keys(module: nn.Module) -> list[str]:
 
 def _is_lazy(tensor: Tensor) -> bool:
     return isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
-
-
-def _compare_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any, report: Report) -> None:
-    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    if not isinstance(groups, list):
-        report.misshapen.append(f"{name}: no state of an optimizer in the checkpoint")
-        return
-    there, here = [len(g["params"]) for g in groups], [len(g["params"]) for g in optimizer.param_groups]
-    if there != here:
-        report.misshapen.append(f"{name}: groups of {there} parameters in the checkpoint, {here} here")
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in groups for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in saved.get("state", {}).get(number, {}).items():
-            if key in ("exp_avg", "momentum_buffer") and isinstance(value, Tensor) and value.shape != parameter.shape:
-                text = f"{name}.state.{number}.{key}: {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)}"
-                report.misshapen.append(f"{text} here")
 
 
 def load_part(part: Any, saved: Any, *, strict: bool) -> None:
@@ -277,28 +292,11 @@ def _cut_optimizer_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
     return {**saved, "state": cut}
 
 
-def own_state(part: Any, saved: Any) -> Any:
-    """What of a saved state `part` loads: of a whole model's optimizer a stage's; of all others, all. Not collective.
-
-    Raises:
-        ValueError: it does not fit.
-    """
-    owner = owner_of(part) if isinstance(part, torch.optim.Optimizer) else None
-    if owner is None:
-        return saved
-    fitting, problems = owner.fit_optimizer_state(part, saved, None)
-    if problems:
-        raise ValueError(
-            f"the state of the whole model's optimizer does not fit that of a stage: {'; '.join(problems)}"
-        )
-    return fitting
-
-
 def _that_fits(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """What of `state` has the shape that it has here: load_state_dict refuses another shape, strict or not."""
     mine = module_state(module) if isinstance(module, PartOwner) else module.state_dict()
     return OrderedDict(
         (key, value)
         for key, value in state.items()
-        if key in mine and not (isinstance(value, Tensor) and value.shape != mine[key].shape)
+        if key in mine and not (isinstance(value, Tensor) and _misfit(mine[key], value))
     )

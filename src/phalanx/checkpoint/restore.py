@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint.devices import require_device
-from phalanx.checkpoint.history import History
+from phalanx.checkpoint.history import History, explain_renamed
 from phalanx.checkpoint.manifest import Manifest, find_damaged_file, is_checkpoint, read_manifest
 from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import Report, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, build, find, is_dtensor, tensor_names
+from phalanx.checkpoint.undo import Undo
 from phalanx.checkpoint.whole import STATE, hand_on
 from phalanx.errors import CheckpointError
 
@@ -91,18 +92,24 @@ def _load(
     strict: bool,
 ) -> Restored:
     stages = fit_stages(stateful, state)
-    report = describe_misfits(stateful, state, stages)
+    report = describe_misfits(stateful, state, stages, manifest.orders)
     report.missing += [name for name in wanted if name not in state and name not in stateful]
     told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
     peers.agree(told + advice if told and strict else None)
     problem, cause, gaps = None, None, list[str]()
+    undo = Undo(stateful.values())
     try:
         own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
         gaps = _load_parts(own, stateful, report, strict=strict)
     except Exception as error:  # the part's own; the other ranks would train on
-        problem, cause = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}", error
-    peers.agree(problem, cause)
+        text = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}"
+        problem, cause = f"{text}\nNothing was loaded: all parts are as they were.", error
+    try:
+        peers.agree(problem, cause)
+    except CheckpointError:
+        undo.put_back()
+        raise
     for gap in gaps:
         warnings.warn(f"{peers.what}: {path}: {gap}", stacklevel=4)
     return Restored(manifest.step, path, _moved(state, map_location), report)
@@ -128,14 +135,16 @@ def find_latest(path: Path) -> Path | None:
     return next((entry.path for entry in History(path, None).entries()), None)
 
 
-def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> dict[str, Any]:
-    """The whole state of the checkpoint at `path`, on a device. Collective.
+def read_moved(
+    peers: Peers, path: Path, map_location: str | torch.device
+) -> tuple[dict[str, Any], Mapping[str, list[str]]]:
+    """The whole state of the checkpoint at `path`, on a device, and the order of optimizers' parameters. Collective.
 
     Raises:
         DamagedError: a file is not what was written.
     """
-    state: dict[str, Any] = _moved(read_state(peers, path, {})[1], map_location)
-    return state
+    manifest, state = read_state(peers, path, {})
+    return _moved(state, map_location), manifest.orders
 
 
 def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
@@ -151,6 +160,8 @@ def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Mani
             manifest = read_manifest(path)
         except CheckpointError as error:
             problem = str(error)
+        else:
+            problem = explain_renamed(path, manifest)
     problem, manifest = peers.broadcast((problem, manifest))
     if problem is not None or manifest is None:
         raise DamagedError(f"{peers.what}: {problem}")

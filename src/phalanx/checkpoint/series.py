@@ -18,6 +18,7 @@ import torch.distributed as dist
 from phalanx.checkpoint.background import Saving, Work
 from phalanx.checkpoint.history import Draft, Entry, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
+from phalanx.checkpoint.optimizer_fit import parameter_orders
 from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.restore import Restored, VanishedError, restore
@@ -181,11 +182,12 @@ class CheckpointManager:
         step = operator.index(step)  # also of NumPy's numbers
         self._settle(peers)
         state, kind, pinned = self._collect(peers, parts)
+        orders = parameter_orders(parts)
         draft, folder = self._open_draft(peers, step, kind)
         try:
             if kind == "whole":
-                return self._begin_whole(peers, step, state, draft, memory)
-            return self._begin_sharded(peers, step, state, pinned, draft, folder, memory)
+                return self._begin_whole(peers, step, state, orders, draft, memory)
+            return self._begin_sharded(peers, step, state, orders, pinned, draft, folder, memory)
         except BaseException:
             if draft is not None:
                 draft.discard()
@@ -242,7 +244,13 @@ class CheckpointManager:
         return draft, folder
 
     def _begin_whole(
-        self, peers: Peers, step: int, state: Mapping[str, Any], draft: Draft | None, memory: SnapshotMemory | None
+        self,
+        peers: Peers,
+        step: int,
+        state: Mapping[str, Any],
+        orders: Mapping[str, list[str]],
+        draft: Draft | None,
+        memory: SnapshotMemory | None,
     ) -> Saving:
         if draft is None:
             return Saving(Work(step, write=lambda: None), self.timeout)
@@ -253,7 +261,7 @@ class CheckpointManager:
             files.update(write_whole(draft.path, content))
 
         def commit() -> Path:
-            return self._commit(draft, self._manifest("whole", step, peers, files))
+            return self._commit(draft, self._manifest("whole", step, peers, files, orders))
 
         return Saving(Work(step, write, commit, discard=draft.discard), self.timeout)
 
@@ -262,6 +270,7 @@ class CheckpointManager:
         peers: Peers,
         step: int,
         state: Mapping[str, Any],
+        orders: Mapping[str, list[str]],
         pinned: set[str],
         draft: Draft | None,
         folder: Path,
@@ -301,13 +310,15 @@ class CheckpointManager:
             files = sharded_files.write_metadata(folder, plan, ordered, aliases, structure)
             for path in others.values():
                 path.unlink()
-            return self._commit(draft, self._manifest("sharded", step, peers, files))
+            return self._commit(draft, self._manifest("sharded", step, peers, files, orders))
 
         return Saving(Work(step, write, commit, tuple(others.values()), draft.discard), self.timeout)
 
-    def _manifest(self, kind: Kind, step: int, peers: Peers, files: Mapping[str, FileRecord]) -> Manifest:
+    def _manifest(
+        self, kind: Kind, step: int, peers: Peers, files: Mapping[str, FileRecord], orders: Mapping[str, list[str]]
+    ) -> Manifest:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Manifest(kind, step, peers.world_size, now, str(torch.__version__), dict(files))
+        return Manifest(kind, step, peers.world_size, now, str(torch.__version__), dict(files), dict(orders))
 
     def _commit(self, draft: Draft, manifest: Manifest) -> Path:
         path = draft.commit(manifest, self._history)
@@ -371,7 +382,8 @@ class CheckpointManager:
         One rank reads each piece, verifies its checksum and hands it on to the others; shards of a DTensor are read
         where they are needed, from the files of any number of ranks. A rank whose host has not got the folder gets
         everything from the others. Nothing is loaded into any part before all of the checkpoint was read and found
-        to fit. With no `parts` the state is returned, whole on every rank.
+        to fit (names, shapes, dtypes, the class of optimizers and the order of their parameters), and where a part
+        itself fails all are put back, on every rank. With no `parts` the state is returned, whole on every rank.
 
         Arguments:
             parts: what shall go on, by the name under which it was saved; a plain value stands for itself, and is in

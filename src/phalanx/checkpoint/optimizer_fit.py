@@ -1,0 +1,110 @@
+"""Whether a saved state is that of an optimizer: of its class, and with its parameters in the same order.
+
+A state_dict of PyTorch names neither: it has options by group and tensors by number. The options tell the classes
+apart, and a CheckpointManager writes down which parameter has which number, where it has the model as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.partition.owners import owner_of
+
+_AS_PARAMETER = frozenset(
+    (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "prev",
+        "step_size",
+    )
+)
+"""What torch's optimizers keep that has the shape of its parameter."""
+_HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
+"""Options that say how the same state is used; releases of PyTorch have added them one by one."""
+
+Order = list[str]
+"""The names of an optimizer's parameters by number; empty for one that no model has."""
+
+
+def parameter_orders(parts: Mapping[str, Any]) -> dict[str, Order]:
+    """For each optimizer of `parts` the names of its parameters in the models of `parts`.
+
+    Left out are optimizers of a part of a model, whose state is saved by name.
+    """
+    names: dict[int, str] = {}
+    for part_name, part in parts.items():
+        if isinstance(part, nn.Module):
+            for name, parameter in part.named_parameters():
+                names.setdefault(id(parameter), f"{part_name}.{name.replace('_orig_mod.', '').replace('module.', '')}")
+    found = {}
+    for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer) and owner_of(part) is None:
+            order = [names.get(id(parameter), "") for group in part.param_groups for parameter in group["params"]]
+            if any(order):
+                found[name] = order
+    return found
+
+
+def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any, saved_order: Sequence[str] = ()) -> list[str]:
+    """What keeps `optimizer` from going on from the state `saved`, in words.
+
+    `saved_order`: the names that its parameters had, where they are known.
+    """
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if not isinstance(groups, list):
+        return [f"{name}: no state of an optimizer in the checkpoint"]
+    there, here = [len(g["params"]) for g in groups], [len(g["params"]) for g in optimizer.param_groups]
+    if there != here:
+        return [f"{name}: groups of {there} parameters in the checkpoint, {here} here"]
+    if problem := _compare_options(groups, optimizer.param_groups):
+        return [f"{name}: {problem} (here a {type(optimizer).__name__})"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in groups for number in group["params"]]
+    found = []
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved.get("state", {}).get(number, {}).items():
+            if key in _AS_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
+                text = f"{name}.state.{number}.{key}: {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)}"
+                found.append(f"{text} here")
+    return found
+
+
+def find_other_order(name: str, saved: Sequence[str], here: Sequence[str]) -> list[str]:
+    """Where parameters have other numbers than when they were saved, in words: the first of them."""
+    for number, (theirs, mine) in enumerate(zip(saved, here, strict=False)):
+        if theirs and mine and theirs != mine:
+            return [f"{name}: parameter {number} is {theirs!r} in the checkpoint, {mine!r} here"]
+    return []
+
+
+def _compare_options(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> str:
+    for theirs, mine in zip(saved, here, strict=True):
+        unknown = [key for key in theirs if key not in mine and key in _options_of_torch()]
+        missing = [key for key in mine if key not in theirs and key in _options_of_torch()]
+        if unknown or missing:
+            words = [f"it has {', '.join(unknown)}"] * bool(unknown) + [f"it lacks {', '.join(missing)}"] * bool(
+                missing
+            )
+            return f"the state of another class of optimizer in the checkpoint: {' and '.join(words)}"
+    return ""
+
+
+@functools.cache
+def _options_of_torch() -> frozenset[str]:
+    """Names of options by which the classes of torch.optim differ."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    optimizers = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
+    return frozenset(key for kind in optimizers for key in inspect.signature(kind).parameters) - _HOW
