@@ -1,6 +1,8 @@
 """Trainer: the bare loop's result, exact resumption, exact validation, and every point of a fit."""
 
+import copy
 import os
+import random
 
 import pytest
 import torch
@@ -56,14 +58,41 @@ def test_it_does_what_the_loop_by_hand_does():
     for _ in range(3):
         batches = list(loader)  # six: three updates of two
         for pair in zip(batches[::2], batches[1::2], strict=True):
+            together = sum(len(inputs) for inputs, _ in pair)  # 32, and 26 at the end
             for inputs, targets in pair:
-                (F.mse_loss(model(inputs), targets) / 2).backward()
+                (F.mse_loss(model(inputs), targets) * (len(inputs) / together)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         scheduler.step()
     assert torch.equal(weights(trainer), torch.cat([one.flatten() for one in model.state_dict().values()]))
     assert (trainer.epoch, trainer.step) == (3, 9)
+
+
+def test_accumulated_batches_weigh_by_their_samples():
+    """A short last batch had the weight of a whole one; the update is that of one batch with all of their samples."""
+    for seed in range(12):
+        draw = random.Random(seed)
+        size, batch, accumulate = draw.randint(1, 24), draw.randint(1, 6), draw.randint(1, 4)
+        data = make_data(size)
+        torch.manual_seed(seed)
+        model = nn.Linear(6, 1)
+        plain = copy.deepcopy(model)
+        loader = strategies.SingleDeviceStrategy("cpu").loader(data, batch, shuffle=False)
+        trainer = phalanx.Trainer(
+            model, lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss, accumulate=accumulate, show_progress=False,
+            strategy=strategies.SingleDeviceStrategy("cpu"),
+        )  # fmt: skip
+        trainer.fit(loader)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        inputs, targets = data.tensors
+        together = batch * accumulate
+        for some, wanted in zip(inputs.split(together), targets.split(together), strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(plain(some), wanted).backward()
+            optimizer.step()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, msg=lambda m, case=(size, batch, accumulate): f"{case}: {m}")
 
 
 class Stop(Exception):

@@ -62,8 +62,9 @@ class IndexStream:
 
 
 class TurnStream:
-    """One pass over several partitions of equal length by turns: `turn` indices of the first, as many of the next ...
+    """One pass over several partitions by turns: `turn` indices of the first, as many of the next ...
 
+    The first is the longest; the others may have one index fewer (without padding).
     After a turn that is shorter, at the end, it says once that it is over, and goes on when it is asked again: there
     PyTorch's `BatchSampler` ends the batch, so that no batch has samples of two partitions.
     """
@@ -101,11 +102,17 @@ class TurnStream:
         if self._is_short:
             self._is_short = False
             raise StopIteration
-        turn, which = divmod(self._number, len(self._streams))
-        size = min(self._turn, self.partition.count - turn * self._turn)
-        if size <= 0:
+        if not (size := self._size_of_turn()):
             raise StopIteration
+        turn, which = divmod(self._number, len(self._streams))
         self._block = iter(self._streams[which].compute(turn * self._turn, size).tolist())
         self._number += 1
         self._is_short = size < self._turn
+        while self._number % len(self._streams) and not self._size_of_turn():  # those that have no index left
+            self._number += 1
         return next(self._block)
+
+    def _size_of_turn(self) -> int:
+        """How many indices the turn has that comes next."""
+        turn, which = divmod(self._number, len(self._streams))
+        return max(0, min(self._turn, self._streams[which].partition.count - turn * self._turn))

@@ -35,6 +35,7 @@ from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
 from phalanx.strategies.strategy import require_pair
 from phalanx.torch_names import find
+from phalanx.trainer.batch_sizes import BatchSizes
 from phalanx.trainer.callbacks import Callback, CallbackStates
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
@@ -66,7 +67,7 @@ class Trainer:
         max_epochs, max_steps: where it ends, whichever comes first; steps are updates.
         scheduler: of the optimizer, or a function that makes one of it (where the strategy makes the optimizer anew).
         scheduler_interval: whether it steps with the epoch or with each update.
-        accumulate: batches to an update; the gradient is that of all of them together.
+        accumulate: batches to an update; the gradient is that of all of them together, each sample with the same weight.
         max_norm: clip the gradients to this 2-norm.
         precision: "32-true", "bf16-mixed" or "16-mixed".
         metrics: functions of the model's result and the target, for validation: one number for each sample of the
@@ -295,6 +296,7 @@ class Trainer:
     def _train_epoch(self, state: elastic.State, loader: DataLoader[Any], epoch: int) -> bool:
         """Train on what is left of the epoch; whether to its end."""
         total, begun = len(loader), self.step
+        sizes = BatchSizes.of(loader)
         if self._is_over:  # a run that ended inside of it, and is started again
             return total == 0
         if loader.generator is None:  # it would draw from the model's, once more where an epoch is taken up
@@ -305,7 +307,8 @@ class Trainer:
             group = (number - 1) // self._accumulate
             in_group = min(self._accumulate, total - group * self._accumulate)
             is_last = number == group * self._accumulate + in_group
-            loss = self.strategy.compute_gradients(self._on_device(batch), share=1 / in_group, is_last=is_last)
+            share = sizes.share(number - 1, range(group * self._accumulate, group * self._accumulate + in_group))
+            loss = self.strategy.compute_gradients(self._on_device(batch), share=share, is_last=is_last)
             self._display.add_loss(loss, self.step + 1)
             if not is_last:
                 continue
