@@ -265,7 +265,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 before = model.module.bias.item()
 model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
-print(model.module.bias.item() - before, flush=True)
+print(round(model.module.bias.item() - before, 6), flush=True)
 dist.destroy_process_group()
 """
 

@@ -89,7 +89,7 @@ def test_a_bad_record_has_no_effect_and_is_shown(text, caplog):
     lines = [line for line in text.read_bytes().split(b"\n") if line != b"\xff"]
     good = [line.decode() for line in lines if line.decode().split()[2:3] != ["gamma"]]
     with caplog.at_level(logging.WARNING, "phalanx"):
-        result = map_reduce(text, count_some, add_up, split_bytes=300)
+        result = map_reduce(text, count_some, add_up, split_bytes=300, max_bad_records=100)
     assert dict(result) == Counter(" ".join(good).split())
     assert result.counters.num_bad_records == len(lines) - len(good) + 1
     assert result.counters.records == len(lines) + 1
@@ -109,10 +109,28 @@ def test_too_many_bad_records_end_the_job_with_the_first(text):
     with pytest.raises(
         TaskError, match=r"(?s)101 records are bad, and 100 may be .*ZeroDivisionError: no such line.*in fail"
     ):
-        map_reduce(text, fail, add_up, split_bytes=1000) if text.write_text("x\n" * 101) else None
+        map_reduce(text, fail, add_up, split_bytes=1000, max_bad_records=100) if text.write_text("x\n" * 101) else None
     text.write_text("x\ny\n")
     with pytest.raises(PhalanxError, match="all records are bad"):
         map_reduce(text, fail, add_up, max_bad_records=None)
+
+
+def test_the_first_bad_record_ends_the_job_by_default():
+    """A map that raised for some records, or a dataset that could not be read, was a line and a partial result."""
+
+    class Unreadable:
+        def __len__(self):
+            return 50
+
+        def __getitem__(self, index):
+            if index == 30:
+                raise OSError("no such disk")
+            return index
+
+    with pytest.raises(TaskError, match=r"(?s)1 record is bad, and 0 may be .*OSError: no such disk"):
+        map_reduce(Unreadable(), lambda n: [(n, 1)], add_up)
+    with pytest.raises(TaskError, match=r"(?s)and 0 may be .*ZeroDivisionError"):
+        map_reduce(list(range(-5, 6)), lambda n: [(1 // n, 1)], add_up)
 
 
 def test_stop_iteration_in_map_makes_a_record_bad_and_not_the_end():
@@ -122,7 +140,7 @@ def test_stop_iteration_in_map_makes_a_record_bad_and_not_the_end():
         return [(next(iter(word)), 1)]
 
     for records in (["", "a", "b", "a", ""], ["a", "", "", "b", "a"]):
-        result = map_reduce(Records(records), first_char, add_up)
+        result = map_reduce(Records(records), first_char, add_up, max_bad_records=2)
         assert dict(result) == {"a": 2, "b": 1}
         assert result.counters.num_bad_records == 2
         assert [int(one.record) for one in result.bad_records] == [n for n in range(5) if not records[n]]
@@ -187,7 +205,7 @@ def test_a_task_that_fails_is_tried_again_and_the_failures_are_told(text, caplog
 def test_a_line_of_many_megabytes_is_bad_without_being_shown_whole(tmp_path):
     path = tmp_path / "text"
     path.write_text("x" * 10**7 + "\nword\n")
-    result = map_reduce(path, lambda line: [(line, 1 // (len(line) < 9))], add_up)
+    result = map_reduce(path, lambda line: [(line, 1 // (len(line) < 9))], add_up, max_bad_records=1)
     assert list(result) == [("word", 1)]
     assert len(result.bad_records[0].record) < 300
 

@@ -248,7 +248,7 @@ def _say_bad(counters: Counters, bad: int, allowed: int | None) -> str:
     why = (
         "all records are bad"
         if allowed is None or bad <= allowed
-        else f"{bad:,} records are bad, and {allowed:,} may be"
+        else f"{bad:,} {'record is' if bad == 1 else 'records are'} bad, and {allowed:,} may be"
     )
     return f"map_reduce: {why} (max_bad_records). The first:\n  " + "\n".join(
         f"{one}\n{one.traceback}" for one in shown

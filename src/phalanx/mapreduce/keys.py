@@ -11,7 +11,7 @@ import enum
 import numbers
 import uuid
 from collections.abc import Collection, Iterable
-from pathlib import PurePath
+from pathlib import PurePath, PureWindowsPath
 from typing import Any
 from zlib import crc32
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15
 _NAMED = 6
+_PLAIN = frozenset((str, bytes, tuple, int, float))
 
 
 def stable_hash(key: Any) -> int:
@@ -32,6 +33,8 @@ def stable_hash(key: Any) -> int:
     """
     if isinstance(key, enum.Enum) and not isinstance(key, str | int):
         return crc32(f"{type(key).__qualname__}.{key.name}".encode())
+    if type(key) not in _PLAIN:
+        _require_plain_equality(key)
     if isinstance(key, str):
         return crc32(key.encode("utf-8", "surrogatepass"))
     if isinstance(key, bytes):
@@ -53,6 +56,8 @@ def stable_hash(key: Any) -> int:
         return _mix(key.toordinal())
     if isinstance(key, uuid.UUID):
         return _mix(key.int)
+    if isinstance(key, PureWindowsPath):  # equal in any case
+        return crc32(str(key).lower().encode("utf-8", "surrogatepass"))
     if isinstance(key, PurePath):
         return crc32(str(key).encode("utf-8", "surrogateescape"))
     if isinstance(key, numbers.Number) and hasattr(key, "as_tuple"):  # Decimal, which is no Real
@@ -61,6 +66,17 @@ def stable_hash(key: Any) -> int:
         f"map_reduce: {key!r:.80} of type {type(key).__name__} cannot be a key.\n"
         "Use strings, bytes, numbers, None, dates, UUIDs, paths, or tuples of those."
     )
+
+
+def _require_plain_equality(key: Any) -> None:
+    """Raise where a class derived from str, bytes or tuple has its own idea of what is equal."""
+    for base in (str, bytes, tuple):
+        if isinstance(key, base) and type(key).__eq__ is not base.__eq__ and not isinstance(key, np.generic):
+            raise TypeError(
+                f"map_reduce: {key!r:.80} of type {type(key).__name__} cannot be a key: the class says itself what is "
+                f"equal, and only it could tell which partition equal keys share.\n"
+                f"Let map yield a plain {base.__name__} that is the same for equal keys."
+            )
 
 
 def _mix(number: int) -> int:

@@ -38,7 +38,7 @@ def map_reduce(
     split_bytes: int | None = None,
     split_records: int | None = None,
     encoding: str | None = "utf-8",
-    max_bad_records: int | None = 100,
+    max_bad_records: int | None = 0,
     max_attempts: int = 3,
     spill_folder: _Path | None = None,
     group: dist.ProcessGroup | None = None,
@@ -72,7 +72,8 @@ def map_reduce(
         memory_bytes: what a rank may hold of the data; what is more goes to `spill_folder` (default TMPDIR).
         split_bytes, split_records: of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000 records.
         encoding: of the lines; None: a record is bytes. A line that cannot be decoded is bad.
-        max_bad_records: with more the job fails, as it does when all are bad; None: any number.
+        max_bad_records: with more the job fails, as it does when all are bad; None: any number. By default the first
+            record for which `map`, or reading it, raises ends the job.
         max_attempts: how often a task may fail (a file that one rank cannot read), on whichever ranks.
         group: the default group by default.
 
