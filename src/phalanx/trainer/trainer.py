@@ -67,7 +67,7 @@ class Trainer:
         max_epochs, max_steps: where it ends, whichever comes first; steps are updates.
         scheduler: of the optimizer, or a function that makes one of it (where the strategy makes the optimizer anew).
         scheduler_interval: whether it steps with the epoch or with each update.
-        accumulate: batches to an update; the gradient is that of all of them together, each sample with the same weight.
+        accumulate: batches to an update; the gradient is that of all of them together, by samples.
         max_norm: clip the gradients to this 2-norm.
         precision: "32-true", "bf16-mixed" or "16-mixed".
         metrics: functions of the model's result and the target, for validation: one number for each sample of the
