@@ -44,7 +44,7 @@ def _rebind_torch(ddp: Any, new: Any) -> None:
     ddp.reducer = ddp.logger = None  # its hooks go with it, before the next one sets its own
     ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = False
-    ddp.require_backward_grad_sync = True
+    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
