@@ -160,7 +160,7 @@ def test_ranks_that_differ_are_told_how():
         with pytest.raises(phalanx.MismatchError, match=r"rank 1 has sync_every=3, rank 0 has sync_every=2"):
             _local(model, inner_of(model), sync_every=2 + rank)
         model = nn.Linear(3 + rank, 2)
-        with pytest.raises(phalanx.MismatchError, match=r"rank 1 has the parameter \('weight', \(2, 4\), 'float32'\)"):
+        with pytest.raises(phalanx.MismatchError, match=r"rank 1 has the tensor \('weight', \(2, 4\), 'float32'\)"):
             _local(model, inner_of(model))
 
     run_ranks(fn, 2)

@@ -218,6 +218,13 @@ class CheckpointManager:
         if apart := explain_optimizers_apart(peers.what, [optimizers for *_, optimizers in told]):
             raise CheckpointError(apart)
         kind: Kind = "sharded" if any(wants for _, wants, _ in told) else "whole"
+        differing = [name for name, part in parts.items() if getattr(part, "ranks_differ", False)]
+        if kind == "sharded" and differing and peers.world_size > 1:
+            raise CheckpointError(
+                f"{peers.what}: with {differing[0]!r} ranks train apart, and in a sharded checkpoint each part of the "
+                "model would be of some other rank. Save with sharded=False on a CheckpointManager of each rank's own "
+                "(process_group of one rank, a folder each), or after finish() without it."
+            )
         return state, kind, buffer_names(parts)
 
     def _open_draft(self, peers: Peers, step: int, kind: Kind) -> tuple[Draft | None, Path]:

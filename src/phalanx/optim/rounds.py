@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -61,9 +61,12 @@ class Rounds(ABC):
                 f"{self._name}: {type(optimizer).__name__} holds no parameter of this model, which would never change. "
                 "Build it from the model's own model.parameters()"
             )
-        _verify_same(self._name, self._named, f"sync_every={sync_every}{settings}", group)
-        self._parameters: list[Tensor] = [parameter for _, parameter in self._named]
+        self._model = model
         self._places = _find_buffers(model)
+        others = _find_others(model, [*(parameter for _, parameter in self._named), *self._buffers])
+        _verify_same(self._name, [*self._named, *others], f"sync_every={sync_every}{settings}", group)
+        self._parameters: list[Tensor] = [parameter for _, parameter in self._named]
+        _broadcast_once([tensor for _, tensor in others], group)
         self._flat = Flat(self._find_tensors, group=group)
         self._flat.take()
         self._flat.broadcast(group)
@@ -71,6 +74,9 @@ class Rounds(ABC):
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     _name: str
+    ranks_differ = True
+    """What ranks hold is not alike, so no checkpoint may take some of it from one rank and some from another."""
+
     _common: CommonParameters | None = None
     """What all ranks have alike between rounds."""
 
@@ -97,12 +103,28 @@ class Rounds(ABC):
     @torch.no_grad()
     def _hold(self, *, finished: bool, counts: bool) -> bool:
         """One round; whether all ranks have finished."""
+        self._refuse_newcomers()
         counting, num_finished = read_said(*self._say(self.process_group, counts=counts, finished=finished))
         if counting:
             self._combine(counting=counting)
             self.num_rounds += 1
         self.local_steps = 0
         return num_finished == self.process_group.size()
+
+    def _refuse_newcomers(self) -> None:
+        """Refuse parameters that were added or unfrozen since construction: no round would ever combine them.
+
+        Raises:
+            RuntimeError: with the first one.
+        """
+        trained = {id(parameter) for parameter in self._parameters}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in trained:
+                raise RuntimeError(
+                    f"{self._name}: parameter {name!r} needs a gradient, but was not there or was frozen when "
+                    f"{self._name} was built, so every rank would train its own for ever. Call finish() before "
+                    f"parameters are added or unfrozen, and build {self._name} anew after that, on every rank."
+                )
 
     def _say(
         self, group: dist.ProcessGroup, *, counts: bool, finished: bool, async_op: bool = False
@@ -210,6 +232,23 @@ def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return list(places.values())
 
 
+def _find_others(model: nn.Module, combined: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    """The frozen parameters and the buffers of whole numbers, by name: what no round changes."""
+    known = {id(tensor) for tensor in combined}
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return [(name, one) for name, one in named if id(one) not in known and one.layout is torch.strided]
+
+
+@torch.no_grad()
+def _broadcast_once(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Make these rank 0's on every rank. Collective."""
+    flat = Flat(tensors)
+    flat.take()
+    for block in flat.blocks:
+        dist.broadcast(block.view(torch.uint8), group=group, group_src=0)  # of any dtype
+    flat.give()
+
+
 def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
     """Refuse what is averaged or shared by the same ranks at every step already.
 
@@ -230,7 +269,7 @@ def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: d
             )
 
 
-def _verify_same(name: str, named: list[tuple[str, nn.Parameter]], settings: str, group: dist.ProcessGroup) -> None:
+def _verify_same(name: str, named: Sequence[tuple[str, Tensor]], settings: str, group: dist.ProcessGroup) -> None:
     """Return on every rank, or raise on every rank. Collective."""
     mine = settings, [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
     everyone: list[Any] = [None] * group.size()
@@ -242,9 +281,9 @@ def _verify_same(name: str, named: list[tuple[str, nn.Parameter]], settings: str
         fact = (
             f"rank {rank} has {theirs}, rank 0 has {everyone[0][0]}"
             if differing is None
-            else f"rank {rank} has the parameter {differing[0]} where rank 0 has {differing[1]}"
+            else f"rank {rank} has the tensor {differing[0]} where rank 0 has {differing[1]}"
         )
         raise MismatchError(
             f"{name}: the ranks differ: {fact}.\nBuild the model and {name} from the same arguments on every rank.",
-            calls={r: f"{one[0]}, {len(one[1])} parameters" for r, one in enumerate(everyone)},
+            calls={r: f"{one[0]}, {len(one[1])} tensors" for r, one in enumerate(everyone)},
         )

@@ -150,6 +150,7 @@ class StreamingDiLoCo(Rounds):
 
     @torch.no_grad()
     def _give(self, *, finished: bool) -> None:
+        self._refuse_newcomers()
         fragment = self.num_rounds % len(self._fragments)
         counts = self.num_steps > self._given_at[fragment]
         room, numbers = self._rooms[fragment], self._fragments[fragment]
