@@ -83,6 +83,20 @@ def test_the_straggler_is_named_with_what_it_does_longer():
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_a_rank_is_a_straggler_only_where_it_does_something_longer(seed):
+    """A rank that was 0.24 ms late in ranks that lost their cores 15 times a second was called the straggler."""
+    draw = random.Random(seed)
+    apart, step_s, often = draw.uniform(0, 0.01), sum(STEP.values()), draw.choice([0.0, 15.0, 60.0])
+    ranks = [rank(0, preemptions_per_s=often), rank(1, preemptions_per_s=often)]
+    ranks[1].parts["backward"] += apart
+    late = (Lateness(0, 10, 0.0), Lateness(1, 480, 0.012))
+    found = " ".join(texts(measured(*ranks, lateness=late)))
+    noise = min(0.2, 0.004 * often)
+    assert ("Ranks are thrown off their cores" in found) == (apart < noise * step_s)
+    assert ("is the straggler" in found) == (apart >= max(0.05, noise) * step_s)
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_a_few_noisy_steps_are_no_loss_that_rises(seed):
     """The loss of a step jumps: every second short run whose loss fell little was told that it rises."""
     draw = random.Random(seed)

@@ -97,7 +97,7 @@ def match(processes: Sequence[Sampled]) -> Matched:
     }
     splits = tuple(Split() for _ in processes)
     late: dict[int, list[float]] = defaultdict(list)
-    scales = _scales(calls, whole)
+    scales = _scales(calls, whole, [not process.num_steps for process in processes])
     steps = [max(1, process.num_steps) for process in processes]
     for (group, kind, _), entries in whole.items():
         come = max(entry.enter for entry in entries)
@@ -119,8 +119,11 @@ _Calls = Mapping[tuple[tuple[str, int, int], int, int], Sequence[_Entry]]
 _Scales = Mapping[tuple[tuple[str, int, int], bool, int], float]
 
 
-def _scales(calls: _Calls, whole: _Calls) -> _Scales:
+def _scales(calls: _Calls, whole: _Calls, is_from_start: Sequence[bool]) -> _Scales:
     """For how many calls of a process each one stands that is known on all ranks: calls are counted, some were kept.
+
+    `is_from_start`: of which processes all calls count, from number 1 on. Those are the ones without steps: nothing of
+    them is warming up, and only the latest calls are kept.
 
     Of each process by its own calls: one that took a lost one's place was there for fewer, in fewer steps.
     """
@@ -131,7 +134,11 @@ def _scales(calls: _Calls, whole: _Calls) -> _Scales:
             seqs[group, kind == GRADIENTS, entry.process].append(seq)
     for group, kind, _ in whole:
         known[group, kind == GRADIENTS] += 1
-    return {key: max(1.0, (max(of) - min(of) + 1) / known[key[:2]]) for key, of in seqs.items() if key[:2] in known}
+    return {
+        key: max(1.0, (max(of) - (1 if is_from_start[key[2]] else min(of)) + 1) / known[key[:2]])
+        for key, of in seqs.items()
+        if key[:2] in known
+    }
 
 
 def _summarise(whole: _Calls, scales: _Scales) -> tuple[Collectives, ...]:

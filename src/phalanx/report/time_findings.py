@@ -16,6 +16,8 @@ UPDATE_SHARE = 0.30
 COMMUNICATION_SHARE = 0.20
 WAITING_SHARE = 0.20
 LATE_OFTEN, LATE_SHARE = 0.6, 0.05  # of the collectives; of a step
+_SLICE_S = 0.004  # for which a rank is usually off its core when it is thrown off
+_MOST_NOISE = 0.2  # of a step: who takes more than that longer is slow, whatever else the cores do
 
 
 def _timed(run: Measurements) -> Sequence[RankRun]:
@@ -77,6 +79,23 @@ def _stragglers(run: Measurements) -> Iterator[Finding]:
             continue
         share = late.lead_s / slow.step_s
         others = [rank for rank in ranks.values() if rank is not slow]
+        excess = _excess(slow, others)
+        excess_s = max(excess.values())
+        often = max(rank.preemptions_per_s or 0.0 for rank in ranks.values())
+        # Who is thrown off its core is late, now one, now another; who waits for data has let go of its core.
+        noise_s = min(_MOST_NOISE, _SLICE_S * often) * slow.step_s
+        if excess_s < noise_s and excess["data"] < LATE_SHARE * slow.step_s:
+            yield Finding(
+                "warn",
+                f"Ranks are thrown off their cores, up to {often:.0f} times a second (rank {late.rank} "
+                f"{slow.preemptions_per_s or 0.0:.0f} times), which is enough for rank {late.rank} to come last to "
+                f"{percent(late.times / run.num_matched)} of the collectives: something else runs there, "
+                "look with `top`.",
+                share,
+            )
+            continue
+        if excess_s < LATE_SHARE * slow.step_s:  # it comes last, and spends no more time on anything
+            continue
         yield Finding(
             "warn",
             f"Rank {late.rank} on {slow.host} is the straggler: it comes last to "
@@ -85,6 +104,12 @@ def _stragglers(run: Measurements) -> Iterator[Finding]:
             f"{_why_slow(slow, others)}.",
             share + 0.01,
         )
+
+
+def _excess(slow: RankRun, others: Sequence[RankRun]) -> dict[str, float]:
+    """How much more time a step of this rank takes than theirs, by what it does."""
+    own = ("data", "forward", "backward", "update", "other")
+    return {part: slow.parts[part] - median(rank.parts[part] for rank in others) for part in own}
 
 
 def _why_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
@@ -96,7 +121,7 @@ def _why_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
         "update": "its update takes longer",
         "other": "it does more between the steps: what only this rank does (logging, saving) can go to the background",
     }
-    excess = {part: slow.parts[part] - median(rank.parts[part] for rank in others) for part in advice}
+    excess = _excess(slow, others)
     part = max(excess, key=lambda name: excess[name])
     how = f"{seconds(slow.parts[part])} a step against {seconds(median(r.parts[part] for r in others))}"
     text = f"{advice[part]} ({how})"
