@@ -86,7 +86,7 @@ OTHERS = {
 }  # fmt: skip
 
 # Names of older torch that are asked for only where they are: by path, the first release without it.
-GONE = {"torch.distributed._dist2": (2, 15)}
+GONE = {"torch.distributed._dist2": (2, 14)}
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from phalanx.backend.torch_integration.patch import patch
 
 
 def serve_dist2() -> None:
-    """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups, where torch has it: up to 2.14."""
+    """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups, where torch has it: up to 2.13."""
     if importlib.util.find_spec("torch.distributed._dist2") is not None:
         _serve_dist2()
 
