@@ -47,7 +47,7 @@ def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
     ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = False
     for hook, state in ddp._comm_hooks:
-        dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
+        dist._register_comm_hook(ddp.reducer, state, hook)
     ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
