@@ -118,7 +118,8 @@ def _load(
 def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Report, *, strict: bool) -> list[str]:
     """Load each part; what optimizers would train without a state, in words."""
     gaps = []
-    for name, part in parts.items():
+    # Last come those that cannot be put back if another one fails.
+    for name, part in sorted(parts.items(), key=lambda item: getattr(item[1], "loads_all_or_nothing", False)):
         is_optimizer = isinstance(part, torch.optim.Optimizer)
         fits = not any(text.startswith((f"{name}:", f"{name}.state.")) for text in report.misshapen)
         if name in state and (strict or fits or not is_optimizer):

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 class Undo:
     """Remembers parts, and puts them back.
 
+    A part with a true `loads_all_or_nothing` is not asked for its state, which may be on other workers: its own
+    `load_state_dict` changes nothing when it fails.
+
     Cost: a copy of the parameters and buffers of models, in memory of the host; nothing for torch's optimizers, whose
     `load_state_dict` makes a new state.
     """
@@ -38,7 +41,7 @@ def _remember(part: Any) -> list[Callable[[], object]]:
         inner = getattr(part, "optim", None)  # of a ZeroRedundancyOptimizer
         optimizers = [part, inner] if isinstance(inner, torch.optim.Optimizer) else [part]
         return [_remember_attributes(optimizer) for optimizer in optimizers]
-    if not hasattr(part, "state_dict"):
+    if not hasattr(part, "state_dict") or getattr(part, "loads_all_or_nothing", False):
         return []
     state = deepcopy(part.state_dict())
     return [_remember_attributes(part), lambda: part.load_state_dict(state)]

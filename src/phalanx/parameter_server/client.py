@@ -80,6 +80,9 @@ class ParameterServer:
         DeadlineError: a trainer has not closed the one before of this name (it is named), or the first has not come.
     """
 
+    # For checkpoints: `load_state_dict` that fails has changed nothing, and `state_dict` would wait for the others.
+    loads_all_or_nothing = True
+
     def __init__(
         self,
         servers: Sequence[str],
