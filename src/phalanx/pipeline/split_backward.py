@@ -7,6 +7,7 @@ model does. They get their gradients with the inputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,10 @@ from torch.autograd.graph import Node
 from phalanx.backend.imported_environment import environment_kept
 from phalanx.torch_names import find
 
-_LOSES = "phalanx.Pipeline has no schedule with split backwards"
+
+@functools.cache  # it is asked for in each backward
+def _of_torch(path: str) -> Any:
+    return find(path, loses="phalanx.Pipeline has no schedule with split backwards")
 
 
 @dataclass
@@ -34,10 +38,7 @@ class WeightsBackward:
         if self.whole is not None:
             torch.autograd.backward(*self.whole)
         elif self.groups:
-            stage_backward_weight: Any = find(
-                "torch.distributed.pipelining._backward.stage_backward_weight", loses=_LOSES
-            )
-
+            stage_backward_weight = _of_torch("torch.distributed.pipelining._backward.stage_backward_weight")
             kept = [g for group in self.groups for some in group["grads"] for g in some]
             before = [parameter.grad for parameter in self.parameters]
             for parameter in self.parameters:
@@ -56,16 +57,12 @@ def backward_input(
     """
     with environment_kept():
         # Their import takes a second, as it brings much of torch's compiler: only where somebody needs it.
-        _get_grad_fn_or_grad_acc: Any = find(
-            "torch.distributed.pipelining._backward._get_grad_fn_or_grad_acc", loses=_LOSES
-        )
-        construct_reverse_graph: Any = find(
-            "torch.distributed.pipelining._backward.construct_reverse_graph", loses=_LOSES
-        )
-        get_param_groups: Any = find("torch.distributed.pipelining._backward.get_param_groups", loses=_LOSES)
+        get_grad_fn = _of_torch("torch.distributed.pipelining._backward._get_grad_fn_or_grad_acc")
+        construct_reverse_graph = _of_torch("torch.distributed.pipelining._backward.construct_reverse_graph")
+        get_param_groups = _of_torch("torch.distributed.pipelining._backward.get_param_groups")
 
     def nodes_of(tensors: Sequence[Tensor]) -> list[Node]:
-        return [node for t in tensors if (node := _get_grad_fn_or_grad_acc(t)) is not None]
+        return [node for t in tensors if (node := get_grad_fn(t)) is not None]
 
     parameters = [p for p in parameters if p.requires_grad]
     if not roots:
@@ -73,7 +70,7 @@ def backward_input(
     if not leaves:
         return WeightsBackward(parameters, [], whole=(roots, grads))
     graph = construct_reverse_graph(nodes_of(roots))
-    accumulators = {_get_grad_fn_or_grad_acc(p): p for p in parameters}
+    accumulators = {get_grad_fn(p): p for p in parameters}
     groups = get_param_groups(nodes_of(leaves), [a for a in accumulators if a is not None], graph)
     later = {node for group in groups for node in group["params"]}
     now = [p for node, p in accumulators.items() if node in graph and node not in later]
