@@ -39,7 +39,7 @@ class Manifest:
     torch: str
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     orders: Mapping[str, list[str]] = field(default_factory=dict)
-    """For each optimizer the names of its parameters by number, where they are known."""
+    """The names of each optimizer's parameters, by number, where they are known."""
 
     @property
     def nbytes(self) -> int:

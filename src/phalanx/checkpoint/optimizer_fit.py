@@ -31,7 +31,7 @@ _AS_PARAMETER = frozenset(
         "step_size",
     )
 )
-"""What torch's optimizers keep that has the shape of its parameter."""
+"""The keys under which torch's optimizers keep tensors of their parameter's shape."""
 _HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
 """Options that say how the same state is used; releases of PyTorch have added them one by one."""
 
@@ -40,7 +40,7 @@ Order = list[str]
 
 
 def parameter_orders(parts: Mapping[str, Any]) -> dict[str, Order]:
-    """For each optimizer of `parts` the names of its parameters in the models of `parts`.
+    """Return, for each optimizer of `parts`, the names that its parameters have in the models of `parts`.
 
     Left out are optimizers of a part of a model, whose state is saved by name.
     """
@@ -59,7 +59,7 @@ def parameter_orders(parts: Mapping[str, Any]) -> dict[str, Order]:
 
 
 def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any, saved_order: Sequence[str] = ()) -> list[str]:
-    """What keeps `optimizer` from going on from the state `saved`, in words.
+    """Say why `optimizer` can't go on from the state `saved`; an empty list if it can.
 
     `saved_order`: the names that its parameters had, where they are known.
     """

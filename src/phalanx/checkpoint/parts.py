@@ -27,10 +27,8 @@ class Report:
 
     missing: list[str] = field(default_factory=list)  # the part has them, the checkpoint does not
     unexpected: list[str] = field(default_factory=list)  # the other way round
-    misshapen: list[str] = field(
-        default_factory=list
-    )  # "model.w: (3, 4) in the checkpoint, (3, 5) here"; or the dtype,
-    # or what keeps an optimizer from its state
+    # "model.w: (3, 4) in the checkpoint, (3, 5) here"; or the dtype, or why an optimizer can't take its state.
+    misshapen: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Whether something does not fit."""
@@ -173,7 +171,7 @@ def describe_misfits(
     stages: Mapping[str, tuple[dict[str, Any], list[str]]],
     orders: Mapping[str, Sequence[str]],
 ) -> Report:
-    """What of `state` does not fit `parts`, before anything is loaded; `stages` as `fit_stages` has found it.
+    """Report what of `state` does not fit `parts`, before anything is loaded; `fit_stages` has found `stages`.
 
     `orders`: as `parameter_orders` was of the parts that were saved.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TorchGroup(dist.ProcessGroup):
-    """What our groups derive from: torch takes them for groups of its own."""
+    """Our groups derive from this class, so torch takes them for groups of its own."""
 
     def introduce(self, device_types: Sequence[torch.device]) -> None:
         """Make the group known to torch's C++ for these devices; called once, at the end of its making."""
@@ -118,5 +118,5 @@ _register_again: Any = find("torch._C._distributed_c10d._register_process_group"
 
 
 def _noted() -> Any:
-    """What torch has noted of its groups; looked up each time, as torch's own tests put another object there."""
+    """Return torch's notes of its groups; looked up each time, as torch's own tests put another object there."""
     return find("torch.distributed.distributed_c10d._world", loses=_NO_LIST)
