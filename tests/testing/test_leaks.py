@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,19 @@ def test_nothing_is_found_where_nothing_is_left(before):
     assert before.leaks() == []
 
 
+def _wait_for_exec(pid, command):
+    """Wait until the process shows this command line.
+
+    The parent of a fork goes on before the child's exec, and the parent of a vfork before exec has noted the new
+    command line, which reads as empty until then.
+    """
+    while Path(f"/proc/{pid}/cmdline").read_bytes() != command:
+        time.sleep(0.001)
+
+
 def test_a_child_process_is_found_by_its_command(before):
     with subprocess.Popen(["sleep", "1000"]) as child:
+        _wait_for_exec(child.pid, b"sleep\0001000\0")
         found = before.leaks(patience_s=0)
         child.kill()
     assert any(f"process {child.pid}: sleep 1000" in leak for leak in found)
@@ -43,6 +55,7 @@ def test_an_orphan_is_found_by_the_mark_that_it_inherits(before):
     mark_descendants()
     shell = subprocess.run(["sh", "-c", "sleep 1000 >&- 2>&- & echo $!"], stdout=subprocess.PIPE, check=True)
     orphan = int(shell.stdout)
+    _wait_for_exec(orphan, b"sleep\0001000\0")
     found = before.leaks(patience_s=0)
     os.kill(orphan, signal.SIGKILL)
     assert any(f"process {orphan}: sleep 1000" in leak for leak in found)
