@@ -4,7 +4,6 @@ It trained alone, without a word, in tasks of `srun`, with WORLD_SIZE and no RAN
 was meant as one job wrote the same checkpoint.
 """
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import torch.multiprocessing as mp
 
 import phalanx
 from phalanx.errors import DeadlineError, PhalanxError
-from phalanx.testing import RankFailed, run_ranks
+from phalanx.testing import RankFailed, hide_proc, run_ranks, why_no_containers
 
 TASK = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
 
@@ -117,21 +116,32 @@ def test_a_sibling_that_never_comes_is_named() -> None:
 
 
 def _without_proc(rank, world_size):
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.unshare(0x00020000) == 0  # CLONE_NEWNS
-    assert libc.mount(None, b"/", None, (1 << 18) | (1 << 14), None) == 0  # what is mounted here stays here
-    assert libc.mount(b"none", b"/proc", b"tmpfs", 0, None) == 0
+    hide_proc()
     with pytest.raises(PhalanxError) as caught:
         phalanx.init(rank=rank, world_size=world_size, timeout=60)
     return str(caught.value)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may mount")
+@pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
 def test_without_proc_the_ranks_are_told_at_once_what_is_missing() -> None:
     """They were silent for 307 s, whatever the timeout: torch looks for the file of its store for five minutes."""
     for rank, said in enumerate(run_ranks(_without_proc, 2, init=False)):
         assert f"on rank {rank}: the job's store is in memory without a name, to which only /proc leads" in said
         assert "Mount /proc, or set MASTER_ADDR and MASTER_PORT." in said
+
+
+def _meet_without_proc(rank, world_size, folder):
+    hide_proc()
+    with phalanx.init(rank=rank, world_size=world_size, init_method=f"file://{folder}/store"):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item(), dist.group.WORLD.shares_memory
+
+
+@pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
+def test_without_proc_ranks_with_an_address_meet_and_share_no_memory(tmp_path) -> None:
+    """Each ended in a FileNotFoundError of /proc/self/fd, before it had said anything."""
+    assert run_ranks(_meet_without_proc, 2, tmp_path, init=False) == [(2.0, False)] * 2
 
 
 @pytest.mark.parametrize(

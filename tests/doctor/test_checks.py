@@ -40,6 +40,14 @@ def the(topic, facts):
     return finding
 
 
+def test_a_missing_proc_is_a_problem_by_name():
+    """It was told as a memfd that a sandbox forbids."""
+    finding = the("kernel", on("kernel", proc=Probe(False, "no such file"), memfd=Probe(False, "no such file")))
+    assert finding.status is Status.PROBLEM
+    assert finding.fact == "/proc does not work (no such file)"
+    assert "mount -t proc proc /proc" in finding.advice
+
+
 def test_a_container_is_told_with_what_it_means():
     assert the("container", HEALTHY).fact == "none: the machine's own process numbers and users"
     inside = the("container", on("kernel", namespaces=("pid", "user")))

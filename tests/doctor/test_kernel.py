@@ -4,14 +4,22 @@ import sys
 import pytest
 
 from phalanx.doctor.kernel import examine_kernel
-from phalanx.testing import UNIX_SOCKETS, contained, forbid, run_ranks, why_no_containers, why_no_seccomp
+from phalanx.testing import (
+    UNIX_SOCKETS,
+    contained,
+    forbid,
+    hide_proc,
+    run_ranks,
+    why_no_containers,
+    why_no_seccomp,
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has them")
 def test_what_works_here_is_tried_and_found():
     kernel = examine_kernel()
-    probes = (kernel.core, kernel.futex, kernel.memfd, kernel.pidfd, kernel.unix_sockets)
-    assert [probe.works for probe in probes] == [True] * 5
+    probes = (kernel.core, kernel.proc, kernel.futex, kernel.memfd, kernel.pidfd, kernel.unix_sockets)
+    assert [probe.works for probe in probes] == [True] * 6
 
 
 def test_a_core_that_cannot_be_imported_is_a_finding_and_no_crash():
@@ -56,3 +64,14 @@ def test_what_a_container_and_its_filter_take_away_is_found():
     for probe in (kernel.memfd, kernel.pidfd, kernel.unix_sockets):
         assert not probe.works
         assert "Operation not permitted" in probe.detail
+
+
+def _without_proc(rank, world_size):
+    hide_proc()
+    return examine_kernel()
+
+
+@pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
+def test_a_missing_proc_is_found() -> None:
+    (kernel,) = run_ranks(_without_proc, 1, init=False)
+    assert not kernel.proc.works

@@ -44,6 +44,24 @@ def test_ranks_that_cannot_reach_the_agent_at_all_say_so(tmp_path: Path) -> None
     assert "start `phalanx run` inside, or let the container use the host's network" in finished.err
 
 
+WITHOUT_PROC = """
+import os, sys
+from phalanx.testing import hide_proc
+hide_proc()
+os.execv(sys.executable, [sys.executable, "-m", "phalanx.cli", "run", "--nproc-per-node", "2", sys.argv[1]])
+"""
+
+
+@needs_containers
+def test_a_job_without_proc_ends_before_a_rank_starts(tmp_path: Path) -> None:
+    """Its ranks looked for the job's store for ever, in silence."""
+    command = [sys.executable, write_script(tmp_path, WITHOUT_PROC, "outer.py"), write_script(tmp_path, "", "inner.py")]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 2, finished.stderr
+    assert "phalanx run: there is no /proc here" in finished.stderr
+    assert "Mount it" in finished.stderr
+
+
 FORBIDDEN = """
 import os, sys
 from phalanx.testing import forbid

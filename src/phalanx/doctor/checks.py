@@ -119,6 +119,14 @@ def check_core(facts: Facts) -> Finding:
 def check_kernel(facts: Facts) -> Finding:
     """Whether the kernel offers what the core is built on."""
     kernel = facts.kernel
+    if kernel.proc is not None and not kernel.proc.works:
+        return Finding(
+            "kernel",
+            Status.PROBLEM,
+            f"/proc does not work ({kernel.proc.detail})",
+            "Mount it (mount -t proc proc /proc). Without it `phalanx run` does not start, and ranks that are started "
+            "with MASTER_ADDR and MASTER_PORT share no memory: collectives run over Gloo, many times slower.",
+        )
     probes = {
         "futex": kernel.futex,
         "memfd": kernel.memfd,

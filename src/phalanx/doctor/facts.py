@@ -50,6 +50,7 @@ class Kernel:
     """
 
     core: Probe
+    proc: Probe | None = None
     futex: Probe | None = None
     memfd: Probe | None = None
     pidfd: Probe | None = None

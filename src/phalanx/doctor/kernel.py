@@ -1,4 +1,4 @@
-"""Try what the memory between ranks is made of: the C core, futex, memfd, pidfd, Unix sockets, namespaces.
+"""Try what the memory between ranks is made of: the C core, /proc, futex, memfd, pidfd, Unix sockets, namespaces.
 
 Each may be missing on an old kernel, in a sandbox such as gVisor, or behind a seccomp filter; asking for a version
 number would not tell, so each is used once.
@@ -30,6 +30,7 @@ def examine_kernel() -> Kernel:
         return Kernel(core=core)
     return Kernel(
         core=core,
+        proc=_try(_use_proc),
         futex=_try(_use_futex),
         memfd=_try(_use_memfd),
         pidfd=_try(_use_pidfd),
@@ -58,6 +59,10 @@ def _use_futex() -> str:
     if ctypes.CDLL(None, use_errno=True).syscall(number, ctypes.byref(word), _FUTEX_WAKE, 1, None, None, 0) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return "answers"
+
+
+def _use_proc() -> str:
+    return f"{len(os.listdir('/proc/self/fd'))} open files"
 
 
 def _use_memfd() -> str:

@@ -8,33 +8,35 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import struct
 import sys
 import termios
 import time
+from collections.abc import Iterable
 
 from phalanx.deadline import Deadline
 
 _FOLDER = "/proc/self/fd"
+_MOST_TRIED = 4096  # descriptors, where they are not listed
 _POLL_S, _LONGEST_POLL_S = 0.0002, 0.02
 
 
-def open_sockets() -> dict[int, str]:
-    """The sockets of this process: 'socket:[inode]', by descriptor. Empty where the system does not tell."""
+def open_sockets() -> dict[int, int]:
+    """The sockets of this process: their inodes, by descriptor. Empty where the system does not tell."""
     if sys.platform != "linux":
         return {}
-    found = {}
-    for name in os.listdir(_FOLDER):
-        text = _target(int(name))
-        if text.startswith("socket:"):
-            found[int(name)] = text
-    return found
+    try:
+        descriptors: Iterable[int] = map(int, os.listdir(_FOLDER))
+    except OSError:  # there is no /proc
+        descriptors = range(_MOST_TRIED)
+    return {descriptor: inode for descriptor in descriptors if (inode := _inode(descriptor)) is not None}
 
 
-def await_delivery(sockets: dict[int, str], deadline: Deadline) -> bool:
+def await_delivery(sockets: dict[int, int], deadline: Deadline) -> bool:
     """Wait until the peers' hosts have acknowledged all that was sent through these sockets; False if time was up."""
     pause_s = _POLL_S
-    while any(_unacknowledged(descriptor) for descriptor, text in sockets.items() if _target(descriptor) == text):
+    while any(_unacknowledged(descriptor) for descriptor, inode in sockets.items() if _inode(descriptor) == inode):
         if deadline.passed:
             return False
         time.sleep(pause_s)
@@ -42,11 +44,13 @@ def await_delivery(sockets: dict[int, str], deadline: Deadline) -> bool:
     return True
 
 
-def _target(descriptor: int) -> str:
+def _inode(descriptor: int) -> int | None:
+    """Return the inode of the socket that has this descriptor; None if no socket has it."""
     try:
-        return os.readlink(f"{_FOLDER}/{descriptor}")
+        status = os.fstat(descriptor)
     except OSError:  # closed, maybe just now
-        return ""
+        return None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
 def _unacknowledged(descriptor: int) -> int:

@@ -66,7 +66,7 @@ class GlooEngine:
         before = open_sockets()
         self._group = _ProcessGroupGloo(store, rank, world_size, options)
         # Another thread's may be among them: they are only asked.
-        self._sockets = {n: text for n, text in open_sockets().items() if before.get(n) != text}
+        self._sockets = {n: inode for n, inode in open_sockets().items() if before.get(n) != inode}
         self._nothing = torch.empty(1, dtype=torch.uint8)
         self.rank = rank
         self.world_size = world_size

@@ -104,6 +104,12 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
     target_problem = find_problem(settings.target) if has_place else _NO_FOLDER
     if target_problem is not None:
         problems.append(f"phalanx run: {target_problem}")
+    if SUPPORTED and not os.path.isdir("/proc/self/fd"):
+        problems.append(
+            "phalanx run: there is no /proc here, and only through it do the ranks find the job's store, which has no "
+            "port and no name. Mount it (mount -t proc proc /proc), or start the ranks yourself with MASTER_ADDR and "
+            "MASTER_PORT: they will not share memory."
+        )
     if problems:
         raise LaunchError("\n".join(problems), exit_code=USAGE_EXIT_CODE)
     placement = plan_placement(cpus, num_ranks, pin=settings.affinity and hasattr(os, "sched_setaffinity"))

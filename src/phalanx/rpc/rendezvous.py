@@ -11,11 +11,13 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from phalanx.backend.init_file import check_init_file
 from phalanx.backend.rendezvous import agents_key, launched_rendezvous, own_address
 from phalanx.coordination.bootstrap import base_of
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import find_key
 from phalanx.coordination.launchers import find_agents_store, find_launch
+from phalanx.deadline import Deadline
 from phalanx.engines.gloo import local_address
 from phalanx.torch_names import find
 
@@ -58,6 +60,8 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: tim
 def _addresses(init_method: str, rank: int, world_size: int | None, timeout: timedelta) -> Iterator[Any]:
     if init_method.startswith("env://") and find_agents_store(os.environ):
         return launched_rendezvous(rendezvous, init_method, timeout)  # whether or not torch was patched for it
+    if init_method.startswith("file://"):
+        check_init_file(init_method, Deadline.after(timeout))
     if world_size is None:
         return iter([(_make_store(SimpleNamespace(init_method=init_method), rank), rank, -1)])
     addresses: Iterator[Any] = rendezvous(init_method, rank, world_size, timeout=timeout)

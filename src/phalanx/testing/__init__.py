@@ -12,7 +12,7 @@ def test_the_sum_arrives_everywhere():
 """
 
 from phalanx.testing.clock import ManualClock
-from phalanx.testing.containers import contained, why_no_containers
+from phalanx.testing.containers import contained, hide_proc, why_no_containers
 from phalanx.testing.faults import Fault
 from phalanx.testing.leaks import Snapshot
 from phalanx.testing.namespaces import Host, hosts, why_no_hosts
@@ -29,6 +29,7 @@ __all__ = [
     "Snapshot",
     "contained",
     "forbid",
+    "hide_proc",
     "hosts",
     "run_ranks",
     "why_no_containers",

@@ -71,6 +71,17 @@ def contained(
     return result
 
 
+def hide_proc() -> None:
+    """Take /proc away from this process and its children, as in a chroot where nobody has mounted it.
+
+    Raises:
+        OSError: mounts are not permitted (see `why_no_containers`).
+    """
+    _unshare(_CLONE_NEWNS)
+    _check(_libc().mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC_PRIVATE), None))
+    _check(_libc().mount(b"none", b"/proc", b"tmpfs", ctypes.c_ulong(0), None))
+
+
 def _serve(
     writing: int, fn: Callable[..., Any], args: tuple[Any, ...], namespaces: tuple[str, ...], shm_bytes: int | None
 ) -> None:

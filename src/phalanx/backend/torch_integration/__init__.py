@@ -11,6 +11,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     FileStore's queues                   it has them, being the store of `phalanx run`  in a rank of `phalanx run`
     PrefixStore's queues, list of keys   it passes them on to a store in Python         as the two above, or for a group
     env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
+    file://                              it refuses a file that no store has written    "phalanx" is asked for
     monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
     _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
     _dump_fr_trace, _json, _file, reset  torch's flight recorder shows our groups       "phalanx" is asked for
@@ -30,6 +31,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     env://, in a rank of `phalanx run`   takes a FileStore from its launcher
     FileStore's and PrefixStore's        has queues in FileStore, and passes them on from PrefixStore
     env://, tcp://                       tells a rendezvous handler for which backend it is called
+    file://                              ends its waiting in a foreign file at the timeout
     monitored_barrier                    asks the group instead of its name
     _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
     _dump_fr_trace and its like          asks a backend in Python for its records

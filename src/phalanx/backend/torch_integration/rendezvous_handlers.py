@@ -1,4 +1,4 @@
-"""The schemes `env://` and `tcp://`, by which `init_process_group` finds a store: ours come before torch's."""
+"""The schemes by which `init_process_group` finds a store: our handlers come before torch's."""
 
 from __future__ import annotations
 
@@ -19,30 +19,36 @@ _HANDLERS = (
 @patch(*_HANDLERS, loses="env:// does not find the store of `phalanx run`; use phalanx.init, or pass store=")
 def serve_agents_store() -> None:
     """Let `env://` use the store of the agent of `phalanx run`."""
-    _extend_scheme("env", "launched_rendezvous")
+    _extend_scheme("env", "rendezvous.launched_rendezvous")
 
 
 @patch(
     *_HANDLERS,
     "torch.distributed.distributed_c10d.init_process_group(backend)",
-    loses="env:// and tcp:// do not know ranks of mpiexec and Slurm; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+    loses="file:// may wait for ever in a file that no store has written, and env:// and tcp:// do not know ranks of "
+    "mpiexec and Slurm; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 )
 def serve_cluster_launchers() -> None:
-    """Let `env://` and `tcp://` work under mpiexec and Slurm, and say who is where, for our backend alone."""
-    _extend_scheme("env", "env_rendezvous", ours_only=True)
-    _extend_scheme("tcp", "address_rendezvous", ours_only=True)
+    """Let `env://` and `tcp://` work under mpiexec and Slurm, and say who is where; let `file://` refuse foreign files.
+
+    All for our backend alone.
+    """
+    _extend_scheme("env", "rendezvous.env_rendezvous", ours_only=True)
+    _extend_scheme("tcp", "rendezvous.address_rendezvous", ours_only=True)
+    _extend_scheme("file", "init_file.file_rendezvous", ours_only=True)
 
 
 def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
-    """Let `phalanx.backend.rendezvous.<name>` handle the scheme; it is given the handler that did until now."""
+    """Let `phalanx.backend.<name>` handle the scheme; it is given the handler that did until now."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package shows a function of that name
     original = rendezvous._rendezvous_handlers[scheme]
 
     def handler(url: str, timeout: Any = rendezvous.default_pg_timeout, **kwargs: Any) -> Any:
         if ours_only and "phalanx" not in _asking_backend():
             return original(url, timeout=timeout, **kwargs)
-        module = importlib.import_module("phalanx.backend.rendezvous")
-        return getattr(module, name)(original, url, timeout, **kwargs)
+        room, _, function = name.partition(".")
+        module = importlib.import_module(f"phalanx.backend.{room}")
+        return getattr(module, function)(original, url, timeout, **kwargs)
 
     rendezvous._rendezvous_handlers[scheme] = handler
 

@@ -1,0 +1,106 @@
+"""The file of `init_method="file://..."`: one that no store has written is refused.
+
+torch's FileStore appends records to its file, and each rank reads all of them. It takes the first bytes of whatever
+lies there for the length of a key, and waits for the rest, in its constructor already, where no timeout ends it.
+
+    u32 length | key | u32 length | value | u32 length | key | ...
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from phalanx.deadline import Deadline
+from phalanx.errors import DeadlineError
+
+_LENGTH = struct.Struct("=I")
+_POLL_S = 0.005
+
+
+def file_rendezvous(
+    original: Callable[..., Iterator[Any]], url: str, timeout: timedelta, **kwargs: Any
+) -> Iterator[Any]:
+    """The handler of `file://`: torch's, once the file is known to be a store's, or is not there yet."""
+    check_init_file(url, Deadline.after(timeout))
+    yield from original(url, timeout=timeout, **kwargs)
+
+
+def check_init_file(url: str, deadline: Deadline) -> None:
+    """Refuse a `file://` URL that leads to something else than a FileStore's file; a file that is not there may come.
+
+    Waits for the file's folder, which another rank may be making. Cost: reads the file once.
+
+    Raises:
+        ValueError: no FileStore has written this file; the message says what to do.
+        DeadlineError: its folder did not appear, or another process held the file's lock until the deadline.
+    """
+    path = unquote(urlsplit(url).path)
+    here = f"init_method='file://{path}'"
+    folder = os.path.dirname(path) or "/"
+    _wait(
+        lambda: os.path.exists(folder),
+        f"{here}: there is no folder {folder}.\nMake it before the ranks start, on a file system that all of them see.",
+        deadline,
+    )
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # it is not there yet, or torch says why it can't be opened
+        return
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ValueError(f"{here}: this is no regular file. Name a path at which no file is yet.")
+        _wait(
+            lambda: _lock(file),
+            f"{here}: another process holds a lock on this file, and no rank can write there.\n`fuser` tells which "
+            "process has it open; or name another path, the same on every rank.",
+            deadline,
+        )
+        with open(file, "rb", closefd=False) as reader:
+            content = reader.read()
+    finally:
+        os.close(file)  # gives the lock back
+    if not is_written_by_store(content):
+        raise ValueError(
+            f"{here}: the file holds {len(content)} bytes that no FileStore has written.\nName a path at which no file "
+            "is yet, the same on every rank, or remove this file if nobody needs it."
+        )
+
+
+def is_written_by_store(content: bytes) -> bool:
+    """Whether these bytes are whole records of a FileStore; no bytes are none of them."""
+    position, fields = 0, 0
+    while position < len(content):
+        if position + _LENGTH.size > len(content):
+            return False
+        (length,) = _LENGTH.unpack_from(content, position)
+        if fields % 2 == 0 and length == 0:  # a key is never empty
+            return False
+        position += _LENGTH.size + length
+        fields += 1
+    return position == len(content) and fields % 2 == 0
+
+
+def _lock(file: int) -> bool:
+    """Keep other ranks from writing while we read; False if one is writing now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks; torch says so
+        pass
+    return True
+
+
+def _wait(is_ready: Callable[[], bool], failure: str, deadline: Deadline) -> None:
+    while not is_ready():
+        if deadline.passed:
+            raise DeadlineError(failure)
+        time.sleep(_POLL_S)
