@@ -200,6 +200,7 @@ def test_the_task_of_a_straggler_is_done_by_another_rank_too_and_counts_once(tmp
 
 def hoarding(rank, world_size, combine):
     """For 60 MB of values: how much more a rank has held at its most than before, in MiB, and how long they were."""
+    map_reduce(range(100), lambda n: [(n, "x" * 1000)], lambda key, values: 0)  # what of torch and the group is loaded
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before = status("VmRSS")
 
@@ -223,11 +224,11 @@ def status(name):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
 @pytest.mark.parametrize("combine", [None, operator.add], ids=["listed", "combined"])
 def test_a_rank_holds_about_as_much_as_it_may(combine):
-    """8 MiB are asked for; the pairs of a block, a partition on its way and the group's own memory come on top."""
+    """8 MiB are asked for; the pairs of a block, and a partition on its way come on top."""
     for world_size in (1, 2):
         ranks = run_ranks(hoarding, world_size, combine, init=world_size > 1)
         assert sum(length for _, length in ranks) > 58_000_000
-        assert max(held for held, _ in ranks) < 24, ranks
+        assert max(held for held, _ in ranks) < 12, ranks
 
 
 def hoarding_large_values(rank, world_size, combine):
