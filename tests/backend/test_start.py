@@ -57,8 +57,8 @@ def test_under_phalanx_run_a_start_that_names_no_backend_means_ours(tmp_path) ->
 
 
 def test_only_a_start_under_phalanx_run_that_names_no_device_is_ours() -> None:
-    ours = {"PHALANX_STORE": "/proc/1/fd/3", "PHALANX_STORE_OF": "0/2/5", "RANK": "0", "WORLD_SIZE": "2"}
-    ours["MASTER_PORT"] = "5"
+    ours = {"PHALANX_STORE": "/proc/1/fd/3", "PHALANX_STORE_OF": "0/2/5/night", "RANK": "0", "WORLD_SIZE": "2"}
+    ours |= {"MASTER_PORT": "5", "TORCHELASTIC_RUN_ID": "night"}
     assert is_default(ours, None, "cpu", ["cpu"])
     assert is_default(ours, None, "cuda", ["cpu", "cuda"])  # NCCL carries those tensors inside our group
     assert not is_default(ours, None, "cuda", ["cpu"])  # nothing here would
@@ -66,7 +66,13 @@ def test_only_a_start_under_phalanx_run_that_names_no_device_is_ours() -> None:
     assert not is_default(ours, "cuda:0", "cuda", ["cpu", "cuda"])  # torch's engine of that device was asked for
     assert not is_default({}, None, "cpu", ["cpu"])
     assert not is_default({"PHALANX_STORE": ""}, None, "cpu", ["cpu"])
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):  # a rank of another launcher that one of ours has started
+    # Each tells a rank of another launcher that one of ours has started.
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    ):
         assert not is_default({**ours, name: "7"}, None, "cpu", ["cpu"])
 
 

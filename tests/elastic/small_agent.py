@@ -105,7 +105,7 @@ class SmallAgent:
             "MASTER_PORT": "1",
             "MASTER_ADDR": "localhost",
             "PHALANX_STORE": f"/proc/{os.getpid()}/fd/{self._stores[-1]}",
-            "PHALANX_STORE_OF": f"{rank}/{world_size}/1",
+            "PHALANX_STORE_OF": f"{rank}/{world_size}/1/",
             "PHALANX_AGENT": f"{self._name}:{self._token}",
         }
         return {**variables, "PHALANX_GENERATION": str(self.generation)} if self.generation else variables

@@ -213,9 +213,22 @@ def test_a_line_of_many_megabytes_is_bad_without_being_shown_whole(tmp_path):
 def test_what_a_killed_rank_left_of_a_part_is_removed(text, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
-    (folder / ".part-00001-of-00003.jsonl.4711").write_text("[")
+    (folder / ".part-00001-of-00003.jsonl.0123abcd.partial").write_text("[")
     map_reduce(text, count, add_up, output=folder, partitions=3)
     assert len(os.listdir(folder)) == 3
+
+
+def test_each_part_is_on_the_disk_before_it_has_its_name(text, tmp_path, monkeypatch):
+    """After a power cut a part could be there, and be empty."""
+    durable = []
+
+    def fsync(descriptor):
+        durable.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    result = map_reduce(text, count, add_up, output=tmp_path / "out", partitions=3)
+    for path in (*result.files, tmp_path / "out"):
+        assert path.stat().st_ino in durable
 
 
 def test_the_result_goes_to_files_that_are_whole(text, tmp_path):

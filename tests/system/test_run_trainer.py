@@ -140,7 +140,7 @@ def _serve_and_train(rank, world_size, store, folder, epochs):
         MASTER_ADDR="localhost",
         MASTER_PORT="1",
         PHALANX_STORE=store,
-        PHALANX_STORE_OF=f"{rank}/{world_size}/1",
+        PHALANX_STORE_OF=f"{rank}/{world_size}/1/",
     )
     torch.manual_seed(0)
     inputs = torch.randn(96, 8)

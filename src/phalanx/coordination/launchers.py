@@ -180,7 +180,8 @@ COORDINATOR = "coordinator:"
 
 def describe_rank(environment: Mapping[str, str]) -> str:
     """Which rank of which job the variables speak of, in a word; another launcher inside of a rank changes it."""
-    return "/".join(environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    return "/".join(environment.get(name, "") for name in names)
 
 
 def find_agents_store(environment: Mapping[str, str]) -> str:

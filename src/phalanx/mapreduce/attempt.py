@@ -347,7 +347,7 @@ def _reduce(job: Job, held: Held, buckets: Iterator[bytes], board: Board) -> Run
 
 
 def _write(folder: str, held: Held, partition: int, partitions: int) -> None:
-    write_part(folder, partition, partitions, read_blocks(held.done, held.results[partition]))
+    write_part(folder, partition, partitions, lambda: read_blocks(held.done, held.results[partition]))
 
 
 def _reduced(job: Job, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:

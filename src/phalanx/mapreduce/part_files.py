@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from phalanx.checkpoint.atomic import replace_file
 
 _NAME = re.compile(r"part-\d{5}-of-(\d{5})\.jsonl")
 
@@ -34,23 +36,17 @@ def path_of(folder: str, number: int, partitions: int) -> Path:
     return Path(folder, f"part-{number:05}-of-{partitions:05}.jsonl")
 
 
-def write_part(folder: str, number: int, partitions: int, pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Write a partition; over one that is there.
+def write_part(folder: str, number: int, partitions: int, read: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
+    """Write the pairs that `read` finds as a partition, durably; over one that is there.
 
     Raises:
         TypeError: a key or value cannot be written as JSON.
         OSError: the disk cannot take it.
     """
-    path = path_of(folder, number, partitions)
-    passing = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(passing, "w", encoding="utf-8") as file:
-            file.writelines(_line(key, value) for key, value in pairs)
-        os.replace(passing, path)
-    finally:
-        passing.unlink(missing_ok=True)
-    for left in path.parent.glob(f".{path.name}.*"):  # of a rank that was killed while it wrote this part
-        left.unlink(missing_ok=True)
+    replace_file(
+        path_of(folder, number, partitions),
+        lambda file: file.writelines(_line(key, value).encode() for key, value in read()),
+    )
 
 
 def read_parts(folder: str | os.PathLike[str]) -> Iterable[tuple[Any, Any]]:
