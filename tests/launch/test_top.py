@@ -4,6 +4,7 @@ import json
 import os
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -21,7 +22,7 @@ from phalanx.launch.top.look import (
     to_json,
 )
 from phalanx.launch.top.memory import Memory, MemoryReader
-from phalanx.launch.top.table import all_lines, as_text, page
+from phalanx.launch.top.table import all_lines, as_text, page, table
 from phalanx.launch.top.times import Lateness, Times, add, measure
 from phalanx.launch.top.view import view
 from phalanx.launch.top.watch import is_called
@@ -116,6 +117,31 @@ def test_in_a_broadcast_only_the_root_is_waited_for_and_messages_are_left_out():
     assert measured.times[0, 102] == Times(NOW, 0, 300 * MS)
     assert measured.lateness == {}
     assert measure([host([[all_reduce(1, 10, 0, kind=RECV)], []])], 0).times == {}
+
+
+def test_outside_of_operations_a_rank_is_idle_for_as_long_as_no_processor_worked_for_it():
+    """A rank that waited for its DataLoader was "computing" for all of the time."""
+    seen = host([[all_reduce(1, 4000, 4500)], [all_reduce(1, 4500, 4500)]])
+    ranks = tuple(replace(rank, processor_ns=5000 * MS + rank.rank * 900 * MS) for rank in seen.ranks)
+    seen = replace(seen, ranks=ranks)
+    measured = measure([seen], 4000 * MS, {(0, 100): 4800 * MS, (0, 101): 5000 * MS})
+    assert measured.times[0, 100] == Times(1000 * MS, 500 * MS, 0, idle_ns=300 * MS, outside_ns=500 * MS)
+    assert measured.times[0, 101] == Times(1000 * MS, 0, 0, idle_ns=100 * MS, outside_ns=1000 * MS)
+    both = add([measured, measured])
+    first, second = view([seen], both).ranks
+    assert (first.computing, first.idle, first.waiting) == pytest.approx((0.2, 0.3, 0.5))
+    assert (second.computing, second.idle, second.waiting) == pytest.approx((0.9, 0.1, 0.0))
+    assert "computing" in table(view([seen], both), None)[1][1].plain
+    still = measure([seen], 4000 * MS, {(0, 101): 5900 * MS})
+    assert "idle (its DataLoader, a disk, a device?)" in table(view([seen], still), None)[1][1].plain
+
+
+def test_what_processors_did_is_left_out_where_the_recorders_hold_less():
+    busy = [all_reduce(n, 4900 + n, 4901 + n) for n in range(1, MAX_OPERATIONS + 1)]
+    seen = host([busy, busy])
+    seen = replace(seen, ranks=tuple(replace(rank, processor_ns=5000 * MS) for rank in seen.ranks))
+    measured = measure([seen], 1000 * MS, {(0, 100): 0, (0, 101): 0})
+    assert [view([seen], measured).ranks[n].idle for n in range(2)] == [None, None]
 
 
 def test_recorders_that_hold_a_moment_are_looked_at_for_that_moment():

@@ -144,7 +144,7 @@ def test_a_job_that_trains_is_seen_in_a_pipe_by_programs_and_on_a_terminal_until
             assert (rank["steps_of"], rank["total_steps"]) == ("phalanx.progress", 1_000_000)
             assert rank["memory_bytes"] > 1 << 20
             assert rank["memory_is_pss"]
-            assert 0.99 < rank["computing"] + rank["waiting"] + rank["communicating"] < 1.01
+            assert 0.99 < rank["computing"] + (rank["idle"] or 0.0) + rank["waiting"] + rank["communicating"] < 1.01
         later = wait_for(script, lambda later: later["step"] > seen["step"])  # by its name, as well
         assert later["pid"] == running.process.pid
 
@@ -194,6 +194,8 @@ def test_who_waits_for_whom_and_who_is_stopped_is_said_without_a_change_in_the_s
         seen = wait_for(job, lambda seen: seen["stuck"] is not None and len(seen["stuck"]["inside"]) == 2)
         assert seen["stuck"]["inside"] == [0, 2]
         assert seen["stuck"]["missing"] == [1]
+        asleep = wait_for(job, lambda seen: (seen["ranks"][1]["idle"] or 0.0) > 0.5)
+        assert asleep["ranks"][1]["computing"] < 0.5
         assert re.fullmatch(r"all_reduce #8 \(.*script\.py:9\)", seen["stuck"]["operation"])
         assert seen["step"] is None
         os.kill(seen["ranks"][2]["pid"], signal.SIGSTOP)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from phalanx.diagnostics.observer import GroupLog, Observer
 from phalanx.diagnostics.progress_page import Progress, Track, read_page
 from phalanx.errors import LaunchError
-from phalanx.launch.processes import read_state
+from phalanx.launch.processes import read_processor_ns, read_state
 from phalanx.launch.stacks.job_snapshot import Answer, ask
 from phalanx.launch.stacks.jobs import RunningJob, find_jobs
 from phalanx.launch.top.memory import Memory, MemoryReader
@@ -54,13 +54,14 @@ class GroupLook:
 
 @dataclass(frozen=True)
 class RankLook:
-    """A rank that lives. `state` is the letter of /proc/PID/stat."""
+    """A rank that lives. `state` is the letter of /proc/PID/stat, `processor_ns` what its program has computed."""
 
     rank: int
     pid: int
     state: str
     memory: Memory | None
     progress: Progress | None
+    processor_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,14 @@ def _read(answer: Answer, memory: MemoryReader) -> HostLook:
         ended=snapshot.ended,
         lost=snapshot.lost,
         ranks=tuple(
-            RankLook(rank, pid, read_state(pid), memory.read(pid), read_page(pages[pid]) if pid in pages else None)
+            RankLook(
+                rank,
+                pid,
+                read_state(pid),
+                memory.read(pid),
+                read_page(pages[pid]) if pid in pages else None,
+                read_processor_ns(pid),
+            )
             for rank, pid in snapshot.ranks
         ),
         groups=tuple(group for group in groups if any(member.operations for member in group.members)),

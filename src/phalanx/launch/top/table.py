@@ -15,6 +15,7 @@ from phalanx.launch.top.view import COUNTED, ROUNDS, JobView, RankView, left_s
 _FOLDER = re.compile(r"\([^()]*/")
 _LAST_WIDTH = 16  # of the last column, before others make way for it
 _WHY = 100  # characters of a reason
+_MOSTLY = 0.5  # of the time a rank must be idle, for that to be told as what it does now
 _LONG_S = 1.0  # an operation that takes longer is told with its time
 
 _STATES = {
@@ -42,6 +43,7 @@ _COLUMNS = (
     _Column("step", lambda rank: f"{rank.pace.step:,}" if rank.pace is not None else ""),
     _Column("samples/s", lambda rank: _number(rank.pace.samples_per_s) if rank.pace is not None else "", 3),
     _Column("comp", lambda rank: _percent(rank.computing), 1),
+    _Column("idle", lambda rank: _percent(rank.idle), 1),
     _Column("wait", lambda rank: _percent(rank.waiting)),
     _Column("comm", lambda rank: _percent(rank.communicating), 2),
     _Column("memory", lambda rank: _memory(rank), 4),
@@ -205,6 +207,8 @@ def _now(job: JobView, rank: RankView) -> str:
     if rank.inside_s is None:
         if job.stuck is not None and rank.rank in job.stuck.missing and rank.operation:
             return f"after {_without_folder(rank.operation)}"
+        if rank.idle is not None and rank.idle > _MOSTLY:
+            return "idle (its DataLoader, a disk, a device?)"
         return "computing" if rank.operation else ""
     return _without_folder(rank.operation) + (f" for {rank.inside_s:.1f} s" if rank.inside_s >= _LONG_S else "")
 

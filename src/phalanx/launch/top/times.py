@@ -7,13 +7,18 @@
 
 An operation that runs beside the program (an asynchronous one) counts as long as it runs, and is not computing.
 Messages between two ranks are left out: a receive may be posted long before anybody waits for it.
+
+Outside of operations a rank computes, or it is idle: no processor works for it, as it waits for its DataLoader, a disk
+or a device. What a processor did is known for the whole time between two looks only, so idle is told too short, and
+never too long: the processor may have worked inside operations.
 """
 
 from __future__ import annotations
 
+import types
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 from phalanx.core_numbers import BROADCAST, BROADCAST_BUFFERS, GATHER, RECV, REDUCE, SCATTER, SEND
 from phalanx.launch.top.look import MAX_OPERATIONS, HostLook, MemberLook, Operation
@@ -27,11 +32,16 @@ Member = tuple[int, int]  # host and process
 
 @dataclass(frozen=True)
 class Times:
-    """Of one process: `span_ns` were looked at, of which so much went into waiting and into moving data."""
+    """Of one process: `span_ns` were looked at, of which so much went into waiting and into moving data.
+
+    It was idle for `idle_ns` of the `outside_ns` outside of operations for which that is known.
+    """
 
     span_ns: int
     waiting_ns: int
     moving_ns: int
+    idle_ns: int = 0
+    outside_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,8 +87,13 @@ class _Call:
     ranks: dict[Member, int]
 
 
-def measure(hosts: Sequence[HostLook], since_ns: int) -> Measured:
-    """The time from `since_ns` to the looks; from later on where the recorders do not reach that far back."""
+def measure(
+    hosts: Sequence[HostLook], since_ns: int, before: Mapping[Member, int] = types.MappingProxyType({})
+) -> Measured:
+    """The time from `since_ns` to the looks; from later on where the recorders do not reach that far back.
+
+    `before`: the processor's time for each process, as it was at `since_ns`.
+    """
     now_ns = min((host.at_ns for host in hosts), default=0)
     members = [
         (group.name, group.world_size, (host.node, member.pid), member)
@@ -108,6 +123,10 @@ def measure(hosts: Sequence[HostLook], since_ns: int) -> Measured:
         known = lateness.get(who, Lateness(0, 0))
         lateness[who] = Lateness(known.times + 1, known.lead_ns + last_ns - max(before_ns, begin_ns))
     times = {who: _divide(spans[who], begin_ns, now_ns) for who in living if who in spans}
+    if begin_ns == since_ns:  # else the processor's time is that of a longer one
+        for who, now in processor_times(hosts).items():
+            if who in times and who in before:
+                times[who] = _with_idle(times[who], now - before[who])
     return Measured(max(0, now_ns - begin_ns), times, lateness, num_operations, _find_stuck(hosts, calls, now_ns))
 
 
@@ -121,7 +140,8 @@ def add(several: Iterable[Measured]) -> Measured | None:
     for measured in list_:
         for who, t in measured.times.items():
             o = times.get(who, Times(0, 0, 0))
-            times[who] = Times(o.span_ns + t.span_ns, o.waiting_ns + t.waiting_ns, o.moving_ns + t.moving_ns)
+            pairs = zip(astuple(o), astuple(t), strict=True)
+            times[who] = Times(*(so_far + more for so_far, more in pairs))
         for who, late in measured.lateness.items():
             known = lateness.get(who, Lateness(0, 0))
             lateness[who] = Lateness(known.times + late.times, known.lead_ns + late.lead_ns)
@@ -129,6 +149,22 @@ def add(several: Iterable[Measured]) -> Measured | None:
     times = {who: t for who, t in times.items() if who in last.times}
     span_ns = sum(measured.span_ns for measured in list_)
     return Measured(span_ns, times, lateness, sum(measured.num_operations for measured in list_), last.stuck)
+
+
+def processor_times(hosts: Sequence[HostLook]) -> dict[Member, int]:
+    """How long a processor has worked for each process of which that is known, in nanoseconds."""
+    return {
+        (host.node, rank.pid): rank.processor_ns
+        for host in hosts
+        for rank in host.ranks
+        if rank.processor_ns is not None
+    }
+
+
+def _with_idle(times: Times, processor_ns: int) -> Times:
+    outside_ns = max(0, times.span_ns - times.waiting_ns - times.moving_ns)
+    idle_ns = min(outside_ns, max(0, outside_ns - processor_ns))
+    return replace(times, idle_ns=idle_ns, outside_ns=outside_ns)
 
 
 def _reaches_back(member: MemberLook) -> int:

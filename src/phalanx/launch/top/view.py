@@ -42,6 +42,7 @@ class RankView:
     state: str
     pace: Pace | None
     computing: float | None
+    idle: float | None
     waiting: float | None
     communicating: float | None
     memory_bytes: int | None
@@ -144,7 +145,7 @@ def _generation_of(rank: RankLook) -> int:
 def _view_rank(host: HostLook, rank: RankLook, measured: Measured | None) -> RankView:
     operations = [m.operations for group in host.groups for m in group.members if m.pid == rank.pid and m.operations]
     times = measured.times.get((host.node, rank.pid)) if measured is not None else None
-    computing, waiting, communicating = _shares(times)
+    computing, idle, waiting, communicating = _shares(times)
     position = _position(operations, host.at_ns)
     return RankView(
         rank=rank.rank,
@@ -154,6 +155,7 @@ def _view_rank(host: HostLook, rank: RankLook, measured: Measured | None) -> Ran
         state=rank.state,
         pace=_pace(rank, operations, host.at_ns),
         computing=computing,
+        idle=idle,
         waiting=waiting,
         communicating=communicating,
         memory_bytes=rank.memory.num_bytes if rank.memory is not None else None,
@@ -163,11 +165,16 @@ def _view_rank(host: HostLook, rank: RankLook, measured: Measured | None) -> Ran
     )
 
 
-def _shares(times: Times | None) -> tuple[float | None, float | None, float | None]:
+def _shares(times: Times | None) -> tuple[float | None, float | None, float | None, float | None]:
+    """How much of the time went into computing, idling, waiting and communicating; together 1."""
     if times is None or times.span_ns <= 0:
-        return None, None, None
+        return None, None, None, None
     waiting, moving = times.waiting_ns / times.span_ns, times.moving_ns / times.span_ns
-    return max(0.0, 1.0 - waiting - moving), waiting, moving
+    outside = max(0.0, 1.0 - waiting - moving)
+    if times.outside_ns <= 0:
+        return outside, None, waiting, moving
+    idle = outside * times.idle_ns / times.outside_ns
+    return outside - idle, idle, waiting, moving
 
 
 def _position(operations: Sequence[Sequence[Operation]], now_ns: int) -> Position:

@@ -11,12 +11,12 @@ from phalanx.launch.stacks.job_snapshot import ask, ask_others
 from phalanx.launch.stacks.jobs import RunningJob, describe_command, find_jobs
 from phalanx.launch.top.look import COMMAND, TIMEOUT_S, HostLook, from_json, look
 from phalanx.launch.top.memory import MemoryReader
-from phalanx.launch.top.times import LONGEST_NS, Measured, add, measure
+from phalanx.launch.top.times import LONGEST_NS, Measured, Member, add, measure, processor_times
 from phalanx.launch.top.view import JobView, view
 
 _OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the others
 _ENOUGH_NS = 1_000_000_000
-_MORE_LOOKS, _PAUSE_S = 8, 0.1
+_LEAST_MORE_LOOKS, _MORE_LOOKS, _PAUSE_S = 3, 8, 0.1
 
 
 def choose_job(wanted: str | None) -> RunningJob:
@@ -68,6 +68,7 @@ class Watch:
         self.job = job
         self._memory = MemoryReader()
         self._measured: deque[tuple[int, Measured]] = deque()
+        self._processor_times: dict[Member, int] = {}  # at the look before
         self._attempt = (0, 0)
 
     def look(self) -> JobView:
@@ -86,17 +87,20 @@ class Watch:
         if attempt != self._attempt:
             self._attempt = attempt
             self._measured.clear()
+            self._processor_times = {}
         since_ns = self._measured[-1][0] if self._measured else 0
-        self._measured.append((here.at_ns, measure(hosts, since_ns)))
+        self._measured.append((here.at_ns, measure(hosts, since_ns, self._processor_times)))
+        self._processor_times = processor_times(hosts)
         while self._measured[0][0] < here.at_ns - LONGEST_NS:
             self._measured.popleft()
         return view(hosts, add(measured for _, measured in self._measured), notes)
 
     def look_once(self) -> JobView:
-        """As `look`; several times where operations follow each other so fast that the recorders hold a moment only."""
+        """As `look`, several times: processors are measured between looks, and recorders may hold a moment only."""
         seen = self.look()
-        for _ in range(_MORE_LOOKS):
-            if seen.span_s * 1e9 >= _ENOUGH_NS or not any(rank.operation for rank in seen.ranks):
+        for number in range(_MORE_LOOKS):
+            is_long = seen.span_s * 1e9 >= _ENOUGH_NS and number >= _LEAST_MORE_LOOKS
+            if is_long or not any(rank.operation for rank in seen.ranks):
                 break
             time.sleep(_PAUSE_S)
             seen = self.look()
