@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.transport.rehearsal import RehearsalTransport
 
+if TYPE_CHECKING:
+    from phalanx.backend.process_group import PhalanxProcessGroup
 
-def shares_memory(group: dist.ProcessGroup) -> TypeGuard[PhalanxProcessGroup]:
+
+def shares_memory(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` share memory. The backend's name does not tell: they may be on several hosts."""
+    return sharing_group(group) is not None
+
+
+def sharing_group(group: dist.ProcessGroup) -> PhalanxProcessGroup | None:
+    """Return our group behind `group` if all its ranks share memory; else None."""
     ours = phalanx_group(group)
-    return ours is not None and ours.shares_memory
+    return ours if ours is not None and ours.shares_memory else None
 
 
 def rehearses(group: dist.ProcessGroup) -> bool:
@@ -56,7 +63,8 @@ def shared_empty(
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise RuntimeError("shared_empty needs a process group: call phalanx.init() first")
-    if not shares_memory(group):
+    ours = sharing_group(group)
+    if ours is None:
         if owner is not None and rehearses(group):
             return torch.zeros(shape, dtype=dtype)
         if owner is not None:
@@ -68,4 +76,4 @@ def shared_empty(
         raise ValueError(f"shared_empty: owner={owner} is not a rank of the group, which has {group.size()}")
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return group.allocate_symmetric(shape, dtype, calling_site(), owner=owner)
+    return ours.allocate_symmetric(shape, dtype, calling_site(), owner=owner)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.backend.shared import shares_memory
+from phalanx.backend.shared import sharing_group
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.core_numbers import STEP
 from phalanx.transport.uneven import Participant, UnevenInputs
 
@@ -18,13 +19,14 @@ def take_part(group: Any, participant: Participant) -> bool:
 
     Collective, in the sense that all ranks do it for the same participants in the same order.
     """
-    if not shares_memory(group) or group.size() == 1:
+    ours = sharing_group(group)
+    if ours is None or ours.size() == 1:
         return False
-    if group._uneven_inputs is None:
-        assert group._shared_memory is not None
-        group._uneven_inputs = group._shared_memory.uneven = UnevenInputs(group)
-        group.symm_mem.core.allow_uneven()
-    group._uneven_inputs.add(participant)
+    if ours._uneven_inputs is None:
+        assert ours._shared_memory is not None
+        ours._uneven_inputs = ours._shared_memory.uneven = UnevenInputs(ours)
+        ours.symm_mem.core.allow_uneven()
+    ours._uneven_inputs.add(participant)
     return True
 
 
@@ -35,7 +37,7 @@ def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
     They must be such that zeros are neutral: a sum, a maximum of what is not negative, an all_gather whose receivers
     know empty rows, a broadcast that any rank's tensor serves. On groups without a participant nothing changes.
     """
-    uneven: UnevenInputs | None = getattr(group, "_uneven_inputs", None)
+    uneven = _uneven_inputs(group)
     if uneven is None:
         yield
         return
@@ -48,4 +50,15 @@ def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def absent_ranks(group: Any) -> list[int]:
     """The ranks that were out of the latest step of `group`."""
-    return list(group.symm_mem.core.absent) if getattr(group, "_uneven_inputs", None) is not None else []
+    ours = phalanx_group(group)
+    return list(ours.symm_mem.core.absent) if ours is not None and ours._uneven_inputs is not None else []
+
+
+def can_be_uneven(group: Any) -> bool:
+    """Whether some participant has made steps over `group` that do without ranks (see `take_part`)."""
+    return _uneven_inputs(group) is not None
+
+
+def _uneven_inputs(group: Any) -> UnevenInputs | None:
+    ours = phalanx_group(group)
+    return None if ours is None else ours._uneven_inputs

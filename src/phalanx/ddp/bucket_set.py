@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.gradient_shards import LARGE_BYTES
-from phalanx.backend.shared import shared_empty, shares_memory
+from phalanx.backend.shared import shared_empty, shares_memory, sharing_group
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Exchange, SharedExchange, WorkExchange
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
@@ -98,11 +98,12 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
         if not spec.sparse and spec.device.type == "cpu"
         if (nbytes := spec.numel * spec.dtype.itemsize) >= LARGE_BYTES
     )
-    if not sizes or not shares_memory(group):
+    ours = sharing_group(group)
+    if not sizes or ours is None:
         return None
     from phalanx.symmetric_memory.pool import SharedPool  # needs the C core, which a group that shares memory has
 
-    return SharedPool(group.symm_mem, sizes, lambda nbytes: shared_empty(nbytes, dtype=torch.uint8, group=group))
+    return SharedPool(ours.symm_mem, sizes, lambda nbytes: shared_empty(nbytes, dtype=torch.uint8, group=group))
 
 
 def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:

@@ -8,7 +8,7 @@ affair: one for any backend and one for buckets in the shared heap are here, one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.backend.gradient_listeners import find_listener
 from phalanx.backend.shared import shares_memory
 from phalanx.backend.torch_integration.groups import phalanx_group
-from phalanx.backend.uneven import absent_ranks, training_step
+from phalanx.backend.uneven import absent_ranks, can_be_uneven, training_step
 from phalanx.backend.work import PhalanxWork
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
@@ -156,7 +156,7 @@ class SparsePending:
         self._grad = grad.coalesce()
         # Straight from memory to memory, where the program waits anyway: in the background it costs a change of
         # threads. Not where ranks may be out of the step: their part in it must be as long as the others'.
-        all_here = getattr(group, "_uneven_inputs", None) is None
+        all_here = not can_be_uneven(group)
         self._direct = all_here and parameter.is_cpu and shares_memory(group)
         if self._direct:
             return
@@ -168,8 +168,9 @@ class SparsePending:
     def wait(self) -> None:
         """Exchange the entries, once all know how many there are, and leave their mean with the bucket."""
         if self._direct:
-            group: Any = self._group
-            self._bucket.mean = group.sparse_mean(self._grad)
+            ours = phalanx_group(self._group)
+            assert ours is not None
+            self._bucket.mean = ours.sparse_mean(self._grad)
             return
         assert self._work is not None
         self._work.wait()

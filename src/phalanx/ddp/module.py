@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.backend.dynamo import skipped, untraced
 from phalanx.backend.malloc import keep_freed_memory
-from phalanx.backend.uneven import take_part, training_step
+from phalanx.backend.uneven import can_be_uneven, take_part, training_step
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
@@ -267,7 +267,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     def _broadcast_buffers(self, source: int, grad_enabled: bool) -> None:
         if self._join_config.enable:
             broadcast_tensors(self._synced_buffers(), self.process_group, source)
-        elif getattr(self.process_group, "_uneven_inputs", None) is None:
+        elif not can_be_uneven(self.process_group):
             self._buffer_broadcast.from_first(self._synced_buffers(), self._reducer.rounds[0])
         else:
             # In evaluation it is where ranks that have run out of data wait for the others.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import shares_memory
+from phalanx.backend.shared import sharing_group
 from phalanx.errors import MismatchError
 from phalanx.torch_names import find
 from phalanx.transport.tensors import copy_all
@@ -77,8 +77,8 @@ class BufferBroadcast:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group: Any = group
-        self._shares = shares_memory(group)
+        self._group = group
+        self._sharing = sharing_group(group)
         self._number = 0
         self._forms: list[_Form] = []
         self._digest = 0
@@ -92,7 +92,7 @@ class BufferBroadcast:
         get the buffers of its step before from then on, and no rank would wait where another does not.
         """
         members = [tensor.data for tensor in tensors if tensor.numel()]
-        if not self._shares or not all(member.is_cpu for member in members):
+        if self._sharing is None or not all(member.is_cpu for member in members):
             broadcast_tensors(members, self._group)
             return
         if not members:
@@ -104,7 +104,7 @@ class BufferBroadcast:
         is_source = self._group.rank() == 0
         if is_source:
             copy_all(self._places, members)
-        self._group.broadcast_buffers(self._packed, 0, number=(num_rounds << 32 | self._number) ^ self._digest)
+        self._sharing.broadcast_buffers(self._packed, 0, number=(num_rounds << 32 | self._number) ^ self._digest)
         self._number = (self._number + 1) & 0xFFFFFFFF
         if not is_source:
             copy_all(members, self._places)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.backend.gradient_listeners import find_listener
-from phalanx.backend.shared import shares_memory
+from phalanx.backend.shared import sharing_group
 from phalanx.core_numbers import LEFT, MISMATCH
 from phalanx.diagnostics.divergence import EVEN_ADVICE
 from phalanx.diagnostics.flight_recorder import read_position
@@ -38,6 +38,7 @@ class UnevenInputs:
 
     def __init__(self, group: Any, parameters: Iterable[Tensor]) -> None:
         self._group = group
+        self._sharing = sharing_group(group)
         self._parameters = list(parameters)
         self._said = False
 
@@ -50,7 +51,8 @@ class UnevenInputs:
         if not absent:
             return
         if are_shared(self._parameters, self._group):
-            self._group.symm_mem.core.set_poison(MISMATCH, self._group.rank())
+            assert self._sharing is not None
+            self._sharing.symm_mem.core.set_poison(MISMATCH, self._group.rank())
             raise MismatchError(
                 f"DistributedDataParallel on rank {self._group.rank()}: {name_ranks(absent)} ran out of data after "
                 f"{_steps(num_steps)}, and with ZeroRedundancyOptimizer every rank updates a part of the parameters, "
@@ -64,14 +66,16 @@ class UnevenInputs:
             _logger.warning("%s", describe(absent, present, num_steps, self._positions(absent)))
 
     def _positions(self, absent: Sequence[int]) -> list[str]:
-        core = self._group.symm_mem.core
+        assert self._sharing is not None  # the group does without ranks
+        core = self._sharing.symm_mem.core
         return ["has left" if core.state(rank)[0] == LEFT else str(read_position(core, rank)) for rank in absent]
 
 
 def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
     """Whether ranks share some parameter or its master, of which each updates a part: ZeroRedundancyOptimizer's."""
-    return shares_memory(group) and any(
-        find_listener(parameter) is not None or group.symm_mem.holds(parameter.data_ptr()) for parameter in parameters
+    ours = sharing_group(group)
+    return ours is not None and any(
+        find_listener(parameter) is not None or ours.symm_mem.holds(parameter.data_ptr()) for parameter in parameters
     )
 
 

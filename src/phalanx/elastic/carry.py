@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.coordination.rank_info import host_identity
 from phalanx.symmetric_memory.process_memory import Copy, read_process, readable
 from phalanx.symmetric_memory.watch import ProcessId
@@ -121,12 +122,14 @@ def carry(tensors: Sequence[Tensor], source: int, receivers: Collection[int], gr
 @contextlib.contextmanager
 def own_clock(group: Any, nbytes: int) -> Iterator[None]:
     """Inside, operations of `group` may also take as long as it takes to move `nbytes`; the same on all ranks."""
-    timeout_s = group._timeout_s
-    group.set_timeout(timedelta(seconds=timeout_s + nbytes / _SLOWEST_BYTES_PER_S))
+    ours = phalanx_group(group)
+    assert ours is not None  # elastic.run forms no other
+    timeout_s = ours._timeout_s
+    ours.set_timeout(timedelta(seconds=timeout_s + nbytes / _SLOWEST_BYTES_PER_S))
     try:
         yield
     finally:
-        group.set_timeout(timedelta(seconds=timeout_s))
+        ours.set_timeout(timedelta(seconds=timeout_s))
 
 
 def _gather(value: Any, group: Any) -> list[Any]:

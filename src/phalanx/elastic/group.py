@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +29,9 @@ from phalanx.elastic.records import RankRecords
 from phalanx.elastic.script_groups import ScriptGroups
 from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
+
+if TYPE_CHECKING:
+    from phalanx.backend.process_group import PhalanxProcessGroup
 
 
 class ElasticGroup:
@@ -74,9 +77,20 @@ class ElasticGroup:
         self._records.prepare(self._state._number + 1)
         self._prepared_seq = self.count_collectives()
 
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation of the group may take."""
+        return self._ours._timeout_s
+
+    @property
+    def _ours(self) -> PhalanxProcessGroup:
+        ours = phalanx_group(self.process_group)
+        assert ours is not None  # elastic.run forms no other
+        return ours
+
     def count_collectives(self) -> tuple[int, int]:
         """Of the default group; rounds of gradients are not among its collectives, and count as well."""
-        return self.process_group._get_sequence_number_for_group(), self.process_group.num_gradient_rounds
+        return self.process_group._get_sequence_number_for_group(), self._ours.num_gradient_rounds
 
     def require_group(self) -> None:
         """A barrier, which raises at once what has ended the group."""
@@ -142,7 +156,7 @@ class ElasticGroup:
         """
         reached(LEAVE)
         old = self.process_group
-        timeout = timedelta(seconds=old._timeout_s)
+        timeout = timedelta(seconds=self.timeout_s)
         leave_all_groups()
         self.generation = generation.number
         self._page.set_generation(generation.number)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.backend.shared import shared_empty, shares_memory
+from phalanx.backend.shared import shared_empty, sharing_group
 from phalanx.elastic import random_state
 from phalanx.elastic.random_state import RandomStates
 from phalanx.transport.tensors import copy_all
@@ -84,11 +84,12 @@ class RankRecords:
         nbytes = 2 * self._slot_bytes
         self.rank = group.rank()
         self._others: dict[int, Tensor] = {}
-        if shares_memory(group) and group.size() > 1:
+        ours = sharing_group(group)
+        if ours is not None and group.size() > 1:
             self._memory: Tensor = shared_empty(nbytes, dtype=torch.uint8, group=group).zero_()
             own = self._memory.data_ptr()
             for rank in range(group.size()):  # it lies at one offset of every rank's heap
-                address = own + (rank - group.rank()) * group.symm_mem.heap_bytes
+                address = own + (rank - group.rank()) * ours.symm_mem.heap_bytes
                 array = (ctypes.c_char * nbytes).from_address(address)
                 self._others[rank] = torch.frombuffer(array, dtype=torch.uint8)
         else:

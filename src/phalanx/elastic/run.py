@@ -232,7 +232,7 @@ class ElasticJob:
         while True:
             if generation is None:
                 try:
-                    generation = membership.next_generation(after, group.process_group._timeout_s)
+                    generation = membership.next_generation(after, group.timeout_s)
                 except (NoGenerationError, DeadlineError) as none:
                     if cause is None:
                         raise

@@ -7,6 +7,7 @@ in its next operation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -73,20 +74,20 @@ class ScriptGroups:
             ranks = self._members(kept, size)
             store = PrefixStore(f"{kept.name}/", default_store)
             number = ranks.index(rank) if rank in ranks else 0
-            refusal = _RefusedTransport(kept.name, number, kept.ranks, self._size, size)
+            refuse = functools.partial(_RefusedTransport, kept.name, number, kept.ranks, self._size, size)
+            ours = groups.phalanx_group(kept.group)
+            assert ours is not None  # no other group is kept
             if kept.name in formed:
                 options = SimpleNamespace(
                     store=store, group_rank=number, group_size=len(ranks),
-                    timeout=timedelta(seconds=kept.group._timeout_s), group_id=kept.name,
+                    timeout=timedelta(seconds=ours._timeout_s), group_id=kept.name,
                     global_ranks_in_group=list(ranks),
                 )  # fmt: skip
-                kept.group.reconnect(
-                    lambda options=options, kept=kept: open_transport(options, kept.group.backend_options),
-                    refusal, store, number, len(ranks), ranks,
-                )  # fmt: skip
+                opened = functools.partial(open_transport, options, ours.backend_options)
+                ours.reconnect(opened, refuse(), store, number, len(ranks), ranks)
             else:
                 ranks = (rank,)  # torch asks which of them this process is, to tell of the refusal
-                kept.group.reconnect(lambda refusal=refusal: refusal, refusal, store, 0, 1, ranks)
+                ours.reconnect(refuse, refuse(), store, 0, 1, ranks)
             groups.register_again(kept, store, ranks)
         groups.count_groups_from(self._count)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import shared_empty, shares_memory
+from phalanx.backend.shared import shared_empty, sharing_group
 from phalanx.backend.skeleton import join, split
 from phalanx.log import get_logger, warn_once
 from phalanx.transport.tensors import copy_all
@@ -35,10 +35,11 @@ class KeptState:
         self._slot_bytes = _round_up((1 << 20) + num_parameters * 4096 + _TIMES * 4 * num_elements, 4096)
         nbytes = 2 * self._slot_bytes
         self._by_rank: list[Tensor] = []
-        if shares_memory(group) and group.size() > 1:
+        ours = sharing_group(group)
+        if ours is not None and group.size() > 1:
             self._memory: Tensor = shared_empty(nbytes, dtype=torch.uint8, group=group)
             for rank in range(group.size()):  # it lies at one offset of every rank's heap
-                address = self._memory.data_ptr() + (rank - group.rank()) * group.symm_mem.heap_bytes
+                address = self._memory.data_ptr() + (rank - group.rank()) * ours.symm_mem.heap_bytes
                 array = (ctypes.c_char * nbytes).from_address(address)
                 self._by_rank.append(torch.frombuffer(array, dtype=torch.uint8))
         else:

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.shared import shared_empty, sharing_group
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.optim.plan import Plan
@@ -72,8 +73,6 @@ class _Region:
 
 
 def _shared(count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
-
     memory: Tensor = shared_empty(count, dtype=dtype, group=group, owner=0)
     return memory
 
@@ -119,7 +118,8 @@ class Undo:
             PhalanxError: a rank died, left or is late; all parameters are those of one step, the old or the new.
             ClosedError: this process left the group, or is a fork of a rank.
         """
-        if self._group.symm_mem.closed:  # a fork must not write into its parent's word
+        ours = sharing_group(self._group)
+        if ours is None or ours.symm_mem.closed:  # a fork must not write into its parent's word
             raise ClosedError(
                 f"ZeroRedundancyOptimizer.step: group {self._group.group_name!r} was destroyed, or this process is a "
                 "fork of a rank. Build the optimizer anew in a group of its own."
@@ -260,13 +260,14 @@ class Undo:
             self._restore(rank)
 
     def _await_others(self, late: Collection[int]) -> None:
-        deadline = Deadline.after(_PATIENCE_S)
+        deadline, ours = Deadline.after(_PATIENCE_S), sharing_group(self._group)
+        assert ours is not None  # the words lie in it
         for rank in range(self._world_size):
             while (
                 rank != self._rank
                 and rank not in late
                 and self._word(rank) < 4 * self._number + _DONE
-                and self._group.symm_mem.core.alive(rank)
+                and ours.symm_mem.core.alive(rank)
                 and not deadline.passed
             ):
                 time.sleep(_LOOK_S)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import shares_memory
+from phalanx.backend.shared import shares_memory, sharing_group
 from phalanx.deadline import Deadline
 from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.pipeline.failure import with_note
@@ -252,7 +252,8 @@ class Wire:
 
         `most`: how many of a size a rank may have at the same time. Nothing happens where ranks share no memory.
         """
-        if self._lending is not None or not shares_memory(self._group):
+        ours = sharing_group(self._group)
+        if self._lending is not None or ours is None:
             return
         sizes: list[Any] = [None] * self._group.size()
         dist.all_gather_object(sizes, set(self.sizes), group=self._group)
@@ -260,7 +261,7 @@ class Wire:
             from phalanx.backend.lending import Lending  # needs the C core, which a group that shares memory has
 
             with contextlib.suppress(PhalanxError):  # no room in the heap, on all ranks: messages it is
-                self._lending = Lending(self._group, dict.fromkeys(every, most))
+                self._lending = Lending(ours, dict.fromkeys(every, most))
 
     def _send(self, edge: Edge | None, number: int, parts: Sequence[Tensor], dst: int, tag: int) -> None:
         for part in parts:
