@@ -25,6 +25,27 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 
+def message_of(error: BaseException) -> str:
+    """Return the text of an exception, which may be a user's; never raises."""
+    try:
+        return str.__str__(str(error))  # a subclass of str might not be pickled
+    except BaseException as second:
+        return f"(its text cannot be had: __str__ raised {class_of(second)})"
+
+
+def class_of(error: BaseException) -> str:
+    """Return the name of an exception's class, with its module; never raises."""
+    try:
+        return f"{type(error).__module__}.{type(error).__qualname__}"
+    except BaseException:  # a metaclass of the user's
+        return type.__dict__["__name__"].__get__(type(error))  # type: ignore[no-any-return]
+
+
+def summary_of(error: BaseException) -> str:
+    """Return `ValueError: too large`, as the last line of a traceback has it; never raises."""
+    return f"{class_of(error).rpartition('.')[2]}: {message_of(error)}"
+
+
 class PhalanxError(RuntimeError):
     """The root of the tree: an operation failed, and the message says where, why and what to do.
 

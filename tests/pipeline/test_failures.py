@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import phalanx
 from phalanx.backend.imported_environment import environment_kept
+from phalanx.errors import summary_of
 from phalanx.pipeline.schedule import SCHEDULES
 from phalanx.testing import run_ranks
 
@@ -28,11 +29,18 @@ class Watcher(nn.Module):
             return x if self.what != "object" else Strange(x)
         if self.what == "raise":
             raise ArithmeticError("seven is not a prime here")
+        if self.what == "raise the silent":
+            raise Silent
         if self.what == "shape":
             return x[:, :2]
         if self.what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         return x
+
+
+class Silent(ValueError):
+    def __str__(self):
+        raise LookupError("no text here")
 
 
 class Strange:
@@ -63,7 +71,7 @@ def _fail(rank, world_size, what, at, schedule):
     try:
         pipe.step(x, target=x)
     except Exception as error:
-        heard = f"{type(error).__name__}: {error}"
+        heard = summary_of(error)
         try:
             pipe.step(x, target=x)
         except phalanx.ClosedError as again:
@@ -83,6 +91,16 @@ def test_an_exception_in_a_layer_is_told_on_every_rank(backend, schedule):
         assert "an earlier step failed" in again
     assert "xx" in heard[1][0].splitlines()[-2], "the cell is marked in the drawing"
     assert "F2" not in heard[1][0].splitlines()[-2]
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_an_exception_whose_text_cannot_be_had_is_told_on_every_rank(backend):
+    """The others heard of no failure, and waited for the timeout."""
+    heard = run_ranks(_fail, 3, "raise the silent", 2, "1f1b", backend=backend)
+    for rank, (text, again) in enumerate(heard):
+        assert text.startswith("Silent" if rank == 1 else "StageFailedError: Pipeline: stage")
+        assert "(its text cannot be had: __str__ raised builtins.LookupError)" in text
+        assert "an earlier step failed" in again
 
 
 def test_a_shape_that_differs_between_micro_batches_is_refused_by_the_layer_that_made_it():

@@ -22,7 +22,7 @@ from phalanx.elastic.losses import forget, is_loss, is_mismatch
 from phalanx.elastic.membership import Generation, JobEndedError, Loss, Membership, NoGenerationError, SupersededError
 from phalanx.elastic.points import LOST, reached
 from phalanx.elastic.state import State
-from phalanx.errors import DeadlineError
+from phalanx.errors import DeadlineError, summary_of
 from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
@@ -155,7 +155,7 @@ class ElasticJob:
                 except Exception as error:
                     lost = group.find_loss(error)
                     if lost is None:
-                        membership.failed(self._state.step, f"{type(error).__name__}: {error}")
+                        membership.failed(self._state.step, summary_of(error))
                         raise
                     loss = self._describe(group, lost)
                     forget(error)
@@ -211,7 +211,7 @@ class ElasticJob:
 
     def _describe(self, group: ElasticGroup, error: BaseException) -> Loss:
         ranks = tuple(getattr(error, "ranks", ()))
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = summary_of(error).splitlines()[0]
         return Loss(group.generation, self._state.step, text, ranks, is_mismatch(error))
 
     def _recover(

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.errors import DeadlineError, MismatchError, PeerLostError
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError, message_of, summary_of
 from phalanx.log import get_logger
 from phalanx.mapreduce.board import Board
 from phalanx.mapreduce.counters import Counters
@@ -137,7 +137,7 @@ def _plan(job: Job, held: Held) -> tuple[str, Any]:
                 else [*plan_sequence_splits(len(sequence), job.split_records)]
             )
     except Exception as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, message_of(error)
     return "", (f"phalanx-mapreduce/{uuid.uuid4()}", held.splits)
 
 
@@ -185,7 +185,7 @@ def _attempt(team: Team, job: Job, held: Held) -> Outcome:
     except (PeerLostError, DeadlineError, MismatchError):
         raise
     except (TypeError, TaskError) as error:
-        board.give_up(type(error).__name__, str(error), error)
+        board.give_up(type(error).__name__, message_of(error), error)
         _raise_problem(team, board.problem(), error)
     except Exception as error:
         board.give_up("TaskError", f"map_reduce: a partition could not be reduced.\n{_tell(error)}", error)
@@ -211,10 +211,10 @@ def _do_map_task(board: Board, job: Job, held: Held, split: Split, task: int) ->
     except PeerLostError:
         raise
     except NotPairsError as error:
-        board.give_up("TypeError", f"map_reduce: {error}", error.__cause__)
+        board.give_up("TypeError", f"map_reduce: {message_of(error)}", error.__cause__)
         return
     except (TypeError, ValueError) as error:  # of a key; the map function's own make a record bad
-        board.give_up(type(error).__name__, str(error), error)
+        board.give_up(type(error).__name__, message_of(error), error)
         return
     except Exception as error:
         _logger.warning(
@@ -358,6 +358,6 @@ def _reduced(job: Job, grouper: Grouper, board: Board) -> Iterator[tuple[Any, An
             value = job.reduce(key, values)
         except Exception as error:
             raise TaskError(
-                f"map_reduce: reduce failed for key {key!r:.200}: {type(error).__name__}: {error}\n{_tell(error)}"
+                f"map_reduce: reduce failed for key {key!r:.200}: {summary_of(error)}\n{_tell(error)}"
             ) from error
         yield key, value

@@ -6,6 +6,8 @@ import traceback
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from phalanx.errors import summary_of
+
 _SHOWN = 5
 _TEXT = 200
 
@@ -28,7 +30,7 @@ class BadRecord:
         return cls(
             where,
             shown if len(shown) <= _TEXT else f"{shown[:_TEXT]}…",
-            f"{type(error).__name__}: {error}"[: 2 * _TEXT],
+            summary_of(error)[: 2 * _TEXT],
             "".join(traceback.format_list(own)),
         )
 

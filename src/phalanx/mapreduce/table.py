@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from phalanx.errors import summary_of
 from phalanx.mapreduce.buckets import Values
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.fold import fold_pairs
@@ -128,4 +129,4 @@ def _describe(pairs: list[Any], error: Exception) -> str:
             hash(pair[0])
         except TypeError:
             return f"map yielded the key {pair[0]!r:.100}, a {type(pair[0]).__name__}, which cannot be hashed"
-    return f"combine raised {type(error).__name__}: {error}"
+    return f"combine raised {summary_of(error)}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.diagnostics.step_notes import waiting_for
-from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError, summary_of
 from phalanx.parameter_server import hosting
 from phalanx.parameter_server.hosting import NotHeldError, TrainerLostError
 from phalanx.parameter_server.layout import State, join_states, plan_dense, ring, split_state
@@ -446,5 +446,5 @@ def _try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]
             make([parameter]).step()
     except Exception as error:  # whatever an optimizer of the user raises
         kind = "gradients of rows" if sparse else "gradients"
-        return [f"{what} {make!r} makes no step with {kind}: {type(error).__name__}: {error}"]
+        return [f"{what} {make!r} makes no step with {kind}: {summary_of(error)}"]
     return []

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
-from phalanx.errors import ClosedError, MismatchError, PeerLostError, PhalanxError
+from phalanx.errors import ClosedError, MismatchError, PeerLostError, PhalanxError, summary_of
 from phalanx.parameter_server.layout import State, ring
 from phalanx.parameter_server.shard import Gradients, Shard, Spec
 from phalanx.rpc import current, rpc_async
@@ -207,7 +207,7 @@ class Hosted:
         except Exception as error:  # of an optimizer: here and on the replica, and nothing takes it back
             self._failure = PhalanxError(
                 f"ParameterServer {shard.spec.name!r}: server {self._agent.me.info.name!r} could not make step "
-                f"{shard.step}: {type(error).__name__}: {error}\nThe parameters are as the optimizer left them; go on "
+                f"{shard.step}: {summary_of(error)}\nThe parameters are as the optimizer left them; go on "
                 "from a checkpoint."
             )
             self._failure.__cause__ = error

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from phalanx.diagnostics.step_notes import note_wait
-from phalanx.errors import DeadlineError, PeerLostError
+from phalanx.errors import DeadlineError, PeerLostError, summary_of
 from phalanx.pipeline.awaited import Awaited, plan_receives
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
@@ -337,7 +337,7 @@ class Executor:
 
     def tell_end(self, error: BaseException) -> None:
         """This rank fails behind its last action, and takes part in no further step: others may be in one already."""
-        text = f"Pipeline: rank {self._rank}, at the end of a step: {type(error).__name__}: {error}"
+        text = f"Pipeline: rank {self._rank}, at the end of a step: {summary_of(error)}"
         self.has_told = True
         lost = isinstance(error, PeerLostError)
         self._wire.tell_failure(self._edges(), text, lost=lost, leaves=True, between=True)
@@ -350,7 +350,7 @@ class Executor:
             raised: BaseException = type(error)(f"{where}\n{text}")
         else:
             drawn = draw_failure(self.schedule, self.at)
-            text = "\n".join([f"{where}: {type(error).__name__}: {error}", *drawn])
+            text = "\n".join([f"{where}: {summary_of(error)}", *drawn])
             raised = with_note(error, "\n".join([where, *drawn]))
         is_heard = isinstance(error, StageFailedError)
         self.failed_itself = not isinstance(error, (StageFailedError, StageLostError)) and self.awaited is None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.torch_integration.groups import phalanx_group
-from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError, message_of
 from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.meeting import FAREWELL_S, Meeting, meets_by_messages
 from phalanx.pipeline.wire import StageFailedError, StageLostError
@@ -139,7 +139,7 @@ class Outcome:
             return numbers, error or StageLostError(f"Pipeline: {fact}. Read its log.")
         self.all_have_heard = True
         told: list[Any] = [None] * group.size()
-        mine = None if error is None else (isinstance(error, StageFailedError), f"{error}", type(error).__name__)
+        mine = None if error is None else (isinstance(error, StageFailedError), message_of(error), type(error).__name__)
         dist.all_gather_object(told, mine, group=group)
         if error is not None:
             return numbers, error

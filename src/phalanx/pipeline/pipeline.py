@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.backend.malloc import keep_freed_memory
 from phalanx.backend.shared import rehearses
 from phalanx.diagnostics.step_notes import note_loss
-from phalanx.errors import ClosedError
+from phalanx.errors import ClosedError, summary_of
 from phalanx.partition.layers import given_arguments, list_layers
 from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
@@ -506,4 +506,4 @@ def _most(schedule: Schedule) -> int:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return summary_of(error).splitlines()[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, class_of, message_of
 
 
 class RemoteError(PhalanxError):
@@ -44,27 +44,12 @@ def pack(error: BaseException, where: str) -> bytes:
 
     Never raises, whatever the user's class does as it is printed, formatted or pickled: the caller waits for an answer.
     """
-    message, kind = message_of(error), _kind(error)
+    message, kind = message_of(error), class_of(error)
     whole = bare = None
     if isinstance(error, Exception):  # SystemExit must not end the caller
         whole = _dumps(error)
         bare = _dumps((type(error), message))
     return pickle.dumps((whole, bare, kind, message, f"On {where}:\n{_format(error, kind, message)}"), 5)
-
-
-def message_of(error: BaseException) -> str:
-    """Return the text of an exception; never raises."""
-    try:
-        return str.__str__(str(error))  # a subclass of str might not be pickled
-    except BaseException as second:
-        return f"(its text cannot be had: __str__ raised {_kind(second)})"
-
-
-def _kind(error: BaseException) -> str:
-    try:
-        return f"{type(error).__module__}.{type(error).__qualname__}"
-    except BaseException:  # a metaclass of the user's
-        return type.__dict__["__name__"].__get__(type(error))  # type: ignore[no-any-return]
 
 
 def _format(error: BaseException, kind: str, message: str) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.errors import summary_of
 from phalanx.torch_names import find
 
 tree_leaves: Any = find(
@@ -54,7 +55,7 @@ def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, 
     try:
         return function(result, target)
     except Exception as error:
-        raise RuntimeError(f"Trainer: metric {name!r} fails: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"Trainer: metric {name!r} fails: {summary_of(error)}") from error
 
 
 class Sums:

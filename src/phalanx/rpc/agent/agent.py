@@ -22,7 +22,7 @@ from typing import Any
 from torch.futures import Future
 
 from phalanx.coordination.key import Key
-from phalanx.errors import ClosedError, PeerLostError, PhalanxError
+from phalanx.errors import ClosedError, PeerLostError, PhalanxError, message_of
 from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent import interrupts
@@ -37,7 +37,7 @@ from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from phalanx.rpc.references import References
-from phalanx.rpc.remote_error import message_of, set_error
+from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.serialization import deserialize, serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member

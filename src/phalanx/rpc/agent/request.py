@@ -10,12 +10,13 @@ from typing import Any, Protocol, cast
 
 from torch.futures import Future
 
+from phalanx.errors import message_of
 from phalanx.rpc import remote_error, serialization, wire
 from phalanx.rpc.agent.serving import SHORT_S
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.profiled import Profiled
 from phalanx.rpc.references import Owned, References
-from phalanx.rpc.remote_error import MissingFunctionError, message_of, set_error
+from phalanx.rpc.remote_error import MissingFunctionError, set_error
 from phalanx.rpc.serialization import deserialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import Member

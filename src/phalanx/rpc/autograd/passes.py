@@ -31,12 +31,11 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, message_of
 from phalanx.rpc.agent.reading import Answer, Awaited, Reading
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import MessageId, Reached, Send, chain_gates, current, run_engine, run_engine_from
 from phalanx.rpc.autograd.orders import PassId, Plan
-from phalanx.rpc.remote_error import message_of
 from phalanx.rpc.worker_info import Member
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.errors import ClosedError, PeerLostError, PhalanxError
+from phalanx.errors import ClosedError, PeerLostError, PhalanxError, message_of
 from phalanx.rpc import current
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.agent import Agent
@@ -23,7 +23,6 @@ from phalanx.rpc.autograd.hook import AutogradHook
 from phalanx.rpc.autograd.orders import PassId
 from phalanx.rpc.autograd.passes import Going, Pass, nothing
 from phalanx.rpc.call_hook import set_call_hook
-from phalanx.rpc.remote_error import message_of
 from phalanx.rpc.wire import Frame, Order
 from phalanx.rpc.worker_info import Member
 
